@@ -26,17 +26,11 @@ def natural(text: str) -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text.
+    """A table as text."""
 
-    Attributes:
-        title: what it shows.
-        rows: its cells, the heading first.
-        num_left: so many columns are flush left, the others right.
-    """
-
-    title: str
-    rows: Sequence[Sequence[str]]
-    num_left: int = 1
+    title: str  # what it shows
+    rows: Sequence[Sequence[str]]  # its cells, the heading first
+    num_left: int = 1  # so many columns are flush left, the others right
 
     def print(self, console: Console) -> None:
         """Write it: with lines on a terminal that is wide enough for it, plain elsewhere."""

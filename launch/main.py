@@ -1,7 +1,8 @@
 """The command line: ``procpipe run``, ``doctor``, ``timeline`` and ``plan``.
 
-Each command is a folder here whose module ``command`` has ``main(words) -> exit code``. Only the
-one that is asked for is imported, and one whose folder is missing is not offered.
+Each command is a folder here whose module ``command`` has ``main(words) -> exit code``, which
+raises ``SystemExit`` if the words are wrong (code 2) or ask for help. Only the one that is asked
+for is imported, and one whose folder is missing is not offered.
 """
 
 from __future__ import annotations
@@ -22,14 +23,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, 130 after Ctrl-C.
-
-    Args:
-        argv: the words of the command line; by default those of this process.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Run the command of ``argv``, by default this process's; return its code, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="procpipe", description="Pipeline-parallel training with one process per stage."

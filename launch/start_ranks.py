@@ -1,7 +1,7 @@
 """Starts ranks that measure something, within a time limit: for ``procpipe doctor`` and ``plan``.
 
-    command ── torchrun ── rank 0 … rank n - 1     each with its own log; rank 0 writes the result
-       └─ waits until the time limit; then reads the result, or the reason why there is none
+    command ── torchrun ── rank 0 … rank n - 1     each writes its result, and a log of its own
+       └─ waits until the time limit; then reads the results, or the reason why there are none
 
 When the time is up, all processes are ended, and the reason says where each rank was.
 """
@@ -33,36 +33,27 @@ _NUM_LAST_LINES = 8
 
 @dataclass(frozen=True)
 class Result:
-    """What ranks measured.
+    """What ranks measured."""
 
-    Attributes:
-        value: what rank 0 wrote, from JSON; None if the ranks failed.
-        reason: why they failed.
-        seconds: how long it took, from the start of the processes to their end.
-    """
-
-    value: Any
-    reason: str
-    seconds: float
+    value: list[Any] | None  # what each rank wrote, from JSON; None if the ranks failed
+    reason: str  # why they failed
+    seconds: float  # how long it took, from the start of the processes to their end
 
 
 def start_ranks(num_ranks: int, program: Sequence[str], timeout_s: float) -> Result:
-    """Start ranks on this host, and wait until they have ended.
+    """Start ranks on this host, and wait until they have ended; at ``timeout_s`` end them.
 
-    Args:
-        num_ranks: how many.
-        program: what they run, as arguments of Python; ``--output FILE`` is added, which rank 0
-            writes as JSON.
-        timeout_s: when all of them are ended.
+    The ``program`` is what they run, as arguments of Python; ``--output FILE`` is added. Rank 3
+    writes its result to FILE.3, as JSON.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="procpipe-ranks-") as folder:
-        output, log = Path(folder, "output.json"), Path(folder, "log")
+        output, log = f"{folder}/output", Path(folder, "log")
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"),
             *("--redirects=3", f"--log-dir={folder}"),
-            *(*program, "--output", str(output)),
+            *(*program, "--output", output),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         # A file, not a pipe, which a process that is left over would hold open.
@@ -79,7 +70,8 @@ def start_ranks(num_ranks: int, program: Sequence[str], timeout_s: float) -> Res
         seconds = time.monotonic() - start_s
         with contextlib.suppress(OSError, ValueError):
             if launcher.returncode == 0:
-                return Result(json.loads(output.read_text()), "", seconds)
+                files = [Path(f"{output}.{rank}") for rank in range(num_ranks)]
+                return Result([json.loads(file.read_text()) for file in files], "", seconds)
         return Result(None, "\n".join([ending, *_last_lines(Path(folder), log)]), seconds)
 
 

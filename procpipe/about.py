@@ -49,7 +49,7 @@ class About(LocalLayers):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Each stage's device."""
+        """Each rank's device."""
         return list(self._world.devices)
 
     @property

@@ -155,7 +155,7 @@ class Cut:
             placement = schedule.place(len(entries), grid.num_stages)
         except BalanceError as error:
             fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
-            if fits is None:
+            if fits is None or grid.is_part:
                 raise
             raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
         facts = layer_facts(module)
@@ -212,7 +212,8 @@ def found_balance(
         from procpipe.balance.agreed import agreed_balance
         from procpipe.balance.estimated import estimated_balance
     if world.is_launched:
-        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count)
+        numbers = grid.numbers if grid.is_part else None
+        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
         return agreed_balance(name, module, sample, chunks, world, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)
@@ -252,15 +253,8 @@ def connect(
 ) -> Pipeline:
     """Connect this rank to all others; every rank calls it, and it waits for all of them.
 
-    Args:
-        world: this process's place in the job.
-        settings: what the user asks for.
-        cut: the partitions.
-        layers: this rank's layers, as they are now, by name.
-        tied: this rank's copies of what several stages use.
-        checks_tied: whether the copies are compared before each training call.
-        chunks: the number of micro-batches, as the user has it now.
-        checkpoint: what is recomputed, as the user has it now.
+    ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
+    user has set now.
     """
     grid = settings.grid
     facts = {

@@ -57,14 +57,8 @@ def clip(
 ) -> Tensor:
     """Clip this stage's gradients by the norm of all stages'; see ``Stage.clip_grad_norm_``.
 
-    Args:
-        by_partition: this stage's gradients, by the indices of its partitions.
-        copies: gradients that another stage has, too, and counts.
-        max_norm: the largest norm that is not clipped.
-        norm_type: the p of the p-norm.
-        agree: brings the norms of all ranks together, see ``Control.agree``.
-        device: where the returned norm is.
-        error_if_nonfinite: raise if the norm is not finite.
+    ``copies`` are gradients that another stage has, too, and counts. ``agree`` brings the norms of
+    all ranks together, see ``Control.agree``. The returned norm is on ``device``.
     """
     ours = [(j, norms(of_partition, norm_type)) for j, of_partition in by_partition.items()]
     norm = as_tensor(agree(ours, lambda of_all: total_norm(of_all, norm_type))).to(device)

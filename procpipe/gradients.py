@@ -39,7 +39,8 @@ class Gradients(About):
             The norm before clipping, 0-dim, on every rank.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or calls in
+                ``no_sync()`` have left gradients to be added up.
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """

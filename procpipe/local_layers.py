@@ -11,11 +11,12 @@ from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
-from procpipe.compute.compiled import compile_layers
 from procpipe.compute.tied import Tied
 from procpipe.job.grid import Grid
 from procpipe.model.fixed import FixedLayers
 from procpipe.notes import write_note
+from procpipe.skip.skippable import declared
+from procpipe.torch_internals import compile_in_place
 
 
 class LocalLayers(FixedLayers):
@@ -29,13 +30,7 @@ class LocalLayers(FixedLayers):
     _tied: Tied
 
     def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
-        """Register this stage's layers under their names in the full model.
-
-        Args:
-            cut: the model, cut into partitions.
-            tied: this stage's copies of what other stages have, too.
-            is_training: the full model's mode.
-        """
+        """Register this stage's layers under their names in the full model, in its mode."""
         for name, layer in (item for part in cut.layers.values() for item in part.items()):
             if hasattr(self, name):
                 raise ValueError(
@@ -117,7 +112,14 @@ class LocalLayers(FixedLayers):
 
         Source: ``torch.nn.Module.compile``.
         """
-        if left_out := compile_layers(self.named_children(), options):
+        left_out = []
+        for name, layer in self.named_children():
+            if any(declared(layer)):
+                # A generator, which torch would compile in pieces, anew for each micro-batch.
+                left_out.append(f"{name!r} ({type(layer).__name__})")
+            else:
+                compile_in_place(layer, options)
+        if left_out:
             write_note(
                 f"procpipe: {self._grid.stage_name(self.rank)} leaves layers uncompiled that stash "
                 f"or pop skip tensors: {', '.join(left_out)}"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import TextIO
+
+#: How the names of the files of procpipe's own code begin.
+_OWN_CODE = f"{Path(__file__).parent}{os.sep}"
 
 
 def write_note(text: str) -> None:
@@ -27,14 +32,16 @@ def write_note(text: str) -> None:
         stream.flush()
 
 
-def warn(text: str, *, stacklevel: int) -> None:
-    """Warn as ``warnings.warn`` does, and drop a warning that cannot be written.
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that calls procpipe, and drop a warning that cannot be written.
 
-    ``stacklevel`` counts as there: 2 names the caller's caller. Raises ``UserWarning`` if the
-    user's filter makes it an error.
+    Raises ``category`` if the user's filter makes it an error.
     """
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
+        level, frame = level + 1, frame.f_back
     try:
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, category, stacklevel=level)
     except Warning:
         raise
     except Exception:  # Python ignores a broken pipe, but not a closed standard error

@@ -8,11 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(part: str, what: str) -> Iterator[None]:
-    """Say what needs a part of procpipe, if importing it within fails because it is not there.
-
-    Args:
-        part: a package or module, ``"procpipe.tuning"``.
-        what: what the user has asked for.
+    """Say that ``what`` needs a part, ``"procpipe.tuning"``, if importing it within fails.
 
     Raises:
         ModuleNotFoundError: the part is missing.

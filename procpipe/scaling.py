@@ -81,13 +81,9 @@ def share(
     agree: Agree,
     device: torch.device,
 ) -> None:
-    """Make a scaler one that decides with those of all ranks; see ``Stage.scaler``.
+    """Make a scaler, in place, one that decides with those of all ranks; see ``Stage.scaler``.
 
-    Args:
-        scaler: changed in place, so that it is the same under each name that it has.
-        call: see ``StageScaler``.
-        agree: brings the options and states of all ranks' scalers together.
-        device: where the scale is to be.
+    ``call`` is as in ``StageScaler``; the scale is to be on ``device``.
     """
     check_scaler()
     if not isinstance(scaler, GradScaler):

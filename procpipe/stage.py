@@ -39,7 +39,7 @@ from procpipe.data.minibatch import (
     inputs_of,
     join_outputs,
 )
-from procpipe.data.remote import Remote, holder_of
+from procpipe.data.remote import Remote, check_held, holder_of
 from procpipe.gradients import Gradients
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
@@ -247,7 +247,8 @@ class Stage(Gradients):
                 values the second is the target, unless that is given by name.
             target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
                 ``None`` for none. A model of several inputs needs it by name:
-                ``step(a, b, target=y)``. One given only on the last stage is used there.
+                ``step(a, b, target=y)``. One given only on the last stage is used there, unless
+                there are replicas.
             total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
                 weight of all mini-batches whose gradients are added up, a number above 0.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
@@ -345,6 +346,7 @@ class Stage(Gradients):
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
+            CallMismatchError: with replicas, ``sharded`` is not the same on all ranks.
         """
         batches = self._batches
         if sharded and self.replicas > 1:
@@ -362,16 +364,20 @@ class Stage(Gradients):
 
         Returns:
             The value, detached, on this stage's device.
+
+        Raises:
+            RemoteValueError: no rank has all of it.
         """
         with self._calls.together("fetch") as pipeline:
             detail = self._issue_or_follow("fetch", detail=FetchDetail(holder_of(value))).detail
             assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
             holder = detail.holder
             if self.rank != holder:
-                return pipeline.take_value(holder)
+                return pipeline.wires.take_value(holder)
+            check_held(value)
             for peer in range(self._world.num_ranks):
                 if peer != holder:
-                    pipeline.send_value(peer, value)
+                    pipeline.wires.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ import io
 import subprocess
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from procpipe import notes
 from procpipe.notes import warn, write_note
 
 
@@ -95,18 +98,22 @@ def test_a_warning_that_cannot_be_written_is_dropped(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", show)
-        warn("something", stacklevel=1)
+        warn("something")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="something"):
-            warn("something", stacklevel=1)
+            warn("something")
 
 
-def test_a_warning_names_the_place_given_by_stacklevel():
-    def here():
-        warn("something", stacklevel=2)
+@pytest.mark.parametrize("folder", ["_train", "2"])
+def test_a_warning_names_the_users_line_also_in_a_folder_named_like_the_package(folder):
+    script = f"{Path(notes.__file__).parent}{folder}/script.py"
+    own: dict[str, Any] = {"warn": warn}
+    exec(compile("def call():\n    warn('something')", notes.__file__, "exec"), own)
+    users: dict[str, Any] = {"call": own["call"]}
+    exec(compile("def train():\n\n    call()", script, "exec"), users)
 
     with pytest.warns(UserWarning, match="something") as caught:
-        here()
+        users["train"]()
 
-    assert caught[0].filename == __file__
+    assert (caught[0].filename, caught[0].lineno) == (script, 3)

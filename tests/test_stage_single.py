@@ -606,6 +606,50 @@ def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
     ]
 
 
+class Twice(nn.Linear):
+    """Has two outputs, of the dtype in which sums and their weights are."""
+
+    def forward(self, input):
+        output = super().forward(input)
+        return output, output.square()
+
+
+def sums(output, target):
+    return (output[0] - target).square().sum(), len(target)
+
+
+@pytest.mark.parametrize("first", ["own loss", "step"])
+def test_sums_and_losses_of_ones_own_take_turns_where_all_is_recomputed(stage_of, first):
+    plain = nn.Sequential(Twice(4, 3)).double()
+    stage = stage_of(copy.deepcopy(plain), [1], chunks=2, checkpoint="always", loss_fn=sums)
+    input, target = torch.randn(4, 4).double(), torch.randn(4, 3).double()
+    for k in range(3):
+        for model in stage, plain:
+            model.zero_grad()
+        if (first == "step") == (k % 2 == 0):
+            stage.step(input, target)
+            ((plain(input)[0] - target).square().sum() / 4).backward()
+        else:
+            for model in stage, plain:
+                sum(output.mean() for output in model(input)).backward()
+        for parameter, expected in zip(stage.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_sums_of_another_dtype_where_all_is_recomputed(stage_of):
+    plain = nn.Sequential(Twice(4, 3))
+    stage = stage_of(copy.deepcopy(plain), [1], chunks=2, checkpoint="always", loss_fn=sums)
+    for dtype in torch.float32, torch.float64:
+        for model in stage, plain:
+            model.zero_grad()
+            model.to(dtype)
+        input, target = torch.randn(4, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+        stage.step(input, target)
+        ((plain(input)[0] - target).square().sum() / 4).backward()
+        for parameter, expected in zip(stage.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+
+
 def test_an_input_may_be_sparse():
     class Mixed(nn.Module):
         def forward(self, x, adjacency):

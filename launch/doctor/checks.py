@@ -54,19 +54,12 @@ Verdict = tuple[Status, str] | tuple[Status, str, str]
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of a check.
+    """The outcome of a check."""
 
-    Attributes:
-        name: what was looked at, in a word or two.
-        status: how good it is.
-        found: what was found.
-        advice: what to do; "" if nothing.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
+    name: str  # what was looked at, in a word or two
+    status: Status  # how good it is
+    found: str  # what was found
+    advice: str = ""  # what to do; "" if nothing
 
 
 def check_host(facts: Facts) -> list[Check]:
@@ -331,6 +324,14 @@ _CHECKS: Mapping[str, Callable[[Facts], Iterator[Verdict]]] = {
 }
 
 
+def pairs_of(of_ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Combine what the ranks of each pair of neighbours measured: see ``probe.measure``."""
+    pairs: list[dict[str, Any]] = [{} for _ in of_ranks[1:]]
+    for part in itertools.chain.from_iterable(rank["pairs"] for rank in of_ranks):
+        pairs[part["lower"]] |= part
+    return pairs
+
+
 def check_channels(result: Result, num_processes: int) -> list[Check]:
     """Judge how the measurement of the channels ended, and what it found."""
     processes = counted(num_processes, "process")
@@ -340,10 +341,10 @@ def check_channels(result: Result, num_processes: int) -> list[Check]:
         return [Check("start", FAILURE, found, advice)]
     found = f"{processes} started, connected and ended in {result.seconds:.1f} s"
     start = Check("start", OK, found)
-    pairs: Sequence[Mapping[str, Any]] = result.value["pairs"]
+    pairs = pairs_of(result.value)
     if not pairs:
         return [start, Check("channels", OK, "none, as one process has no neighbours")]
-    is_cpu = all(rank["device"] == "cpu" for rank in result.value["ranks"])
+    is_cpu = all(rank["device"] == "cpu" for rank in result.value)
     faults = [*_check_latency(pairs), *_check_bandwidth(pairs, is_cpu=is_cpu)]
     found = f"{min(map(_least, pairs)) / 1e9:.2f} GB/s and more between neighbouring stages"
     return [start, *(faults or [Check("channels", OK, found)])]

@@ -24,7 +24,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from procpipe.launch.console import Table, positive
-from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host
+from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
 from procpipe.launch.doctor.facts import Facts, gather
 from procpipe.launch.start_ranks import start_ranks
 from procpipe.words import text_table
@@ -36,11 +36,7 @@ _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILURE: "bold r
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check, measure and print, by the words after ``procpipe doctor``.
-
-    Returns:
-        1 if something keeps a run from working, else 0.
-    """
+    """Check, measure and print, by the words after ``procpipe doctor``; return the exit code."""
     options = _parser().parse_args(argv)
     console = Console()
     with _status(console, options, "looking at this host"):
@@ -60,7 +56,7 @@ def _examine(facts: Facts, console: Console, options: argparse.Namespace) -> int
         with _status(console, options, f"measuring between {num_processes} processes"):
             result = start_ranks(num_processes, _PROBE, options.timeout)
         checks += check_channels(result, num_processes)
-        pairs = result.value["pairs"] if result.value else []
+        pairs = pairs_of(result.value or [])
     is_good = all(check.status != Status.FAILURE for check in checks)
     if options.json:
         _print_json(checks, pairs, num_processes, is_good)

@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from procpipe.job.devices import pci_of
 from procpipe.job.pinning import Place, places_of_host
-from procpipe.job.topology import gpu_pcis, read_topology
+from procpipe.job.topology import read_topology
 
 #: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
@@ -49,21 +50,13 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """A GPU that torch can use.
+    """A GPU that torch can use."""
 
-    Attributes:
-        name: its model.
-        pci: its address on the PCI bus; None if torch does not know it.
-        free_bytes: unused memory.
-        total_bytes: all its memory.
-        peers: the GPUs whose memory it can reach directly, by index.
-    """
-
-    name: str
-    pci: str | None
-    free_bytes: int
-    total_bytes: int
-    peers: tuple[int, ...]
+    name: str  # its model
+    pci: str  # its address on the PCI bus
+    free_bytes: int  # unused memory
+    total_bytes: int  # all its memory
+    peers: tuple[int, ...]  # the GPUs whose memory it can reach directly, by index
 
 
 @dataclass(frozen=True)
@@ -78,25 +71,15 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """What the control group of this process is given; None without a limit.
+    """What the control group of this process is given; None without a limit."""
 
-    Attributes:
-        num_cpus: CPU time, in CPUs.
-        memory_bytes: memory.
-        used_bytes: what of that is used, without caches that can be dropped.
-    """
-
-    num_cpus: float | None = None
+    num_cpus: float | None = None  # CPU time, in CPUs
     memory_bytes: int | None = None
-    used_bytes: int = 0
+    used_bytes: int = 0  # what of that is used, without caches that can be dropped
 
 
 def limits_of(root: Path = Path("/")) -> GroupLimits:
-    """Read the limits of this process's control group, and of those around it.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """Read the limits of this process's control group, and of those around it."""
     num_cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _group_folders(root):
@@ -167,12 +150,12 @@ def print_gpus() -> None:
     """Print the GPUs that torch can use, as JSON."""
     found = []
     num_gpus = torch.cuda.device_count()
-    for index, pci in enumerate(gpu_pcis()):
+    for index in range(num_gpus):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         reachable = torch.cuda.can_device_access_peer
         peers = tuple(k for k in range(num_gpus) if k != index and reachable(index, k))
         name = torch.cuda.get_device_name(index)
-        found.append(asdict(VisibleGpu(name, pci, free_bytes, total_bytes, peers)))
+        found.append(asdict(VisibleGpu(name, pci_of(index), free_bytes, total_bytes, peers)))
     print(json.dumps(found))
 
 
@@ -299,9 +282,8 @@ class Facts:
 def gather(num_processes: int | None = None) -> Facts:
     """Look at everything; takes a second or two, of which most is torch's.
 
-    Args:
-        num_processes: how many processes the host is to run; by default one for each GPU, else one
-            for each core, but 2 to 4.
+    The host is to run ``num_processes``; by default one for each GPU, else one for each core, but 2
+    to 4.
     """
     build = TorchBuild(
         str(torch.__version__),

@@ -1,6 +1,6 @@
 """Measures the channels between neighbouring stages; ``procpipe doctor`` starts it on every rank.
 
-    torchrun --nproc_per_node=4 -m procpipe.launch.doctor.probe
+    torchrun --nproc_per_node=4 -m procpipe.launch.doctor.probe --output FILE
 
 It uses the sockets, transports and channels of a pipeline, for one pair of neighbours after the
 other while all others wait. A round is
@@ -9,16 +9,14 @@ other while all others wait. A round is
     1 or 4 messages ───────────>  takes them
     <──────────── the answer ───  as large as a message (latency), or 8 bytes (bandwidth)
 
-The latency is half the median round. Rank 0 writes all results, as JSON.
+The latency is half the median round. Each rank writes what it measured, as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,6 @@ from procpipe.channel.base import Transport
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
-from procpipe.job.topology import cpus_text
 from procpipe.job.world import World
 from procpipe.run.control import Control
 from procpipe.run.wiring import agree_on_transports
@@ -50,6 +47,9 @@ _BURST_BYTES = _BURST * _LARGE_BYTES
 _MAX_ROUNDS = 200
 _BUDGET_S = 0.25
 _MIN_ROUNDS = 3
+
+#: The limit of each wait for a peer.
+_TIMEOUT_S = 20.0
 
 
 class Line:
@@ -99,87 +99,64 @@ class Line:
         return is_last, tensor
 
 
-def measure(world: World, lines: Mapping[int, Line], control: Control) -> dict[str, float]:
+def measure(world: World, lines: Mapping[int, Line], control: Control) -> list[dict[str, float]]:
     """Measure with both neighbours; every rank calls it, and it waits for all of them.
 
     Returns:
-        What this rank measured, by "lower rank/quantity": see ``report``.
+        For each pair of this rank, its lower rank and what this rank measured: the one-way
+        latencies of 8 bytes and 64 KiB in seconds and the bytes a second of 16 MiB messages down
+        to the next rank; or those back up.
     """
-    found: dict[str, float] = {}
+    found: list[dict[str, float]] = []
     for lower in range(world.num_ranks - 1):
         if world.rank == lower:
             line = lines[lower + 1]
-            found[f"{lower}/small_latency_s"] = line.lead(_SMALL_BYTES, 1) / 2
-            found[f"{lower}/middle_latency_s"] = line.lead(_MIDDLE_BYTES, 1) / 2
-            found[f"{lower}/down_bytes_per_s"] = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
+            found.append(
+                {
+                    "lower": lower,
+                    "small_latency_s": line.lead(_SMALL_BYTES, 1) / 2,
+                    "middle_latency_s": line.lead(_MIDDLE_BYTES, 1) / 2,
+                    "down_bytes_per_s": _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST),
+                }
+            )
             line.follow(_BURST, echo=False)
         elif world.rank == lower + 1:
             line = lines[lower]
             line.follow(1, echo=True)
             line.follow(1, echo=True)
             line.follow(_BURST, echo=False)
-            found[f"{lower}/up_bytes_per_s"] = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
+            up_bytes_per_s = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
+            found.append({"lower": lower, "up_bytes_per_s": up_bytes_per_s})
         control.agree(None, lambda _: None)
     return found
 
 
-def report(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine what all ranks measured.
-
-    Returns:
-        "ranks": each one's device and CPUs; "pairs": for each pair of neighbours the lower rank,
-        the one-way latencies of 8 bytes and 64 KiB in seconds, and the bytes a second of 16 MiB
-        messages down to the next rank and back up.
-    """
-    found = {key: value for one in of_ranks for key, value in one["found"].items()}
-    quantities = ("small_latency_s", "middle_latency_s", "down_bytes_per_s", "up_bytes_per_s")
-    pairs = [
-        {"lower": lower} | {quantity: found[f"{lower}/{quantity}"] for quantity in quantities}
-        for lower in range(len(of_ranks) - 1)
-    ]
-    return {"ranks": [one["self"] for one in of_ranks], "pairs": pairs}
-
-
 def probe(world: World) -> dict[str, Any]:
-    """Connect, measure and return the report; every rank calls it."""
-    start_s = time.perf_counter()
+    """Connect and measure; return this rank's device and pairs. Every rank calls it."""
     mesh = world.connect()
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
     choice = agree_on_transports(control, world.offer(), None)
-    transports = world.open_transports(
+    transports = world.transports.open(
         choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )
     lines = {
         peer: Line(mesh, peer, transport, world.device) for peer, transport in transports.items()
     }
-    connect_s = time.perf_counter() - start_s
-    found = measure(world, lines, control)
-    ours = {
-        "rank": world.rank,
-        "device": str(world.device),
-        "cpus": cpus_text(os.sched_getaffinity(0)),
-        "connect_s": connect_s,
-    }
-    reported: dict[str, Any] = control.agree({"self": ours, "found": found}, report)
-    world.drain()
+    found = {"device": str(world.device), "pairs": measure(world, lines, control)}
+    world.transports.drain()
     control.agree(None, lambda _: None)  # a rank that closes early would cut a last transfer
-    return reported
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the report on rank 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m procpipe.launch.doctor.probe", description=__doc__
-    )
-    parser.add_argument("--output", type=Path, help="a file instead of standard output")
-    parser.add_argument(
-        "--timeout-s", type=float, default=20.0, help="limit of each wait for a peer"
-    )
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and write what this rank found."""
+    parser = argparse.ArgumentParser(prog="procpipe.launch.doctor.probe")
+    parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    world = World.from_environment(timeout_s=options.timeout_s)
+    world = World.from_environment(timeout_s=_TIMEOUT_S)
     try:
-        text = json.dumps(probe(world))
+        Path(f"{options.output}.{world.rank}").write_text(json.dumps(probe(world)))
     except BaseException as error:
         if not isinstance(error, RemoteStageError):
             world.give_up("".join(traceback.format_exception(error)))
@@ -187,12 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         world.close()
-    if world.rank == 0 and options.output is not None:
-        options.output.write_text(text)
-    elif world.rank == 0:
-        print(text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

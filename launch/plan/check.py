@@ -3,7 +3,7 @@
 ``rehearse`` starts this module on every rank. Each one builds the stage of the proposal, runs some
 steps and writes what it measured:
 
-    python -m procpipe.launch.plan.check --settings FILE --output FILE
+    python -m procpipe.launch.plan.check --settings JSON --output FILE
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -41,23 +40,15 @@ _BUDGET_S = 2.0
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        step_s: seconds of a mini-batch, the median.
-        idle: the share of it that stages are idle, the mean over stages and replicas.
-        task_s: seconds of a task, by kind and partition: "F0".
-        held_bytes: the most that each stage held between tasks, in the steps that count, on any
-            replica.
-        schedule: ``Stage.schedule`` after the last step.
-        tasks: the tasks of each stage in the last step, in order, of the first replica: "F0@0".
-    """
-
-    step_s: float
-    idle: float
-    task_s: Mapping[str, float]
+    step_s: float  # seconds of a mini-batch, the median
+    idle: float  # the share of it that stages are idle, the mean over stages and replicas
+    task_s: Mapping[str, float]  # seconds of a task, by kind and partition: "F0"
+    #: The most that each stage held between tasks, in the steps that count, on any replica.
     held_bytes: tuple[int, ...]
-    schedule: str
+    schedule: str  # ``Stage.schedule`` after the last step
+    #: The tasks of each stage in the last step, in order, of the first replica: "F0@0".
     tasks: tuple[tuple[str, ...], ...]
 
 
@@ -83,14 +74,11 @@ def rehearse(
         "num_steps": num_steps,
     }
     run_s = _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s
-    with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
-        file = Path(folder, "settings.json")
-        file.write_text(json.dumps(settings))
-        program = ("-m", "procpipe.launch.plan.check", "--settings", str(file))
-        result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
+    program = ("-m", "procpipe.launch.plan.check", "--settings", json.dumps(settings))
+    result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
     if result.value is None:
         raise RuntimeError(result.reason)
-    of_ranks = [result.value[str(rank)] for rank in range(num_ranks)]
+    of_ranks = result.value
     step_s = max(statistics.median(one["steps_s"]) for one in of_ranks)
     busy_s = sum(statistics.median(one["busy_s"]) for one in of_ranks)
     return Rehearsal(
@@ -114,12 +102,12 @@ def rehearse(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the steps on this rank; rank 0 writes what all ranks measured."""
+    """Run the steps on this rank, and write what it measured."""
     parser = argparse.ArgumentParser(prog="procpipe.launch.plan.check")
-    parser.add_argument("--settings", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    settings = json.loads(options.settings.read_text())
+    settings = options.settings
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
     for _ in range(settings["num_warm_up"]):
@@ -141,12 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "schedule": stage.schedule,
         "tasks": [str(timed.task) for timed in tasks],
     }
-    _file_of(options.output, stage.rank).write_text(json.dumps(ours))
-    stage.report()  # waits for all ranks, so that all files are there
-    if stage.rank == 0:
-        files = [_file_of(options.output, rank) for rank in range(len(stage.devices))]
-        found = {rank: json.loads(file.read_text()) for rank, file in enumerate(files)}
-        options.output.write_text(json.dumps(found))
+    Path(f"{options.output}.{stage.rank}").write_text(json.dumps(ours))
     stage.close()
 
 
@@ -157,10 +140,6 @@ def _step(stage: Any, inputs: Sequence[Any], target: Any) -> float:
     if stage.device.type == "cuda":
         torch.cuda.synchronize(stage.device)
     return time.perf_counter() - begun
-
-
-def _file_of(output: Path, rank: int) -> Path:
-    return output.with_name(f"{output.name}.{rank}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from procpipe.balance import divide
 from procpipe.launch.plan.check import rehearse
-from procpipe.launch.plan.folder import attention_of_gpus, load_folder
+from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.measure import (
     assumed_link,
     measure_link,
@@ -63,11 +63,7 @@ from procpipe.words import bytes_text, counted, seconds_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Propose plans as the words after ``procpipe plan`` ask; return 1 if nothing fits, else 0.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Propose plans as the words after ``procpipe plan`` ask; return 1 if nothing fits, else 0."""
     reader = parser()
     options = reader.parse_args(argv)
     try:
@@ -78,11 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Planning:
-    """One run of the command.
-
-    Args:
-        options: its command line.
-    """
+    """One run of the command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -183,7 +175,7 @@ class _Planning:
             "tokens with padding …"
         )
         is_cpu = device.type == "cpu" and (options.flops is None or options.device == "cpu")
-        with nullcontext() if is_cpu else attention_of_gpus():
+        with nullcontext() if is_cpu else AttentionOfGpus():
             model = measure_model(subject, sizes, device, rate)
         _print(
             f"times are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s ({source}), a "
@@ -337,6 +329,7 @@ class _Planning:
                 f"nothing fits into {bytes_text(memory_bytes)}: the least is "
                 f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
                 f"    {self._line(least, needed_bytes)}\n\n"
+                f"{self._of_other_replicas(measured.model, question)}"
                 "More devices, a smaller --batch, or layers divided into smaller ones need less."
             )
             return
@@ -347,6 +340,24 @@ class _Planning:
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
         print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
+
+    def _of_other_replicas(self, model: Model, question: Question) -> str:
+        """Say whether anything fits with another number of replicas than the one asked for."""
+        asked = self._options.replicas
+        others = [r for r in divisors(self._options.n) if r != asked] if asked else []
+        fitting = []
+        for num_replicas in others:
+            try:
+                found = propose(model, replace(question, num_replicas=num_replicas), divide)
+            except ValueError:  # too few layers or samples
+                continue
+            if choose(found, self._memory_bytes) is not None:
+                fitting.append(f"--replicas {num_replicas}")
+        if not others:
+            return ""  # all were planned for
+        if not fitting:
+            return "Nor does anything with another number of replicas.\n"
+        return f"With {' or '.join(fitting)} something does.\n"
 
     def _check(self, chosen: Proposal) -> int:
         num_processes = chosen.plan.num_stages * chosen.num_replicas

@@ -6,8 +6,6 @@ Nothing is downloaded, and no code of the folder is executed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class FolderSubject(Subject):  # type: ignore[misc]
-    """The model of a folder and what it is trained with.
+    """The model of a folder and what it is trained with."""
 
-    Attributes:
-        loss: the loss function, as in the line to paste.
-        dtype: that of the parameters.
-        length: the tokens of a sample.
-        words: what the model is, as a sentence.
-    """
-
-    loss: str
-    dtype: torch.dtype
-    length: int
-    words: str
+    loss: str  # the loss function, as in the line to paste
+    dtype: torch.dtype  # that of the parameters
+    length: int  # the tokens of a sample
+    words: str  # what the model is, as a sentence
 
 
 def load_folder(folder: str, batch: int, length: int | None, loss: str) -> FolderSubject:
@@ -141,15 +132,11 @@ def _length_of(config: Any, length: int | None) -> int:
     return length or min(_LENGTH, longest or _LENGTH)
 
 
-@contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Let attention with dropout keep what it does on GPUs: unlike on CPUs, no scores."""
-    with _NoDropout():
-        yield
+class AttentionOfGpus(TorchFunctionMode):
+    """Lets attention with dropout keep what it does on GPUs: unlike on CPUs, no scores.
 
-
-class _NoDropout(TorchFunctionMode):
-    """Leaves out the dropout of attention, which chooses another kernel on CPUs."""
+    Leaves out the dropout, which chooses another kernel on CPUs.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

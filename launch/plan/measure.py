@@ -73,9 +73,7 @@ def measure_model(
             return strict.of(output, target)
         given = () if target is None else (target,)
         result = subject.loss_fn(output, *given)
-        of_sum = (
-            result[0] if isinstance(result, tuple) else result
-        )  # a weight has no value to check
+        of_sum = result[0] if isinstance(result, tuple) else result  # a weight has no value here
         Loss(lambda *_: of_sum, None).of(output, target)
         return result
 

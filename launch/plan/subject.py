@@ -42,38 +42,23 @@ class SizeError(MistakeError):
 
 @dataclass(frozen=True)
 class Named:
-    """What the command line names: import paths, "" for none.
-
-    Attributes:
-        model: the model.
-        sample: a mini-batch.
-        loss: the loss function.
-        batch: how many samples the mini-batch gets; None for those of the sample.
-    """
+    """What the command line names: import paths, "" for none."""
 
     model: str
     sample: str
     loss: str = ""
-    batch: int | None = None
+    batch: int | None = None  # how many samples the mini-batch gets; None for those of the sample
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what it is trained with.
-
-    Attributes:
-        model: the model.
-        inputs: a mini-batch's positional inputs.
-        target: its target, None if there is none.
-        loss_fn: the loss.
-        batch: samples in the mini-batch.
-    """
+    """A model and what it is trained with."""
 
     model: nn.Sequential
-    inputs: tuple[Any, ...]
-    target: Any
+    inputs: tuple[Any, ...]  # a mini-batch's positional inputs
+    target: Any  # its target, None if there is none
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]]
-    batch: int
+    batch: int  # samples in the mini-batch
 
     def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:
         """Return the inputs and the target of a micro-batch of this size."""

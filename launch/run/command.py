@@ -15,12 +15,13 @@ from typing import NoReturn
 
 import torch
 
+from procpipe.job.devices import pci_of
 from procpipe.job.pinning import places_of_host, table
-from procpipe.job.topology import gpu_pcis, read_topology
+from procpipe.job.topology import read_topology
 from procpipe.launch.console import natural, positive
 from procpipe.launch.run import job
 from procpipe.launch.run.drawn_ranks import drawn, replicas_of
-from procpipe.launch.run.engine import Job, can_bind_numa
+from procpipe.launch.run.engine import Job
 from procpipe.words import counted
 
 #: Torch's own variable for how long processes may take to end after a signal.
@@ -37,11 +38,7 @@ launcher (130 after Ctrl-C); 2 for a mistake in the command line.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a script by the words after ``procpipe run``; return the exit code.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Run a script by the words after ``procpipe run``; return the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     _check(options, parser.error)
@@ -79,8 +76,6 @@ def _check(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> No
         refuse(
             "--replicas is for the drawing of --dry-run: give Stage(…, replicas=R) in the script"
         )
-    if options.numa_binding and not can_bind_numa():
-        refuse("this version of torch has no NUMA binding: leave --numa-binding out")
     if options.nproc is None:
         if not torch.cuda.is_available():
             refuse(
@@ -116,7 +111,8 @@ def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int)
     elif os.environ.get("PROCPIPE_PIN") == "0":
         print(f"{processes}, not pinned to cores")
     else:
-        places = places_of_host(options.nproc, gpu_pcis()[: options.nproc])
+        num_gpus = min(options.nproc, torch.cuda.device_count())
+        places = places_of_host(options.nproc, [*map(pci_of, range(num_gpus))])
         print(f"{processes}:\n\n{table(places)}")
     hosts = "this one; a free port of it as meeting point"
     if options.rdzv_endpoint:

@@ -48,11 +48,7 @@ def replicas_of(options: argparse.Namespace) -> tuple[int, str]:
 def drawn(num_local: int, num_hosts: int, num_replicas: int, *, has_gpus: bool) -> str:
     """Draw the ranks: a row for each replica, a column for each stage.
 
-    Args:
-        num_local: processes of a host.
-        num_hosts: hosts.
-        num_replicas: must divide the number of all processes.
-        has_gpus: whether each process has a GPU of its own, that of its number on the host.
+    With GPUs, each process of a host has the one of its number.
     """
     grid = Grid(0, num_local * num_hosts, num_replicas)
     rows = [["", *(f"stage {stage}" for stage in range(grid.num_stages))]]

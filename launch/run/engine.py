@@ -7,7 +7,6 @@ the launcher notices a new attempt.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from procpipe.launch.run.ranks import Logs
 
@@ -31,46 +31,29 @@ OnAttempt = Callable[[Sequence[Logs], int, int], object]
 
 @dataclass(frozen=True)
 class Job:
-    """What the agent is to run.
+    """What the agent is to run."""
 
-    Attributes:
-        num_processes: how many on this host.
-        command: what to run in Python: ["train.py", …] or ["-m", "package.train", …].
-        run_id: name of the run; the same on all hosts.
-        num_hosts: how many hosts there must be, and how many there may be.
-        endpoint: "host:port" where the hosts meet; "" for one host.
-        is_endpoint_host: whether the endpoint is on this host; None to find out from its name.
-        local_address: this host's address for the others; None to find out.
-        max_restarts: how often the ranks are started again after a failure.
-        grace_s: how long ranks may take to end after a signal.
-        numa_binding: torch's own binding to NUMA nodes; "" for none.
-        folder: where the logs go.
-    """
-
-    num_processes: int
-    command: tuple[str, ...]
-    run_id: str
-    num_hosts: tuple[int, int]
-    endpoint: str
+    num_processes: int  # how many on this host
+    command: tuple[str, ...]  # what to run in Python: ["train.py", …] or ["-m", "package.train", …]
+    run_id: str  # name of the run; the same on all hosts
+    num_hosts: tuple[int, int]  # how many hosts there must be, and how many there may be
+    endpoint: str  # "host:port" where the hosts meet; "" for one host
+    #: Whether the endpoint is on this host; None to find out from its name.
     is_endpoint_host: bool | None
-    local_address: str | None
-    max_restarts: int
-    grace_s: int
-    numa_binding: str
-    folder: Path
+    local_address: str | None  # this host's address for the others; None to find out
+    max_restarts: int  # how often the ranks are started again after a failure
+    grace_s: int  # how long ranks may take to end after a signal
+    numa_binding: str  # torch's own binding to NUMA nodes; "" for none
+    folder: Path  # where the logs go
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the agent's run ended.
+    """How the agent's run ended."""
 
-    Attributes:
-        codes: exit codes, by rank, of this host's ranks that failed; none after success.
-        error: why the agent could not run them, "" if it could.
-    """
-
+    #: Exit codes, by rank, of this host's ranks that failed; none after success.
     codes: dict[int, int]
-    error: str = ""
+    error: str = ""  # why the agent could not run them, "" if it could
 
     @property
     def is_good(self) -> bool:
@@ -109,11 +92,6 @@ def run_job(job: Job, on_attempt: OnAttempt) -> JobOutcome:
     return JobOutcome({})
 
 
-def can_bind_numa() -> bool:
-    """Return whether this torch can bind processes to NUMA nodes."""
-    return "numa_options" in _fields()
-
-
 def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
     meeting: dict[str, Any] = {}
     if job.is_endpoint_host is not None:
@@ -131,19 +109,13 @@ def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
         # Without it the agent looks up this host's name, which may take seconds.
         "local_addr": job.local_address if job.endpoint else "127.0.0.1",
         "logs_specs": _LogFolders(job.folder, on_attempt),
-        "shutdown_timeout": job.grace_s,
         "signals_to_handle": "SIGQUIT",  # the launcher handles the others itself
     }
+    if hasattr(LaunchConfig, "shutdown_timeout"):  # not in torch 2.11
+        arguments["shutdown_timeout"] = job.grace_s
     if job.numa_binding:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
         arguments["numa_options"] = NumaOptions(AffinityMode(job.numa_binding))
-    known = _fields()  # older versions of torch have fewer
-    return LaunchConfig(**{name: value for name, value in arguments.items() if name in known})
-
-
-def _fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(LaunchConfig)}
+    return LaunchConfig(**arguments)
 
 
 class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
@@ -164,12 +136,13 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         """Make the folders of an attempt that begins; ``envs`` is each rank's environment."""
         attempt = self._folder / f"attempt_{self._num_attempts}"
         self._num_attempts += 1
-        logs = {
-            local: Logs(int(e["RANK"]), attempt / f"rank_{e['RANK']}") for local, e in envs.items()
-        }
-        for local, files in logs.items():
-            files.folder.mkdir(parents=True)
-            envs[local]["TORCHELASTIC_ERROR_FILE"] = str(files.error)
+        logs = {}
+        for local, environment in envs.items():
+            folder, rank = attempt / f"rank_{environment['RANK']}", int(environment["RANK"])
+            folder.mkdir(parents=True)
+            files = (folder / name for name in ("stdout.log", "stderr.log", "error.json"))
+            logs[local] = Logs(rank, *files)
+            environment["TORCHELASTIC_ERROR_FILE"] = str(logs[local].error)
         num_ranks, num_restarts = envs[0]["WORLD_SIZE"], envs[0]["TORCHELASTIC_RESTART_COUNT"]
         self._on_attempt(list(logs.values()), int(num_ranks), int(num_restarts))
         return LogsDest(

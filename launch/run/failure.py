@@ -6,6 +6,8 @@ The report is about the rank that failed first. A failed rank is one of these:
     killed      by a signal that was not the agent's; failed when it ended
     ended       with an exit code, without naming another rank; failed when it ended
     victim      it ended because another rank failed, and names that rank; never the first
+    sharer      it recorded that torch.distributed failed in its sharded layers, where it waited for
+                another pipeline's rank; the first only if it can be nothing else
 
 If there are only victims, the rank that they name left early, or is on another host. Pure, but for
 ``out_of_memory_kills``.
@@ -31,6 +33,8 @@ _REMOTE = re.compile(
     r"^(?:procpipe\.errors\.)?(?:RemoteStageError|PeerLostError): (.*)", re.MULTILINE
 )
 _RANK = re.compile(r"\brank (\d+)")
+#: Of a sharer's note, written by procpipe.sharded.layers.
+_SHARES = "procpipe: the layers are sharded over ranks "
 #: The note on an exception that says where it was raised.
 _NOTE = re.compile(r"^procpipe: in (stage \d+[^(]* \(rank \d+\)), (.*)$", re.MULTILINE)
 #: Durations of zero, which are left out.
@@ -55,17 +59,11 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The report of a failed attempt.
+    """The report of a failed attempt."""
 
-    Attributes:
-        headline: which rank failed first, and how, in one line.
-        body: the rest: traceback, hints, what the others were doing, logs.
-        exit_code: the launcher's: the first failed rank's, 128 + n if signal n ended it.
-    """
-
-    headline: str
-    body: str
-    exit_code: int
+    headline: str  # which rank failed first, and how, in one line
+    body: str  # the rest: traceback, hints, what the others were doing, logs
+    exit_code: int  # the launcher's: the first failed rank's, 128 + n if signal n ended it
 
 
 def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
@@ -73,8 +71,14 @@ def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
     failed = [end for end in ends if end.code != 0]
     first_s = min((end.at_s for end in failed if end.at_s is not None), default=0.0)
     origins = [end for end in failed if _is_origin(end, first_s)]
+    causes = [cause for end in failed if (cause := _cause(end))]
+    sharers = [end for end in origins if end.recorded is not None and _SHARES in end.stderr]
+    numbers_of_sharers = {end.number for end in sharers}
+    elsewhere = [cause for cause in causes if _number_in(cause) not in numbers_of_sharers]
+    if len(sharers) < len(origins) or elsewhere:
+        origins = [end for end in origins if end not in sharers]
     if not origins:
-        return _explain_victims(ends, failed)
+        return _explain_victims(ends, failed, [*elsewhere, *causes, "a rank failed"][0])
     first = min(origins, key=_time_of)
     trace = _traceback_of(first)
     same = [end for end in origins if end is not first and _is_same(trace, end)]
@@ -117,12 +121,11 @@ def out_of_memory_kills() -> int:
         return 0
 
 
-def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank]) -> Failure:
+def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank], cause: str) -> Failure:
     """Report a failure of which all ranks of this host were only victims."""
-    cause = next(filter(None, map(_cause, failed)), "a rank failed")
-    match = _RANK.search(cause)
-    first = next((end for end in ends if match and end.number == int(match.group(1))), None)
-    if match and first is None:
+    number = _number_in(cause)
+    first = next((end for end in ends if end.number == number), None)
+    if number is not None and first is None:
         cause += " (on another host, whose launcher reports more)"
     parts = [_meanwhile([end for end in ends if end is not first]), _where_logs(ends, first)]
     if first is not None:
@@ -142,6 +145,12 @@ def _is_origin(end: Rank, first_s: float) -> bool:
     if end.code == -signal.SIGTERM:  # the agent ends all others so, within a tenth of a second
         return late_s <= 0 and not _cause(end)
     return late_s < _TOO_LATE_S
+
+
+def _number_in(cause: str) -> int | None:
+    """Return the rank that a victim names."""
+    match = _RANK.search(cause)
+    return int(match.group(1)) if match else None
 
 
 def _cause(end: Rank) -> str:
@@ -240,9 +249,10 @@ def _was(end: Rank) -> str:
 def _where_logs(ends: Sequence[Rank], first: Rank | None) -> str:
     if not ends:
         return ""
-    logs = (first or ends[0]).logs
-    name = os.path.join(logs.folder.name, logs.stderr.name)
-    return f"Logs: {short_path(logs.folder.parent)}{os.sep} ({name}, and the other ranks')"
+    stderr = (first or ends[0]).logs.stderr
+    folder = stderr.parent.parent
+    name = stderr.relative_to(folder)
+    return f"Logs: {short_path(folder)}{os.sep} ({name}, and the other ranks')"
 
 
 def _code_words(code: int) -> str:

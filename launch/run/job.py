@@ -219,7 +219,6 @@ def _adopt_orphans() -> None:
 
 
 def _reap() -> None:
-    """Reap the adopted processes that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -43,68 +43,36 @@ class Logs:
     """The files of one rank in one attempt."""
 
     rank: int
-    folder: Path
-
-    @property
-    def stdout(self) -> Path:
-        """Its standard output."""
-        return self.folder / "stdout.log"
-
-    @property
-    def stderr(self) -> Path:
-        """Its standard error."""
-        return self.folder / "stderr.log"
-
-    @property
-    def error(self) -> Path:
-        """The exception that it recorded for torch's agent, if any."""
-        return self.folder / "error.json"
+    stdout: Path
+    stderr: Path
+    error: Path  # the exception that it recorded for torch's agent, if any
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """An exception that a rank recorded: it was not a victim of another rank's failure.
+    """An exception that a rank recorded: it was not a victim of another rank's failure."""
 
-    Attributes:
-        message: type and text.
-        traceback: all of it, with notes.
-        at_s: when, by the wall clock.
-    """
-
-    message: str
-    traceback: str
-    at_s: float
+    message: str  # type and text
+    traceback: str  # all of it, with notes
+    at_s: float  # when, by the wall clock
 
 
 @dataclass
 class Rank:
-    """A rank process: what is known about it, and how it ended.
+    """A rank process: what is known about it, and how it ended."""
 
-    Attributes:
-        logs: its files.
-        pid: its process; None until that is found.
-        descriptor: of that process, to wait for its end.
-        board: what it is doing.
-        has_ended: whether it has.
-        code: its exit code, or minus the number of the signal that ended it; None if unknown.
-        at_s: when it ended, by the wall clock; None if unknown.
-        reading: its board when the first rank failed; None if it had none.
-        recorded: its own exception.
-        stderr: the end of its standard error.
-        rss_bytes: its memory when last looked at.
-    """
-
-    logs: Logs
-    pid: int | None = None
-    descriptor: int | None = None
-    board: Board | None = None
-    has_ended: bool = False
+    logs: Logs  # its files
+    pid: int | None = None  # its process; None until that is found
+    descriptor: int | None = None  # of that process, to wait for its end
+    board: Board | None = None  # what it is doing
+    has_ended: bool = False  # whether it has
+    #: Its exit code, or minus the number of the signal that ended it; None if unknown.
     code: int | None = None
-    at_s: float | None = None
-    reading: BoardReading | None = None
-    recorded: Recorded | None = None
-    stderr: str = ""
-    rss_bytes: int = 0
+    at_s: float | None = None  # when it ended, by the wall clock; None if unknown
+    reading: BoardReading | None = None  # its board when the first rank failed; None if it had none
+    recorded: Recorded | None = None  # its own exception
+    stderr: str = ""  # the end of its standard error
+    rss_bytes: int = 0  # its memory when last looked at
 
     @property
     def number(self) -> int:
@@ -114,21 +82,12 @@ class Rank:
 
 @dataclass
 class Attempt:
-    """One start of all ranks of this host.
+    """One start of all ranks of this host: the first, a restart, or with other hosts."""
 
-    Attributes:
-        number: counted from 0; a restart and a change of the set of hosts begin a new one.
-        num_ranks: the number of ranks on all hosts.
-        ranks: those of this host.
-        began_s: when, on the monotonic clock.
-        failed_s: when the first of them failed, likewise; None if none did.
-    """
-
-    number: int
-    num_ranks: int
-    ranks: tuple[Rank, ...]
-    began_s: float = field(default_factory=time.monotonic)
-    failed_s: float | None = None
+    num_ranks: int  # the number of ranks on all hosts
+    ranks: tuple[Rank, ...]  # those of this host
+    began_s: float = field(default_factory=time.monotonic)  # when, on the monotonic clock
+    failed_s: float | None = None  # when the first of them failed, likewise; None if none did
 
     def ends(self, codes: Mapping[int, int] | None = None) -> list[Rank]:
         """Return how each rank ended; the agent's ``codes`` by rank replace unknown ones."""
@@ -148,14 +107,13 @@ class Attempt:
 class Ranks:
     """Follows the rank processes of this host, in a thread of its own.
 
-    Args:
-        grace_s: how long ranks may take to end after another has failed, or after a signal.
+    They may take ``grace_s`` to end after another has failed, or after a signal.
     """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._signalled_s = math.inf
-        self._attempt: Attempt | None = None
+        self.attempt: Attempt | None = None  # the newest
         self._looked_s = 0.0
         self._poller = select.poll()
         self._wake_end, self._woken_end = os.pipe()
@@ -165,19 +123,12 @@ class Ranks:
         self._thread = threading.Thread(target=self._run, name="procpipe ranks", daemon=True)
         self._thread.start()
 
-    @property
-    def attempt(self) -> Attempt | None:
-        """The newest attempt; None before the first."""
-        return self._attempt
-
-    def begin(self, logs: Sequence[Logs], num_ranks: int) -> Attempt:
+    def begin(self, logs: Sequence[Logs], num_ranks: int) -> None:
         """Begin an attempt; the calling thread starts its processes next."""
         with self._lock:
             self._look()
-            number = 0 if self._attempt is None else self._attempt.number + 1
-            self._attempt = Attempt(number, num_ranks, tuple(map(Rank, logs)))
+            self.attempt = Attempt(num_ranks, tuple(map(Rank, logs)))
         self._wake()
-        return self._attempt
 
     def expect_end(self) -> None:
         """Kill ranks that run longer than the grace from now on; safe in a signal handler."""
@@ -205,7 +156,7 @@ class Ranks:
             self._look()
 
     def _pause_s(self) -> float:
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None:
             return _LOOK_AGAIN_S
         age_s = time.monotonic() - attempt.began_s
@@ -213,7 +164,7 @@ class Ranks:
         return _LOOK_S if is_complete or age_s > 2.0 else _LOOK_FAST_S
 
     def _look(self) -> None:
-        attempt = self._attempt
+        attempt = self.attempt
         if attempt is None:
             return
         if any(rank.pid is None for rank in attempt.ranks):

@@ -1,6 +1,7 @@
 """What the live table and the plain lines show: one row for each stage, computed from its board.
 
-Of several replicas, the rows of each are together.
+Of several replicas, the rows of each are together. Of several pipelines in a DeviceMesh, stages are
+named with their ranks, and rates are those of one pipeline.
 
 A board has counters that only grow. Rates come from two readings, each taken just after the end of
 a step, about five seconds apart:
@@ -36,45 +37,24 @@ _LONG_S = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """One stage now.
-
-    Attributes:
-        rank: its rank.
-        device: what it computes on; "" before it has made a Stage.
-        cores: the logical CPUs its process may run on, as "0-3".
-        step: mini-batches done.
-        micro_batch: "3/8", or "" outside of mini-batches.
-        samples_per_s: over the last seconds; None before two steps.
-        busy: share of the time in tasks, likewise.
-        bubble: share of the time idle in steps, likewise.
-        rss_bytes: resident memory.
-        device_bytes: memory of the device in use by tensors.
-        now: what it does or waits for, in words.
-        is_stuck: whether it has done so for long.
-        stage: its index, within its replica.
-        replica: its replica; None if there is only one.
-    """
+    """One stage now."""
 
     rank: int
-    device: str = ""
-    cores: str = ""
-    step: int = 0
-    micro_batch: str = ""
-    samples_per_s: float | None = None
-    busy: float | None = None
-    bubble: float | None = None
-    rss_bytes: int = 0
-    device_bytes: int = 0
-    now: str = ""
-    is_stuck: bool = False
-    stage: int = 0
-    replica: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Its stage for people."""
-        of = "" if self.replica is None else f" of replica {self.replica}"
-        return f"stage {self.stage}{of}"
+    device: str = ""  # what it computes on; "" before it has made a Stage
+    cores: str = ""  # the logical CPUs its process may run on, as "0-3"
+    step: int = 0  # mini-batches done
+    micro_batch: str = ""  # "3/8", or "" outside of mini-batches
+    samples_per_s: float | None = None  # over the last seconds; None before two steps
+    busy: float | None = None  # share of the time in tasks, likewise
+    bubble: float | None = None  # share of the time idle in steps, likewise
+    rss_bytes: int = 0  # resident memory
+    device_bytes: int = 0  # memory of the device in use by tensors
+    now: str = ""  # what it does or waits for, in words
+    is_stuck: bool = False  # whether it has done so for long
+    stage: int = 0  # its index, within its replica
+    replica: int | None = None  # its replica; None if there is only one
+    name: str = ""  # the stage for people
+    is_part: bool = False  # whether its pipeline has only some of the ranks of the job
 
 
 def summary(attempt: Attempt) -> str:
@@ -85,7 +65,8 @@ def summary(attempt: Attempt) -> str:
         return ""
     steps = "1 step" if reading.num_steps == 1 else f"{reading.num_steps:,} steps"
     rate = reading.num_samples / reading.step_s if reading.step_s else 0.0
-    return f"{steps}, {rate_text(rate)} samples/s in steps"
+    of = " a pipeline" if reading.num_ranks < attempt.num_ranks else ""
+    return f"{steps}, {rate_text(rate)} samples/s{of} in steps"
 
 
 class RowReader:
@@ -110,10 +91,11 @@ class RowReader:
 
     def _row(self, rank: Rank, reading: BoardReading | None, num_replicas: int) -> Row:
         rss_bytes, cores = self._memory_and_cores(rank)
-        now, is_stuck = _now(rank, reading)
         grid = Grid(rank.number, self._attempt.num_ranks, num_replicas)
-        if reading is not None and reading.num_ranks < grid.num_ranks:  # one of several pipelines
+        is_part = reading is not None and reading.num_ranks < grid.num_ranks
+        if reading is not None and is_part:
             grid = Grid.of(reading)
+        now, is_stuck = _now(rank, reading, names_ranks=is_part)
         row = Row(
             rank.number,
             rss_bytes=rss_bytes,
@@ -122,6 +104,8 @@ class RowReader:
             is_stuck=is_stuck,
             stage=grid.stage,
             replica=grid.replica if num_replicas > 1 else None,
+            name=grid.stage_name(grid.rank) + (f" (rank {rank.number})" if is_part else ""),
+            is_part=is_part,
         )
         if reading is None:
             return row
@@ -194,7 +178,8 @@ def plain_line(rows: Iterable[Row], time_text: str) -> str:
     first = working[0]
     parts = [f"{time_text}: step {first.step:,}"]
     if first.samples_per_s is not None:
-        parts.append(f"{rate_text(first.samples_per_s)} samples/s")
+        of = " a pipeline" if first.is_part else ""
+        parts.append(f"{rate_text(first.samples_per_s)} samples/s{of}")
 
     def of_all(text_of: Callable[[Row], str]) -> str:
         blocks = groupby(rows, key=lambda row: row.replica)
@@ -216,7 +201,7 @@ def percent_text(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def _now(rank: Rank, reading: BoardReading | None) -> tuple[str, bool]:
+def _now(rank: Rank, reading: BoardReading | None, *, names_ranks: bool) -> tuple[str, bool]:
     """Return what a stage does, in words, and whether it has done so for long."""
     if rank.has_ended:
         return ("ended" if rank.code == 0 else f"ended ({rank.code})"), False
@@ -225,7 +210,9 @@ def _now(rank: Rank, reading: BoardReading | None) -> tuple[str, bool]:
     if reading is None:
         return "no Stage yet", False
     if reading.wait is not None and reading.wait.seconds >= _LONG_S:
-        what = _RANK.sub("", reading.wait.what)  # the number of the stage is enough
+        what = reading.wait.what
+        if not names_ranks:  # the number of the stage is enough
+            what = _RANK.sub("", what)
         return f"waits {reading.wait.seconds:.0f} s for {what}", True
     if reading.task and reading.wait is None:
         lasts_long = reading.task_s >= _LONG_S

@@ -56,21 +56,18 @@ class _Feed:
 
 
 class View:
-    """The screen of a run, written by a thread of its own.
+    """The screen of a run, written by a thread of its own; the caption is below the table.
 
-    Args:
-        ranks: what to show.
-        mode: "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
-        caption: what is written below the table.
+    The mode is "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
     """
 
     def __init__(self, ranks: Ranks, mode: str, caption: str) -> None:
         self._ranks = ranks
         self._caption = caption
         self._began_s = time.monotonic()
-        self._console = _console(mode == "live")
+        self.console = _console(mode == "live")  # others may use it after stop()
         if mode == "auto":
-            can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+            can_draw = self.console.is_terminal and not self.console.is_dumb_terminal
             mode = "live" if can_draw else "plain"
         self._mode = mode
         self._live: Live | None = None
@@ -87,11 +84,6 @@ class View:
         self._is_failed = False
         self._thread = threading.Thread(target=self._run, name="procpipe view", daemon=True)
         self._thread.start()
-
-    @property
-    def console(self) -> Console:
-        """What it writes on; others may use it after ``stop``."""
-        return self._console
 
     @property
     def elapsed_s(self) -> float:
@@ -114,8 +106,7 @@ class View:
     def stop(self, *, is_failed: bool) -> None:
         """Show what was written so far, and end.
 
-        Args:
-            is_failed: whether a report follows, which has the traceback that is held back.
+        If the run has failed, a report follows, which has the traceback that is held back.
         """
         self._is_failed = is_failed
         self._messages.put(None)
@@ -196,18 +187,18 @@ class View:
             lines.append(feed.partial)
             feed.partial = b""
         if lines:
-            self._console.print(
+            self.console.print(
                 Text("\n").join(Text.from_ansi(_last_state(line)) for line in lines),
                 soft_wrap=True,
             )
 
     def _is_ours(self, stream: TextIO) -> bool:
         """Return whether a stream is the terminal that has the table."""
-        return stream.isatty() or stream is self._console.file
+        return stream.isatty() or stream is self.console.file
 
     def _write_line(self, text: str) -> None:
         if self._live is not None:
-            self._console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(text), soft_wrap=True)
         else:
             _write_raw(sys.stderr, f"{text}\n".encode())
 
@@ -221,7 +212,7 @@ class View:
         rows = self._reader.rows()
         if self._mode == "live":
             if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False, transient=True,
+                self._live = Live(console=self.console, auto_refresh=False, transient=True,
                                   redirect_stdout=False, redirect_stderr=False)  # fmt: skip
                 self._live.start()
             self._live.update(self._frame(rows), refresh=True)
@@ -236,7 +227,7 @@ class View:
         return Group(
             *(Text.from_ansi(line) for line in unfinished),
             Rule(style="dim"),
-            live_table(rows, self._console.width),
+            live_table(rows, self.console.width),
             Text(caption, style="dim", no_wrap=True, overflow="ellipsis"),
         )
 
@@ -250,6 +241,7 @@ class View:
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
     columns = {
+        "rank": [str(row.rank) for row in rows],
         "replica": _replicas(rows),
         "stage": [str(row.stage) for row in rows],
         "device": [row.device for row in rows],
@@ -265,6 +257,8 @@ def live_table(rows: list[Row], width: int) -> Table:
         columns["GPU"] = [size_text(row.device_bytes) for row in rows]
     if not any(columns["replica"]):
         del columns["replica"]
+    if not any(row.is_part for row in rows):
+        del columns["rank"]
     widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
     for name in _DISPENSABLE:
         if sum(widths.values()) + _MIN_NOW > width and name in columns:
@@ -273,7 +267,7 @@ def live_table(rows: list[Row], width: int) -> Table:
         box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
     )
     for name in columns:
-        is_text = name in ("replica", "stage", "device", "cores")
+        is_text = name in ("rank", "replica", "stage", "device", "cores")
         table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, *cells in zip(rows, *columns.values(), strict=True):

@@ -146,11 +146,7 @@ class Warden:
                 start_new_session=True,
                 cwd="/",
             )
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     def dismiss(self) -> None:
         """Stop it; before it ends, it kills what is left of the run."""

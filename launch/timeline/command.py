@@ -28,11 +28,7 @@ command line.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page; return the exit code.
-
-    Raises:
-        SystemExit: the words are wrong (code 2), or ask for help.
-    """
+    """Write the page of the file that the words name; return the exit code."""
     options = _parser().parse_args(argv)
     path = Path(options.file)
     try:

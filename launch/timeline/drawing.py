@@ -42,17 +42,11 @@ _BOX_WIDTH, _CHARACTER, _TICK_WIDTH = 19, 7.2, 100
 
 @dataclass(frozen=True)
 class Drawing:
-    """The picture in two parts, as SVG.
+    """The picture in two parts, as SVG."""
 
-    Attributes:
-        names: the names of the rows.
-        lanes: the rows.
-        fits: whether usual boxes can be read where the rows are as wide as a page.
-    """
-
-    names: str
-    lanes: str
-    fits: bool
+    names: str  # the names of the rows
+    lanes: str  # the rows
+    fits: bool  # whether usual boxes can be read where the rows are as wide as a page
 
 
 def draw(recording: Recording, step: Step) -> Drawing:

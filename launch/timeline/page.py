@@ -165,14 +165,8 @@ def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
             if one.replica == replica:
                 yield row(str(one.stage), str(layers[one.stage]), one)
 
-    mean = replace(
-        splits[0],
-        busy_s=_mean(splits, "busy_s"),
-        bubble_s=_mean(splits, "bubble_s"),
-        imbalance_s=_mean(splits, "imbalance_s"),
-        communication_s=_mean(splits, "communication_s"),
-        all_reduce_s=_mean(splits, "all_reduce_s"),
-    )
+    means: Any = {field: _mean(splits, field) for field, _, _ in kinds}
+    mean = replace(splits[0], **means)
     layers = balance if has_layers else [""] * len(splits)
     mean_layers = f"{fmean(balance):.3g}" if has_layers else ""
     return "\n".join(

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry
@@ -74,7 +73,6 @@ class SkipCut:
 
     def __init__(self) -> None:
         self._stashed: list[Tensor] = []
-        self._popped: list[GradientEdge] = []
         self._held: dict[Hashable, tuple[Flat, int]] = {}
 
     def stash(self, key: Hashable, tensor: Tensor | None, num_pops: int) -> None:
@@ -93,8 +91,6 @@ class SkipCut:
         if num_pops > 1:
             self._held[key] = flat, num_pops - 1
         tensor: Tensor | None = _enter(flat)
-        if tensor is not None and tensor.requires_grad:
-            self._popped.append(get_gradient_edge(tensor))
         return tensor
 
     def waiting(self) -> dict[Hashable, list[Tensor]]:
@@ -106,22 +102,13 @@ class SkipCut:
         stashed, self._stashed = self._stashed, []
         return stashed
 
-    def take_popped(self) -> list[GradientEdge]:
-        """Return the gradient edges of the tensors popped since the last call."""
-        popped, self._popped = self._popped, []
-        return popped
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors that are still to be popped."""
-        return [tensor for tensors in self.waiting().values() for tensor in tensors]
-
 
 class LayerAlone:
     """A copied layer and one input.
 
     Attributes:
         module: the copy, in training mode, on the device.
+        cut: the skip tensors of the pass.
         entering: its inputs' tensors.
         inputs: all tensors before its forward: ``entering``, and skip tensors still to be popped.
         outputs: tensors that its forward made: outputs and stashed skip tensors.
@@ -130,34 +117,17 @@ class LayerAlone:
     def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut) -> None:
         self.module = module
         self.entering = arguments.tensors
-        self.inputs = [*self.entering, *cut.held]
+        self.inputs = [*self.entering, *chain.from_iterable(cut.waiting().values())]
         self.outputs: list[Tensor] = []
         self.output: Any = None
-        self._cut = cut
-        self._popped: list[GradientEdge] = []
+        self.cut = cut
         self._arguments: tuple[Any, ...] = _enter(arguments)  # positional and named
 
     def forward(self) -> None:
         """Run the layer; only once, as its skip tensors are popped."""
         (arguments, named), self._arguments = self._arguments, ()
         self.output = self.module(*arguments, **named)
-        self.outputs = flatten(self.output)[0] + self._cut.take_stashed()
-        self._popped = self._cut.take_popped()
-
-    def waiting_skips(self) -> dict[Hashable, list[Tensor]]:
-        """Return the skip tensors that are still to be popped, by key."""
-        return self._cut.waiting()
-
-    def entries(self) -> list[GradientEdge]:
-        """Return the gradient edges of its inputs; call this before ``forward``."""
-        tensors, _ = flatten(self._arguments)
-        return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-
-    def gradients_up_to(self, ends: list[GradientEdge], gradients: list[Tensor]) -> None:
-        """Run the part of the backward that computes gradients at ``ends`` and of popped skips."""
-        ends = [*ends, *self._popped]
-        if gradients and ends:
-            torch.autograd.grad(self._roots(), ends, gradients, allow_unused=True)
+        self.outputs = flatten(self.output)[0] + self.cut.take_stashed()
 
     def output_gradients(self) -> list[Tensor]:
         """Return a gradient for each output that requires one."""

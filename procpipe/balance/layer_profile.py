@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -30,14 +30,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
-from procpipe.balance.halves import counting_put_off, noting_ends
-from procpipe.balance.profile import (
-    Memories,
-    Timer,
-    check_model,
-    checked,
-    leaves,
-)
+from procpipe.balance.profile import Memories, check_model, checked, leaves, seconds_of
+from procpipe.balance.put_off import counting_put_off
+from procpipe.compute.ledger import num_bytes
+from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
@@ -195,8 +191,8 @@ def profile_layers(
         layers=tuple(layers[: len(module)]),
         loss=layers[-1] if loss_fn is not None else None,
         skips=counts.skips(),
-        input_bytes=_num_bytes(inputs.tensors),
-        target_bytes=_num_bytes(flatten(target)[0]),
+        input_bytes=num_bytes(inputs.tensors),
+        target_bytes=num_bytes(flatten(target)[0]),
         start_s=start_s[:2],
     )
 
@@ -238,23 +234,20 @@ def _all_seconds(
     clock: Callable[[], float],
 ) -> list[tuple[float, float, float]]:
     """Return each layer's median seconds of forward, backward and the backward's first half."""
-    timer = Timer(device, clock)
 
-    def time_both(layer: LayerAlone) -> tuple[float, float]:
+    def time_both(layer: LayerAlone, put_off: PutOff | None = None) -> tuple[float, float]:
         for parameter in layer.module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        forward_s = timer.seconds(layer.forward)
+        splitter = Splitter([layer.module], torch.empty(0, device=device, requires_grad=True))
+        with splitter.into(put_off):
+            forward_s = seconds_of(layer.forward, device, clock)
         gradients = layer.output_gradients()
-        return forward_s, timer.seconds(lambda: layer.backward(gradients))
+        with splitter.into(put_off):
+            return forward_s, seconds_of(lambda: layer.backward(gradients), device, clock)
 
     def time_first_half(layer: LayerAlone) -> float:
-        entries = layer.entries()
-        with noting_ends(layer.module) as ends:
-            layer.forward()
-        ends += entries
-        gradients = layer.output_gradients()
-        return timer.seconds(lambda: layer.gradients_up_to(ends, gradients))
+        return time_both(layer, PutOff())[1]
 
     begun = clock()
     run_each(module, inputs, device, time_both)  # warms up
@@ -283,7 +276,7 @@ class _Counts:
         """Run a layer's forward and count its bytes."""
         k = len(self.layers)
         stashes, pops = declared(layer.module)
-        waiting = layer.waiting_skips()
+        waiting = layer.cut.waiting()
         saved = Memories(())
         with (
             counting_put_off(layer.module) as put_off,
@@ -299,24 +292,24 @@ class _Counts:
         entered, left, made = (Memories(of) for of in (layer.entering, outputs, layer.outputs))
         self.layers.append(
             {
-                "output_bytes": _num_bytes(outputs),
+                "output_bytes": num_bytes(outputs),
                 "kept_bytes": saved.beyond(own | Memories(layer.inputs) | made).num_bytes(),
                 "kept_input_bytes": saved.num_bytes_within(entered),
                 "kept_output_bytes": saved.num_bytes_within(left),
                 "put_off_bytes": put_off.num_bytes(),
                 "is_in_place": entered.num_bytes_within(left) > 0,
-                "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
-                "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
+                "parameter_bytes": num_bytes(chain(module.parameters(), module.buffers())),
+                "trained_bytes": num_bytes(p for p in module.parameters() if p.requires_grad),
             }
         )
         for key in pops:
             kept = saved.num_bytes_within(Memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
-        now = layer.waiting_skips()
+        now = layer.cut.waiting()
         for key in stashes:
             stashed = Memories(now.get(key, ()))
             lonely = stashed.beyond(entered | left)
-            self._skips[key] = k, _num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
+            self._skips[key] = k, num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
 
     def count_flops(self, layer: LayerAlone) -> int:
         """Run a layer's forward, count its bytes, and return its FLOPs."""
@@ -336,7 +329,3 @@ class _Counts:
             for key, (source, num_bytes, kept) in self._skips.items()
             if key in self._pops
         )
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -48,14 +48,18 @@ def layer_times(
             stage (:class:`~procpipe.errors.BoundaryError`).
         ValueError: the model, the sample or ``device`` is meta, which computes nothing.
     """
-    inputs, device = checked(module, sample, device)
-    timer = Timer(device, clock)
+    inputs, where = checked(module, sample, device)
+
+    def time_layer(layer: LayerAlone) -> float:
+        forward_s = seconds_of(layer.forward, where, clock)
+        gradients = layer.output_gradients()
+        return forward_s + seconds_of(lambda: layer.backward(gradients), where, clock)
 
     begun = clock()
-    run_each(module, inputs, device, timer.time)
-    rounds = [run_each(module, inputs, device, timer.time)]
+    run_each(module, inputs, where, time_layer)
+    rounds = [run_each(module, inputs, where, time_layer)]
     while clock() - begun < timeout:
-        rounds.append(run_each(module, inputs, device, timer.time))
+        rounds.append(run_each(module, inputs, where, time_layer))
     return [statistics.median(of_layer) for of_layer in zip(*rounds, strict=True)]
 
 
@@ -100,10 +104,11 @@ def layer_sizes(
             "from 0"
         )
     inputs = _first_micro_batch(as_flat(input, module), chunks)
-    device = torch.device("meta") if _on_meta(module) else device_of(device, inputs.tensors)
+    device = torch.device("meta") if _on_meta(module) else _device_of(device, inputs.tensors)
 
     def size(layer: LayerAlone) -> int:
-        return _num_activation_bytes(layer) + int(param_scale * _num_parameter_bytes(layer.module))
+        of_parameters = sum(parameter.nbytes for parameter in layer.module.parameters())
+        return _num_activation_bytes(layer) + int(param_scale * of_parameters)
 
     return run_each(module, inputs, device, size)
 
@@ -114,8 +119,18 @@ def checked(
     """Check what is to be timed; return the model's inputs, and the device to run on."""
     check_model(module)
     inputs = as_flat(sample, module)
-    found = device_of(device, inputs.tensors)
-    check_not_meta(module, inputs.tensors, found)
+    found = _device_of(device, inputs.tensors)
+    on_meta = {
+        "the model": _on_meta(module),
+        "the sample": any(tensor.is_meta for tensor in inputs.tensors),
+        "the device to profile on": found.type == "meta",
+    }
+    if any(on_meta.values()):
+        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
+        raise ValueError(
+            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
+            "model and sample on a real device, or balance by size, which works on meta"
+        )
     return inputs, found
 
 
@@ -128,30 +143,17 @@ def check_model(module: nn.Module) -> None:
         )
 
 
-class Timer:
-    """Times layers on a device that may run behind the host."""
+def seconds_of(run: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+    """Return the seconds of a function, until a device that may run behind has finished."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
-        self._device = device
-        self._clock = clock
+    def now_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
 
-    def time(self, layer: LayerAlone) -> float:
-        """Return the seconds of its forward and backward."""
-        forward_s = self.seconds(layer.forward)
-        gradients = layer.output_gradients()
-        return forward_s + self.seconds(lambda: layer.backward(gradients))
-
-    def seconds(self, run: Callable[[], None]) -> float:
-        """Return the seconds of a function, until the device has finished."""
-        self._wait_device()
-        begun = self._clock()
-        run()
-        self._wait_device()
-        return self._clock() - begun
-
-    def _wait_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    begun_s = now_s()
+    run()
+    return now_s() - begun_s
 
 
 class Memories:
@@ -215,10 +217,6 @@ def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _num_parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
 def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
     """Return the first part that ``torch.chunk`` makes, which is the largest."""
     num_samples = next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 0)
@@ -230,7 +228,7 @@ def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
     return Flat(tensors, inputs.structure, inputs.requires_grad)
 
 
-def device_of(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
+def _device_of(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
     """Return the device to profile on: by default that of the sample's tensors."""
     if device is not None:
         return torch.device(device)
@@ -239,18 +237,3 @@ def device_of(device: torch.device | str | None, tensors: list[Tensor]) -> torch
 
 def _on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
-
-
-def check_not_meta(module: nn.Module, tensors: list[Tensor], device: torch.device) -> None:
-    """Raise ValueError if the model, the sample or the device is meta."""
-    on_meta = {
-        "the model": _on_meta(module),
-        "the sample": any(tensor.is_meta for tensor in tensors),
-        "the device to profile on": device.type == "meta",
-    }
-    if any(on_meta.values()):
-        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
-        raise ValueError(
-            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
-            "model and sample on a real device, or balance by size, which works on meta"
-        )

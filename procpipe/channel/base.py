@@ -7,6 +7,7 @@ same cases over each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -14,17 +15,21 @@ from torch import Tensor
 from procpipe.channel.meta import Meta
 
 
-class Pending(Protocol):
-    """A transfer under way."""
+class Sending(Protocol):
+    """A send under way."""
 
     def wait(self) -> None:
-        """Return once the tensors may be used (received) or reused (sent).
+        """Return once the tensors may be reused.
 
         On a GPU that holds for work queued on the current stream from now on; the host goes on.
         """
 
     def is_done(self) -> bool:
-        """Return, without waiting, whether a send is surely over; False when in doubt."""
+        """Return, without waiting, whether it is surely over; False when in doubt."""
+
+
+#: Returns once received tensors may be used; as for a send, on a GPU the host goes on.
+Wait = Callable[[], object]
 
 
 class Opened(Protocol):
@@ -55,12 +60,12 @@ class Transport(Opened, Protocol):
     inline_bytes: int
     """Messages of CPU tensors up to this size travel inside their token instead."""
 
-    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Pending, bytes]:
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
         """Begin to send, without waiting; the token carries the returned note to the receiver."""
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], Pending]:
+    ) -> tuple[list[Tensor], Wait]:
         """Allocate the tensors of a message and begin to fill them, without waiting.
 
         ``note`` is what the sender's ``post_send`` returned.
@@ -83,7 +88,3 @@ class DeviceTransfers(Protocol):
 
 class OpenedDevice(Opened, DeviceTransfers, Protocol):
     """What a rank has open on its device."""
-
-
-class DeviceTransport(Transport, DeviceTransfers, Protocol):
-    """A transport between GPUs."""

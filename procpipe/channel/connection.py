@@ -124,27 +124,15 @@ class Connection:
         if self._partial:
             self._partial += view
             self.hand_on()
-        elif (taken := self._hand_on(view)) < num_read:
+        elif (taken := _hand_on(view, self._take)) < num_read:
             self._partial = bytearray(view[taken:])
         return True
 
     def hand_on(self) -> None:
         """Pass on the whole frames that have been read."""
-        taken = self._hand_on(memoryview(self._partial))
+        taken = _hand_on(memoryview(self._partial), self._take)
         if taken:
             self._partial = bytearray(memoryview(self._partial)[taken:])
-
-    def _hand_on(self, data: memoryview) -> int:
-        position = 0
-        while position + _HEADER.size <= len(data):
-            size, sequence, frame_type, flags = _HEADER.unpack_from(data, position)
-            end = position + _HEADER.size + size
-            if end > len(data):
-                break
-            body = data[position + _HEADER.size : end]
-            position = end
-            self._take(sequence, frame_type, flags, body)
-        return position
 
     def look_ahead(self) -> tuple[list[tuple[int, bytes]], bool]:
         """Read without passing on; return type and body of each frame, and if it ended."""
@@ -161,12 +149,8 @@ class Connection:
                 has_ended = True
                 break
             data += read
-        frames, position = [], 0
-        while position + _HEADER.size <= len(data):
-            size, _, frame_type, _ = _HEADER.unpack_from(data, position)
-            start, position = position + _HEADER.size, position + _HEADER.size + size
-            if position <= len(data):
-                frames.append((frame_type, bytes(data[start:position])))
+        frames: list[tuple[int, bytes]] = []
+        _hand_on(memoryview(data), lambda _, of, __, body: frames.append((of, bytes(body))))
         return frames, has_ended
 
     def _has_process_ended(self) -> bool:
@@ -183,6 +167,20 @@ class Connection:
             os.close(self.process)
             self.process = None
         self._unsent.clear()
+
+
+def _hand_on(data: memoryview, take: Taker) -> int:
+    """Pass on the whole frames at the beginning of some data; return where they end."""
+    position = 0
+    while position + _HEADER.size <= len(data):
+        size, sequence, frame_type, flags = _HEADER.unpack_from(data, position)
+        end = position + _HEADER.size + size
+        if end > len(data):
+            break
+        body = data[position + _HEADER.size : end]
+        position = end
+        take(sequence, frame_type, flags, body)
+    return position
 
 
 def _is_begun(unsent: memoryview) -> bool:

@@ -41,8 +41,9 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -166,7 +167,7 @@ class CudaIpcTransport:
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], CudaIpcReceived]:
+    ) -> tuple[list[Tensor], Callable[[], None]]:
         """Queue the copies of a message out of its slot, into new tensors."""
         gpu, told = self._gpu, Note.unpack(note)
         self._closing += [self._opened.pop((peer, number)) for number in told.dropped]
@@ -185,7 +186,7 @@ class CudaIpcTransport:
         gpu.write(stream, slot.address + _TAKEN, told.serial)
         slot.copied = stream.record_event()
         slot.flags[slot.number] = _FREE  # only once the write is queued
-        return tensors, CudaIpcReceived(gpu, tensors, slot.copied)
+        return tensors, partial(_wait_received, gpu, tensors, slot.copied)
 
     def drain(self) -> None:
         """Wait until no transfer is under way, at the peers either; close their memory."""
@@ -375,20 +376,8 @@ class CudaIpcSent:
         return is_taken and bool(self._copied.query())
 
 
-class CudaIpcReceived:
-    """A message on its way out of a slot."""
-
-    def __init__(self, gpu: Gpu, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
-        self._gpu = gpu
-        self._tensors = tensors
-        self._copied = copied
-
-    def wait(self) -> None:
-        """Make the current stream wait until the tensors are filled; the host goes on."""
-        compute = self._gpu.current_stream()
-        compute.wait_event(self._copied)
-        self._gpu.keep_for(self._tensors, compute)
-
-    def is_done(self) -> bool:
-        """Return whether the tensors are filled."""
-        return bool(self._copied.query())
+def _wait_received(gpu: Gpu, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
+    """Make the current stream wait until the tensors are filled; the host goes on."""
+    compute = gpu.current_stream()
+    compute.wait_event(copied)
+    gpu.keep_for(tensors, compute)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -84,19 +86,18 @@ class GlooTransport:
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[GlooPending, bytes]:
+    ) -> tuple[GlooSending, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
-        return GlooPending(
-            [self._group.torchs.send([tensor], peer, channel_id) for tensor in tensors]
-        ), b""
+        works = [self._group.torchs.send([tensor], peer, channel_id) for tensor in tensors]
+        return GlooSending(works), b""
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], GlooPending]:
+    ) -> tuple[list[Tensor], Callable[[], None]]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         tensors = allocate(meta, "cpu")
         works = [self._group.torchs.recv([tensor], peer, channel_id) for tensor in tensors]
-        return tensors, GlooPending(works)
+        return tensors, partial(_wait_all, works)
 
     def drain(self) -> None:
         """Do nothing: every receive was waited for, and every send acknowledged."""
@@ -109,7 +110,7 @@ class GlooTransport:
 def _sockets() -> set[tuple[int, str]]:
     """Return this process's sockets: descriptor, and what names the socket behind it."""
     found = set()
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+    for name in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError):  # the one that lists the folder, closed meanwhile
             target = os.readlink(f"{_DESCRIPTORS}/{name}")
             if target.startswith("socket:"):
@@ -117,17 +118,22 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-class GlooPending:
-    """Transfers of one message's tensors."""
+def _wait_all(works: list[Work]) -> None:
+    """Block until all tensors of a message may be used or reused."""
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+class GlooSending:
+    """The send of one message's tensors."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Block until the tensors may be used or reused."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        """Block until the tensors may be reused."""
+        _wait_all(self._works)
 
     def is_done(self) -> bool:
         """Return False: gloo shows it only in ``wait``."""

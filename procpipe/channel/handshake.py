@@ -100,7 +100,7 @@ def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:
 
 
 def _connected(peer: int, address: Address, us: Joiner) -> socket.socket:
-    if address.unix and address.host == host_identity():
+    if address.host == host_identity():
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{address.unix}"
     else:

@@ -22,12 +22,13 @@ import ctypes
 import math
 import struct
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import Pending, Transport
+from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
 from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
@@ -124,8 +125,10 @@ class Sender:
             for start in range(0, len(data), PIECE_BYTES):
                 piece = data[start : start + PIECE_BYTES]
                 mesh.send(peer, self._channel_id, _IS_PIECE, 0, piece)
-                mesh.wait_for(
-                    peer, lambda: not mesh.has_unsent(peer), lambda: f"rank {name} to read a value"
+                mesh.wait(
+                    lambda: not mesh.has_unsent(peer),
+                    lambda: f"rank {name} to read a value",
+                    peer=peer,
                 )
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
@@ -146,10 +149,10 @@ class Sender:
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
         mesh, peer = self._mesh, self._peer
-        mesh.wait_for(
-            peer,
+        mesh.wait(
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
             lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
+            peer=peer,
             every_s=math.inf if self._is_acknowledged else _LOOK_EVERY_S,
             grace_s=0.0 if self._is_acknowledged else _GRACE_S,
         )
@@ -206,7 +209,7 @@ class _Departure(NamedTuple):
 
     tensors: list[Tensor]  # kept until it has arrived
     versions: list[int | None] | None  # when it began; None once they may be overwritten
-    pending: Pending
+    pending: Sending
 
 
 class _Arrival(NamedTuple):
@@ -236,7 +239,7 @@ class Receiver:
         self._num_receiving = 0
         self._arrived: deque[_Arrival] = deque()
         self._unfilled: deque[memoryview] = deque()  # of a message in pieces
-        self._posted: deque[tuple[Meta, list[Tensor], Pending | None]] = deque()
+        self._posted: deque[tuple[Meta, list[Tensor], Wait | None]] = deque()
         mesh.on(peer, channel_id, self._on_token)
 
     def expect(self) -> None:
@@ -260,20 +263,20 @@ class Receiver:
             assert self._num_allowed, "a message is taken that was never expected"
             while not posted:
                 num_pieces = self._num_pieces  # each is progress, and the wait begins anew
-                self._mesh.wait_for(
-                    self._peer,
+                self._mesh.wait(
                     lambda seen=num_pieces: posted or self._num_pieces > seen,  # type: ignore[misc]
                     lambda: self._what,
+                    peer=self._peer,
                 )
-        meta, tensors, pending = posted.popleft()
-        if pending is not None:
+        meta, tensors, wait = posted.popleft()
+        if wait is not None:
             self._mesh.check_process()
             try:
                 if self._blocks:
                     with self._mesh.native_waits.monitored(self._what):
-                        pending.wait()
+                        wait()
                 else:
-                    pending.wait()
+                    wait()
             except FileLimitError:
                 raise
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
@@ -336,23 +339,15 @@ class Receiver:
                 try:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
-                    posted = [], _Broken(error)
+                    posted = [], partial(_fail, error)
                 self._posted.append((meta, *posted))
             self._arrived.popleft()
             self._num_allowed -= 1
 
 
-class _Broken:
-    """A transfer that could not begin; raises the error when it is waited for."""
-
-    def __init__(self, error: OSError | RuntimeError) -> None:
-        self._error = error
-
-    def wait(self) -> None:
-        raise self._error
-
-    def is_done(self) -> bool:
-        return False
+def _fail(error: OSError | RuntimeError) -> None:
+    """Raise the error of a transfer that could not begin, when it is waited for."""
+    raise error
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:

@@ -171,24 +171,32 @@ class Mesh:
         ready: Callable[[], object],
         what: Callable[[], str],
         *,
+        peer: int | None = None,
         every_s: float = math.inf,
+        grace_s: float = 0.0,
     ) -> None:
         """Wait until ``ready()``; meanwhile read what comes.
 
         Args:
             ready: the condition.
             what: describes it in errors: "activation 3 from stage 1 (rank 1)".
+            peer: the only rank that can bring it about, if there is one.
             every_s: how often to call ``ready`` although nothing comes, for what no frame shows.
+            grace_s: how long after the peer has left the effects of what it did before may take.
 
         Raises:
-            RemoteStageError: a peer failed; PeerLostError if its process ended.
+            RemoteStageError: a peer failed; PeerLostError if its process ended, or ``peer`` left.
             WaitTimeoutError: after ``timeout_s``.
         """
         if ready():
             return
-        started = time.monotonic()
+        started, gone_s = time.monotonic(), math.inf
         stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
+            if peer in self._left:
+                gone_s = min(gone_s, time.monotonic())
+                if time.monotonic() - gone_s >= grace_s:
+                    self._blame_for_leaving(peer, f"waits for {what()}")
             waited = time.monotonic() - started
             left_s = timeout_s - self._counted_s(started)
             self._read_and_write(min(report_s - waited, stall_s - waited, left_s, every_s))
@@ -215,34 +223,6 @@ class Mesh:
         """Return how much of a wait counts towards ``timeout_s``."""
         return 0.0 if self._busy_peers else time.monotonic() - max(started, self._counts_from)
 
-    def wait_for(
-        self,
-        peer: int,
-        ready: Callable[[], object],
-        what: Callable[[], str],
-        *,
-        every_s: float = math.inf,
-        grace_s: float = 0.0,
-    ) -> None:
-        """Wait until ``ready()``, which only ``peer`` can bring about; arguments as for ``wait``.
-
-        It is an error if the peer has left, more than ``grace_s`` seconds ago: the effects of what
-        it did before may take that long.
-        """
-        left_s = math.inf
-
-        def is_over() -> bool:
-            nonlocal left_s
-            if ready():
-                return True
-            if peer in self._left:
-                left_s = min(left_s, time.monotonic())
-            return time.monotonic() - left_s >= grace_s
-
-        self.wait(is_over, what, every_s=every_s)
-        if not ready():
-            self._blame_for_leaving(peer, f"waits for {what()}")
-
     def wait_failure(self, peers: Iterable[int] = (), meanwhile: str = "") -> None:
         """Wait a moment for the failure behind an error, and raise it; return if none comes.
 
@@ -264,26 +244,23 @@ class Mesh:
 
     def _read_and_write(self, timeout_s: float) -> None:
         with self._reading:
-            self._read_and_write_locked(timeout_s)
-
-    def _read_and_write_locked(self, timeout_s: float) -> None:
-        self.num_looks += 1
-        while self._read_ahead:
-            timeout_s = 0.0
-            peer = self._read_ahead.pop()
-            if peer in self._connections:
-                self._connections[peer].hand_on()
-        for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
-            if descriptor not in self._peer_of:  # closed by an event before this one
-                continue
-            peer = self._peer_of[descriptor]
-            if descriptor == self._connections[peer].process:
-                self._process_ended(peer)
-                continue
-            if event & select.POLLOUT:
-                self._send_on(peer)
-            if event & ~select.POLLOUT:
-                self._read(peer)
+            self.num_looks += 1
+            while self._read_ahead:
+                timeout_s = 0.0
+                peer = self._read_ahead.pop()
+                if peer in self._connections:
+                    self._connections[peer].hand_on()
+            for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
+                if descriptor not in self._peer_of:  # closed by an event before this one
+                    continue
+                peer = self._peer_of[descriptor]
+                if descriptor == self._connections[peer].process:
+                    self._process_ended(peer)
+                    continue
+                if event & select.POLLOUT:
+                    self._send_on(peer)
+                if event & ~select.POLLOUT:
+                    self._read(peer)
 
     def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
         """Look, in another thread, for failures in what the main thread is going to read.

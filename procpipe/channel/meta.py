@@ -7,6 +7,7 @@ the same channel; both ends remember the last.
 from __future__ import annotations
 
 import json
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,7 @@ class TensorMeta(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Meta(NamedTuple):

@@ -46,7 +46,8 @@ import os
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -210,58 +211,51 @@ class NcclTransport(Communicators):
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[NcclPending, bytes]:
+    ) -> tuple[NcclSending, bytes]:
         """Begin to send contiguous tensors after the current stream has made them."""
-        return self._begin((self._rank, peer, channel_id), tensors, None), b""
+        return NcclSending(*self._begin((self._rank, peer, channel_id), tensors)), b""
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], NcclPending]:
+    ) -> tuple[list[Tensor], Callable[[], None]]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         with torch.cuda.stream(self._receive_stream):
             tensors = allocate(meta, self._device)
-            return tensors, self._begin((peer, self._rank, channel_id), tensors, self._device)
+            work, _ = self._begin((peer, self._rank, channel_id), tensors)
+            return tensors, partial(self._wait_received, work, tensors)
 
     def _begin(
-        self,
-        channel: tuple[int, int, int],
-        tensors: list[Tensor],
-        receiving: torch.device | None,
-    ) -> NcclPending:
+        self, channel: tuple[int, int, int], tensors: list[Tensor]
+    ) -> tuple[Work | None, torch.cuda.Event | None]:
         parts = _as_bytes(tensors)
         if not parts:
-            return NcclPending(None, None, tensors, receiving)
+            return None, None
         work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
-        return NcclPending(work, self._note(channel, work), tensors, receiving)
+        return work, self._note(channel, work)
+
+    def _wait_received(self, work: Work | None, tensors: list[Tensor]) -> None:
+        """Make the current stream wait for received tensors; the host goes on."""
+        if work is not None:
+            work.block_current_stream()
+        compute = torch.cuda.current_stream(self._device)
+        for tensor in tensors:
+            tensor.record_stream(compute)
 
 
-class NcclPending:
-    """The transfer of one message's tensors."""
+class NcclSending(NamedTuple):
+    """The send of one message's tensors."""
 
-    def __init__(
-        self,
-        work: Work | None,
-        over: torch.cuda.Event | None,
-        tensors: list[Tensor],
-        receiving: torch.device | None,
-    ) -> None:
-        self._work = work
-        self._over = over
-        self._tensors = tensors
-        self._receiving = receiving
+    work: Work | None
+    over: torch.cuda.Event | None
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host goes on."""
-        if self._work is not None:
-            self._work.block_current_stream()
-        if self._receiving is not None:
-            compute = torch.cuda.current_stream(self._receiving)
-            for tensor in self._tensors:
-                tensor.record_stream(compute)
+        if self.work is not None:
+            self.work.block_current_stream()
 
     def is_done(self) -> bool:
         """Return whether the device has completed the transfer."""
-        return self._over is None or self._over.query()
+        return self.over is None or self.over.query()
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
@@ -301,12 +295,8 @@ def new_group(
 ) -> Any:
     """Make a process group that is not connected.
 
-    Args:
-        store: of the job.
-        name: the group's own, for keys of the store.
-        place: this process's number in the group, and how many there are.
-        num_blocks: thread blocks that an operation may take.
-        is_high_priority: of its stream.
+    ``name`` is its own, for keys of the job's store; ``place`` this process's number in it, and how
+    many there are. An operation may take ``num_blocks`` thread blocks.
     """
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 

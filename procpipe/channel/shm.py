@@ -26,7 +26,7 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class ShmTransport:
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], _Received]:
+    ) -> tuple[list[Tensor], Callable[[], None]]:
         """Return the tensors of a message, in the memory of its slot."""
         start, num_bytes, descriptor, num_dropped = _NOTE.unpack_from(note)
         for k in range(num_dropped):
@@ -100,7 +100,7 @@ class ShmTransport:
             if peer not in self._files_of:
                 self._files_of[peer] = _opened(self._pids[peer], descriptor, peer)
             slot = self._mapped[peer, start] = _Mapped(self._files_of[peer], start, num_bytes)
-        return slot.lend(meta), _Received()
+        return slot.lend(meta), _no_wait
 
     def drain(self) -> None:
         """Do nothing: no transfer is under way on a device."""
@@ -228,12 +228,8 @@ class _Sent:
         return bool(self._slot.memory[_IS_MAPPED])
 
 
-class _Received:
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def is_done(self) -> bool:
-        return True
+def _no_wait() -> None:
+    """Do nothing: received tensors are there."""
 
 
 def _opened(pid: int, descriptor: int, peer: int) -> _File:

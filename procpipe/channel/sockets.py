@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from dataclasses import dataclass
 
 from procpipe.processes import boot_id
@@ -45,7 +44,7 @@ class Address:
     """Where a rank listens."""
 
     host: str  # see host_identity
-    unix: str  # name in the abstract namespace, or "" where there is none
+    unix: str  # name in the abstract namespace
     tcp: tuple[str, int]  # numeric address and port, or ("", 0)
 
 
@@ -109,14 +108,10 @@ def _is_loopback(address: str) -> bool:
 
 def listen(tcp_host: str | None) -> tuple[list[socket.socket], Address]:
     """Open this rank's listening sockets; over TCP only if a local address is given."""
-    sockets, unix, tcp = [], "", ("", 0)
-    if sys.platform == "linux":
-        unix = f"procpipe-{secrets.token_hex(16)}"
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        local.bind(f"\0{unix}")
-        sockets.append(local)
-    elif tcp_host is None:
-        tcp_host = "127.0.0.1"
+    unix, tcp = f"procpipe-{secrets.token_hex(16)}", ("", 0)
+    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    local.bind(f"\0{unix}")
+    sockets = [local]
     if tcp_host is not None:
         family = socket.AF_INET6 if ":" in tcp_host else socket.AF_INET
         remote = socket.socket(family, socket.SOCK_STREAM)
@@ -132,10 +127,9 @@ def is_of_this_user(link: socket.socket) -> bool:
     """Return whether the process at the other end of a unix socket has this process's user.
 
     The kernel noted its effective user when it connected or began to listen. The superuser counts
-    as another user. Over TCP, and where the system does not say, this is True: there only the key
-    proves anything.
+    as another user. Over TCP this is True: there only the key proves anything.
     """
-    if link.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+    if link.family != socket.AF_UNIX:
         return True
     _, user = peer_credentials(link)
     return user == os.geteuid()
@@ -165,13 +159,9 @@ def _notice_vanished_host(link: socket.socket) -> None:
     TCP_USER_TIMEOUT would also end a busy one whose reader is stopped.
     """
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _VANISHED_AFTER_S // 4),
-        ("TCP_KEEPINTVL", _VANISHED_AFTER_S // 4),
-        ("TCP_KEEPCNT", 3),
-    ):
-        if hasattr(socket, name):  # Linux has all of them
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_AFTER_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_AFTER_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def has_vanished(link: socket.socket) -> bool:
@@ -179,7 +169,7 @@ def has_vanished(link: socket.socket) -> bool:
 
     A process that is stopped or computes does not matter: its system answers.
     """
-    if link.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+    if link.family == socket.AF_UNIX:
         return False
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info)
@@ -191,7 +181,7 @@ def open_process(link: socket.socket) -> int | None:
 
     The descriptor becomes readable when the process ends. The caller closes it.
     """
-    if link.family != socket.AF_UNIX or sys.platform != "linux":
+    if link.family != socket.AF_UNIX:
         return None
     with contextlib.suppress(OSError):  # from Linux 6.5 on: never another process of that number
         return link.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

@@ -37,7 +37,10 @@ class Buffers:
         self._steady: list[tuple[Place, Tensor | None, int]] = []
         for layer_name, layer in layers.items():
             for module_name, module in layer.named_modules(prefix=layer_name):
-                self._register(module_name, module)
+                for name in module._buffers:
+                    self._names[module, name] = f"{module_name}.{name}"
+                    if "running_mean" in module._buffers:
+                        self._changing.add((module, name))
         self._is_known = not self._names
 
     def before_forward(self) -> BufferCopies:
@@ -93,12 +96,6 @@ class Buffers:
     def name_of(self, place: Place) -> str:
         """Return a buffer's name in the full model."""
         return self._names[place]
-
-    def _register(self, module_name: str, module: nn.Module) -> None:
-        for name in module._buffers:
-            self._names[module, name] = f"{module_name}.{name}"
-            if "running_mean" in module._buffers:
-                self._changing.add((module, name))
 
 
 def _buffer(place: Place) -> Tensor | None:

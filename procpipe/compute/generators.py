@@ -89,7 +89,11 @@ class _Twister:
     state.
     """
 
-    def __init__(self) -> None:
+    _look: Callable[[], Any]
+    _read: Callable[[Any], tuple[Any, Any]]
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        self._write = write
         self._newest: tuple[Any, Any] = (None, None)
 
     def get(self) -> tuple[Any, Any]:
@@ -104,21 +108,12 @@ class _Twister:
             self._write(value)
             self._newest = state
 
-    def _look(self) -> Any:
-        raise NotImplementedError
-
-    def _read(self, memory: Any) -> tuple[Any, Any]:
-        raise NotImplementedError
-
-    def _write(self, value: Any) -> None:
-        raise NotImplementedError
-
 
 class _Python(_Twister):
     """The generator behind the functions of ``random``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(random.setstate)
         self._generator: Any = random._inst
         self._address = id(self._generator) + object.__basicsize__
         self._is_readable = self._is_where_expected()
@@ -141,9 +136,6 @@ class _Python(_Twister):
     def _read(self, memory: Any) -> tuple[Any, Any]:
         return memory, random.getstate()
 
-    def _write(self, value: Any) -> None:
-        random.setstate(value)
-
 
 class _NumPy(_Twister):
     """The generator behind the functions of ``numpy.random``.
@@ -153,7 +145,7 @@ class _NumPy(_Twister):
     """
 
     def __init__(self, numpy_random: ModuleType) -> None:
-        super().__init__()
+        super().__init__(numpy_random.set_state)
         self._random = numpy_random
         self._bit_generator: Callable[[], Any] = getattr(
             numpy_random, "get_bit_generator", lambda: None
@@ -169,9 +161,6 @@ class _NumPy(_Twister):
     def _read(self, memory: Any) -> tuple[Any, Any]:
         state = self._random.get_state(legacy=False)
         return (None if state["has_gauss"] else memory), state
-
-    def _write(self, value: Any) -> None:
-        self._random.set_state(value)
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:

@@ -23,10 +23,11 @@ class Enter(torch.autograd.Function):
 
     ``detach`` makes aliases that are no views, so that layers may change them in place as in the
     plain model. They share their version with the received tensors, so that this is detected.
+    (``mark_dirty`` would count as such a change itself.)
     """
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entry: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Pass the tensors on; ``anchor`` requires a gradient, so that they do."""
         ctx.entry = entry
         ctx.set_materialize_grads(False)

@@ -30,12 +30,13 @@ class Ledger:
 
     Attributes:
         peak_bytes: the most that was held since ``reset_peak``, or at all.
+        held_bytes: held after the last ``settle``: 0 between mini-batches, or something leaks.
         sizes: the bytes of all that was held since the last ``settle``, or still is, by key.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._held_bytes = 0
+        self.held_bytes = 0
         self.sizes: dict[Any, int] = {}
         self._events: list[tuple[bool, Hashable]] = []
 
@@ -55,34 +56,29 @@ class Ledger:
 
     def settle(self) -> None:
         """Work out the peak of the events since the last call; every held key has a size now."""
-        sizes, held, peak = self.sizes, self._held_bytes, self.peak_bytes
+        sizes, held, peak = self.sizes, self.held_bytes, self.peak_bytes
         for is_hold, key in self._events:
             if is_hold:
                 held += sizes[key]
                 peak = max(peak, held)
             else:
                 held -= sizes.pop(key)
-        self._held_bytes, self.peak_bytes = held, peak
+        self.held_bytes, self.peak_bytes = held, peak
         self._events.clear()
 
     def clear(self) -> None:
         """Forget what is held (a pass that was given up); the peak stays."""
-        self._held_bytes = 0
+        self.held_bytes = 0
         self.sizes.clear()
         self._events.clear()
 
     def reset_peak(self) -> None:
         """Reset the peak to what is held now."""
-        self.peak_bytes = self._held_bytes
+        self.peak_bytes = self.held_bytes
 
     def bytes_now(self) -> int:
         """Return the bytes held in the middle of a step, as far as their sizes are known."""
         return sum(self.sizes.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held after the last ``settle``: 0 between mini-batches, or something leaks."""
-        return self._held_bytes
 
 
 def num_bytes(tensors: Iterable[Tensor | None]) -> int:

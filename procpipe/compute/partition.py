@@ -38,10 +38,10 @@ from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import SharedInputs, Sharing
+from procpipe.compute.sharing import SharedInputs, Sharing, are_same
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.split.splitter import PutOff, Splitter
-from procpipe.compute.wrappers import check_gathered, check_not_data_parallel
+from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.tracker import tracking
 from procpipe.torch_internals import is_compiled, run_backward
@@ -114,8 +114,8 @@ class Partition:
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
-        self._num_gathered: int | None = None
-        self._learned: dict[tuple[Structure, tuple[bool, ...], bool], _Learned] = {}
+        self._types: list[type] = []
+        self._learned: dict[tuple[Structure, tuple[bool, ...], bool, bool], _Learned] = {}
         self._clone_inputs = bool(layers) and any(
             getattr(module, "inplace", False) for module in self._layers[0][1].modules()
         )
@@ -127,8 +127,12 @@ class Partition:
         self._put_off.clear()
         self._digests.begin()
         # Read again, since a user may replace modules and parameters.
-        modules = check_not_data_parallel(self._layers)
-        self._num_gathered = check_gathered(modules, self._num_gathered)
+        modules = [module for _, layer in self._layers for module in layer.modules()]
+        types = list(map(type, modules))
+        if types != self._types:
+            check_not_data_parallel(self._layers)
+            check_sharded_before(self._types or types, types)
+            self._types = types
         self._generators.begin(modules)
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled
@@ -286,14 +290,14 @@ class Partition:
         this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
         this.versions = self._versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
-        kind = (inputs.structure, inputs.requires_grad, is_left_out)
+        kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
             if learned is None or self.is_compiled:
                 before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
                     tensors, structure = self._run_with_graph(this)
-                if not all(map(_are_same, before, inputs.tensors)):
+                if not all(map(are_same, before, inputs.tensors)):
                     raise refused.input_changed_past_autograd()
                 this.roots, this.entry = [], Entry()
                 learned = learned or _Learned(
@@ -460,8 +464,3 @@ def _called(layer: nn.Module, inputs: Any) -> Any:
 
 def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:
     return structure, tuple(tensor.dtype for tensor in tensors)
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same values; NaN equals NaN here."""
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -113,6 +113,11 @@ def shared(
     return tuple(tuple(sorted(of_tensor)) for of_tensor in names) if any(names) else ()
 
 
+def are_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same values; NaN equals NaN here."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 def _mark(tensor: Tensor) -> int | Tensor:
     return tensor.clone() if tensor.is_inference() else tensor._version
 
@@ -120,7 +125,7 @@ def _mark(tensor: Tensor) -> int | Tensor:
 def _is_as_marked(tensor: Tensor, mark: int | Tensor) -> bool:
     if isinstance(mark, int):
         return tensor._version == mark
-    return bool(((tensor == mark) | (tensor.isnan() & mark.isnan())).all())
+    return are_same(tensor, mark)
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

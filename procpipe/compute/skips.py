@@ -77,7 +77,7 @@ class SkipPorts:
             )
 
 
-class StageTracker:
+class StageTracker(PlainTracker):
     """A tracker that also holds what comes from, and goes to, other partitions.
 
     Attributes:
@@ -86,17 +86,17 @@ class StageTracker:
     """
 
     def __init__(self, num_pops_elsewhere: dict[SkipKey, int]) -> None:
+        super().__init__()
         self.on_stash: Callable[[Tensor | None], None] = lambda tensor: None
         self.leaving: dict[SkipKey, Tensor | None] = {}
         self._num_pops_elsewhere = num_pops_elsewhere
-        self._local = PlainTracker()
         self._versions: dict[SkipKey, tuple[Tensor, int]] = {}
 
     def enter(
         self, key: SkipKey, tensor: Tensor | None, num_pops: int, *, is_needed_later: bool
     ) -> None:
         """Keep a tensor that came from an earlier partition for the layers that will pop it."""
-        self._local.stash(key, tensor, num_pops)
+        super().stash(key, tensor, num_pops)
         if is_needed_later and tensor is not None and not tensor.is_inference():
             self._versions[key] = tensor, tensor._version
 
@@ -113,8 +113,4 @@ class StageTracker:
         if num_elsewhere:
             self.leaving[key] = tensor
         if num_pops > num_elsewhere:
-            self._local.stash(key, tensor, num_pops - num_elsewhere)
-
-    def pop(self, key: SkipKey) -> Tensor | None:
-        """Return a tensor that came from an earlier partition or layer."""
-        return self._local.pop(key)
+            super().stash(key, tensor, num_pops - num_elsewhere)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.earlier import Earlier
 from procpipe.torch_internals import has_accumulation_hooks
 
 #: What a stage contributes: a gradient, none, or ``_FROZEN`` if the parameter requires none.
@@ -62,10 +63,7 @@ class Copy:
 class Tied:
     """This stage's copies of parameters and buffers, in an order that all stages share.
 
-    Args:
-        stage: this stage.
-        parameters: its copies of parameters.
-        buffers: its copies of buffers, which no layer may change.
+    No layer may change the buffers.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class Tied:
         self._buffers = tuple(buffers)
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
-        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._is_open = False
+        self._earlier = Earlier()
         self._num_calls = 0
 
     def renamed(
@@ -226,13 +223,7 @@ class Tied:
 
     def begin(self) -> None:
         """Set aside the gradients of earlier calls, once a call."""
-        if self._is_open:
-            return
-        self._is_open = True
-        for copy in self.parameters:
-            parameter = copy.tensor
-            self._set_aside.append((parameter, parameter.grad))
-            parameter.grad = None
+        self._earlier.begin(copy.tensor for copy in self.parameters)
 
     def gradients_for(self, stage: int) -> list[Part]:
         """Return what this stage contributes to the parameters that another has, too.
@@ -260,21 +251,13 @@ class Tied:
         """
         others = {stage: iter(gradients) for stage, gradients in received.items()}
         sums = [self._sum_of(copy, others) for copy in self.parameters]
-        for (parameter, before), total in zip(self._set_aside, sums, strict=True):
-            if before is not None and total is not None:
-                total = before.add_(total)
-            parameter.grad = before if total is None else total
-        self._close()
+        for copy, total in zip(self.parameters, sums, strict=True):
+            copy.tensor.grad = total
+        self._earlier.end()
 
     def abandon(self) -> None:
         """Put back what was set aside, if a call has failed."""
-        for parameter, before in self._set_aside:
-            parameter.grad = before
-        self._close()
-
-    def _close(self) -> None:
-        self._set_aside.clear()
-        self._is_open = False
+        self._earlier.abandon()
 
     def _sum_of(self, copy: Copy, others: Mapping[int, Iterator[Part]]) -> Tensor | None:
         own = copy.tensor.grad

@@ -21,20 +21,17 @@ _BY_NAME = {
 }
 
 
-def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Check that no module of named layers is data parallel; return all modules of the layers.
+def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check that no module of named layers is data parallel.
 
     Raises:
         TypeError: one is.
     """
-    of_layers = [(name, list(layer.modules())) for name, layer in layers]
-    all_modules = [module for _, modules in of_layers for module in modules]
-    wrappers = list(filter(is_data_parallel, set(map(type, all_modules))))
-    for name, modules in of_layers if wrappers else ():
-        for module in modules:
-            if type(module) in wrappers:
-                refuse_data_parallel(f"{_layer(name)} is, or holds, a {type(module).__name__}")
-    return all_modules
+    for name, layer in layers:
+        for module in layer.modules():
+            if is_data_parallel(type(module)):
+                what = f"layer {name!r}" if name else "the layer"
+                refuse_data_parallel(f"{what} is, or holds, a {type(module).__name__}")
 
 
 def refuse_data_parallel(what: str) -> NoReturn:
@@ -61,28 +58,37 @@ def is_sharded(layer: nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in layer.parameters())
 
 
-def check_gathered(modules: Iterable[nn.Module], before: int | None) -> int:
-    """Return how many modules ``fully_shard`` was called with; ``before`` the first call, None.
+def ranks_of_shards(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Return the ranks, in torch's default process group, that hold shards of these parameters.
+
+    Only where others than this one do.
+    """
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    ranks = {rank for mesh in meshes if mesh is not None for rank in mesh.mesh.flatten().tolist()}
+    return sorted(ranks) if len(ranks) > 1 else []
+
+
+def check_sharded_before(first: Iterable[type], now: Iterable[type]) -> None:
+    """Check the classes of a partition's modules, in the stage's first call and now.
 
     Raises:
-        RuntimeError: it was called after the stage's first call, which sets FSDP up.
+        RuntimeError: ``fully_shard`` was called after the first call, which sets FSDP up.
     """
-    count = sum(hasattr(type(module), "set_requires_gradient_sync") for module in modules)
-    if before not in (None, count):
+    before, after = (
+        sum(hasattr(of, "set_requires_gradient_sync") for of in types) for types in (first, now)
+    )
+    if before != after:
         raise RuntimeError(
             f"fully_shard was called after the stage's first call: a partition had {before} "
-            f"sharded modules then, and has {count} now; shard layers after building the Stage and "
+            f"sharded modules then, and has {after} now; shard layers after building the Stage and "
             "before its first call, see docs/replicas.md"
         )
-    return count
 
 
 def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None) -> None:
     """Check that no parameter is sharded over processes, each of which is another stage.
 
-    Args:
-        module: what a stage runs.
-        pipeline: the ranks of the stages, if other ranks of the job may share their layers.
+    ``pipeline``: the ranks of the stages, if other ranks of the job may share their layers.
 
     Raises:
         TypeError: one is.
@@ -106,7 +112,3 @@ def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None
                 "each of which runs other layers: shard over another dimension of the DeviceMesh "
                 "than that of the pipeline, see docs/replicas.md"
             )
-
-
-def _layer(name: str) -> str:
-    return f"layer {name!r}" if name else "the layer"

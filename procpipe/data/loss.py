@@ -1,15 +1,12 @@
-"""The user's loss function and weight, and the mean over a mini-batch that they make."""
+"""The user's loss function and weight, with their results checked."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +14,9 @@ from torch import Tensor, nn
 from procpipe.data.microbatch import checked_weights
 from procpipe.data.remote import Remote
 from procpipe.errors import NonFiniteLossError
+from procpipe.notes import warn
 from procpipe.torch_internals import pytree
 from procpipe.tree import flatten, in_words
-
-#: The folder of this package's code.
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass
@@ -146,7 +141,7 @@ class Loss:
         rate = self.weight_per_sample
         if rate is None:
             rate = torch.ones((), dtype=torch.float64)
-        return _or_one(rate) * num_samples
+        return or_one(rate) * num_samples
 
     def note(self, loss: Tensor | None, weight: Tensor | float | None, whole: float) -> Tensor:
         """Keep what a ``step`` has shown; return its loss.
@@ -174,169 +169,10 @@ class Loss:
         """Warn, once, of a mini-batch that counts nothing."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{what}, so its loss and its gradients are 0; this warning is given once",
                 RuntimeWarning,
-                stacklevel=_user_level(),
             )
-
-
-class MeanLoss:
-    """The loss of one mini-batch, made of those of its micro-batches; on the last stage.
-
-        loss_fn returns a mean           loss = sum of weight * mean / total
-        loss_fn returns (sum, weight)    loss = sum of sums / total
-
-    The total is that of the weights, or the user's. Gradients are divided by it before a backward
-    pass begins. But with sums, and unless the user gave it, the total is known only after the last
-    forward task, and a schedule may have run backward tasks before. They are divided by the total
-    to be expected, by what a sample counted in the step before. In the end all gradients of the
-    mini-batch are multiplied by a correction, see :func:`mean_of`.
-
-    Args:
-        loss: the user's function.
-        weights: what each micro-batch counts; of sums, their samples.
-        total_weight: what the sum is divided by; None for the sum of the weights.
-        is_sent: whether the other stages do not know the weights.
-        whole: what the micro-batches of all replicas count, if there are several; of sums, their
-            samples. Then the total of sums is known on no stage before the end.
-    """
-
-    def __init__(
-        self,
-        loss: Loss,
-        weights: Sequence[float],
-        total_weight: float | None = None,
-        *,
-        is_sent: bool = False,
-        whole: float | None = None,
-    ) -> None:
-        self._loss = loss
-        self._weights = weights
-        self._total_weight = total_weight
-        self._is_sent = is_sent
-        self._whole = whole
-        total = total_weight
-        if total is None:
-            total = math.fsum(weights) if whole is None else whole
-        self._shares = [weight / total if total else 0.0 for weight in weights]
-        self._sum: Tensor | None = None
-        self._counted: dict[int, Tensor] = {}  # of sums, what each micro-batch counts
-        self._divisor: Tensor | None = None
-        self._is_divisor_exact = True
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of the user's function, if it is a module."""
-        for module in self._loss.modules():
-            yield from module.parameters()
-
-    def is_left_out(self, i: int) -> bool:
-        """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
-        return self._shares[i] == 0 and not self._loss.is_sum
-
-    def of(self, i: int, output: Any, target: Any) -> Any:
-        """Return the loss of micro-batch ``i``, or its sum and weight; see :meth:`Loss.of`."""
-        return self._loss.of(output, target, is_left_out=self.is_left_out(i))
-
-    def add(self, i: int, loss: Tensor, weight: Tensor | None = None) -> None:
-        """Count what :meth:`of` returned for micro-batch ``i``, detached."""
-        if weight is not None:
-            self._counted[i] = weight
-        part = loss if weight is not None else loss * self._shares[i]
-        self._sum = part if self._sum is None else self._sum + part
-
-    def gradient(self, i: int, loss: Tensor) -> Tensor:
-        """Return the gradient with which the backward pass of a micro-batch's loss begins."""
-        if (scale := self._loss.scale) is None:
-            return self._share(i, loss, loss.dtype)
-        # In float16 a scale alone may be inf, and a small share 0.
-        wide = torch.promote_types(loss.dtype, torch.float32)
-        return scale(self._share(i, loss, wide)).to(loss.dtype)
-
-    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self._loss.is_sum:
-            return torch.full_like(loss, self._shares[i], dtype=dtype)
-        if self._divisor is None:
-            self._divisor = self._total()
-            if self._total_weight is None and self._whole is not None:
-                self._is_divisor_exact = False
-                self._divisor = self._loss.expected(self._whole).to(self._divisor.device)
-            elif self._total_weight is None and len(self._counted) < len(self._weights):
-                self._is_divisor_exact = False
-                known = math.fsum(self._weights[k] for k in self._counted)
-                rate = self._loss.weight_per_sample
-                rate = self._divisor / known if rate is None else rate.to(self._divisor.device)
-                # Where nothing is known, a sample counts 1.
-                rate = torch.where(rate == 0, torch.ones_like(rate), rate)
-                self._divisor = self._divisor + rate * (math.fsum(self._weights) - known)
-            self._divisor = _or_one(self._divisor)
-        return self._divisor.reciprocal().to(loss.device, dtype)
-
-    def _total(self) -> Tensor:
-        if self._total_weight is None:
-            return self._weight_so_far()
-        return torch.full_like(next(iter(self._counted.values())), self._total_weight)
-
-    def _weight_so_far(self) -> Tensor:
-        return torch.stack([self._counted[i] for i in sorted(self._counted)]).sum()
-
-    @property
-    def part(self) -> LossPart:
-        """What this stage knows of the loss, once all its micro-batches are counted."""
-        assert self._sum is not None, "a mini-batch has a micro-batch"
-        divisor = None if self._is_divisor_exact else self._divisor
-        return LossPart(self._sum, self.weight, divisor)
-
-    @cached_property
-    def weight(self) -> Tensor | float | None:
-        """What the mini-batch counts; None if all stages know that."""
-        if not self._loss.is_sum:
-            return math.fsum(self._weights) if self._is_sent else None
-        weight = self._weight_so_far()
-        if self._whole is None:
-            self.warn_of_sum(weight)
-        return weight
-
-    def warn_of_sum(self, weight: Tensor | float | None) -> None:
-        """Warn, once, if sums count nothing; not on a GPU, where the host would wait."""
-        if isinstance(weight, Tensor) and weight.device.type == "cpu" and not weight:
-            self._loss.warn_of_no_weight("loss_fn counts 0 in every micro-batch of a mini-batch")
-
-
-class LossPart(NamedTuple):
-    """What one last stage knows of a mini-batch's loss.
-
-    Attributes:
-        sum: of weighted means, divided by the total already; or of the sums that ``loss_fn``
-            returned. 0-dim.
-        weight: what the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages
-            know it.
-        divisor: of sums, what gradients were divided by, 0-dim, if that was not the total.
-    """
-
-    sum: Tensor
-    weight: Tensor | float | None = None
-    divisor: Tensor | None = None
-
-
-def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a mini-batch and what its gradients are to be multiplied by.
-
-    Args:
-        part: that of the last stage; with replicas, of all of them.
-        total_weight: the user's, or None.
-
-    Returns:
-        Both 0-dim; no second where gradients are right.
-    """
-    if not isinstance(part.weight, Tensor):
-        return part.sum, None
-    total = part.weight
-    if total_weight is not None:
-        total = torch.full_like(part.weight, total_weight)
-    total = _or_one(total)
-    correction = None if part.divisor is None else part.divisor / total
-    return part.sum / total.to(part.sum), correction
 
 
 def checked_total(weight: Any) -> float | None:
@@ -352,7 +188,7 @@ def checked_total(weight: Any) -> float | None:
     return total
 
 
-def _or_one(total: Tensor) -> Tensor:
+def or_one(total: Tensor) -> Tensor:
     """Return a total, or 1 if it is 0: then what is divided by it is 0."""
     return torch.where(total == 0, torch.ones_like(total), total)
 
@@ -402,14 +238,6 @@ def _form_of(result: Any) -> str:
     if _is_pair(result):
         return f"a tuple of {_form_of(result[0])} and {_form_of(result[1])}"
     return f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result)}"
-
-
-def _user_level() -> int:
-    """Return the ``stacklevel`` of the line that calls procpipe, for its caller's warning."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _zero_of(output: Any) -> Tensor:

@@ -84,23 +84,19 @@ def scatter_twice(inputs: Any, num_shares: int, chunks: int) -> list[tuple[list[
     return found + [([], [])] * (num_shares - len(found))
 
 
-def scatter_like(value: Any, sizes: Sequence[int], what: str = "target") -> list[Any]:
-    """Return a value's part for each micro-batch, by the sizes that :func:`scatter` returned.
+def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a target's part for each micro-batch, by the sizes that :func:`scatter` returned.
 
-    The value may hold no tensor at all, or be ``None``; ``what`` names it in errors.
+    The target may hold no tensor at all, or be ``None``.
 
     Raises:
-        BoundaryError: the value holds an object of another type.
+        BoundaryError: the target holds an object of another type.
         ValueError: a tensor without dimensions, or with another batch size than the inputs.
     """
-    batch_size = sum(sizes)
-    for where, tensor in _tensors_to_split(value, what):
-        if _num_samples(tensor, where) != batch_size:
-            raise ValueError(
-                f"{where} has {len(tensor)} samples but the input has {batch_size}: give both the "
-                "same size of dim 0, or wrap a tensor that is not to be split in NoChunk"
-            )
-    return _divide(value, sizes)
+    for where, tensor in _tensors_to_split(target, "target"):
+        if (found := _num_samples(tensor, where)) != sum(sizes):
+            raise _other_size(where, found, "the input", sum(sizes))
+    return _divide(target, sizes)
 
 
 def gather(outputs: list[Any]) -> Any:
@@ -144,11 +140,8 @@ def _batch_size(inputs: Any) -> int:
     first_where, first_tensor = first
     batch_size = _num_samples(first_tensor, first_where)
     for where, tensor in tensors:
-        if _num_samples(tensor, where) != batch_size:
-            raise ValueError(
-                f"{first_where} has {batch_size} samples but {where} has {len(tensor)}: give both "
-                "the same size of dim 0, or wrap a tensor that is not to be split in NoChunk"
-            )
+        if (found := _num_samples(tensor, where)) != batch_size:
+            raise _other_size(first_where, batch_size, where, found)
     if batch_size == 0:
         raise ValueError(
             f"the batch is empty ({first_where} has shape {tuple(first_tensor.shape)}): pass at "
@@ -164,6 +157,13 @@ def _num_samples(tensor: Tensor, where: str) -> int:
             "wrap it in NoChunk to give it whole to each"
         )
     return len(tensor)
+
+
+def _other_size(where: str, size: int, other: str, other_size: int) -> ValueError:
+    return ValueError(
+        f"{where} has {size} samples but {other} has {other_size}: give both the same size of dim "
+        "0, or wrap a tensor that is not to be split in NoChunk"
+    )
 
 
 def _sizes(batch_size: int, chunks: int) -> list[int]:

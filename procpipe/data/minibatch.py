@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.compute.graph import Enter
 from procpipe.compute.sharing import shared
-from procpipe.data.loss import MeanLoss
+from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather, scatter
 from procpipe.data.upload import uploaded
-from procpipe.tree import Flat, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -74,19 +75,17 @@ def inputs_and_target(
     elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
         others = dict(values[0])
         values, target = (others,), others.pop(target, target)
-    if target is not UNSET:
-        return inputs_of(values, named), target
-    if len(values) > 2:
-        if not is_read:
-            return inputs_of(values, named), None
-        raise TypeError(
-            f"step() was given {len(values)} positional values, which may all be inputs: name the "
-            f"target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, target=y), or "
-            "target=None where the loss takes none"
-        )
-    if len(values) == 2:
-        return inputs_of(values[:1], named), values[1]
-    return inputs_of(values, named), None
+    elif target is UNSET:
+        if len(values) > 2 and is_read:
+            raise TypeError(
+                f"step() was given {len(values)} positional values, which may all be inputs: name "
+                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
+                "target=y), or target=None where the loss takes none"
+            )
+        target = None
+        if len(values) == 2:
+            target, values = values[1], values[:1]
+    return inputs_of(values, named), target
 
 
 @dataclass(frozen=True)
@@ -193,10 +192,7 @@ class Outcome:
 def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     """Put the micro-batches' outputs together, on the last stage.
 
-    Args:
-        outputs: each micro-batch's output.
-        run_backward: called with gradients when the user runs a loss backward; None if no
-            backward pass can follow.
+    ``run_backward`` is called when the user runs a loss backward; None if that cannot follow.
     """
     if run_backward is None or not any(any(output.requires_grad) for output in outputs):
         return gather([output.value for output in outputs])
@@ -208,7 +204,7 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
     ]
     counts = [sum(output.requires_grad) for output in outputs]
     anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
-    attached = iter(_Output.apply(run_backward, counts, anchor, *wanting))  # type: ignore[no-untyped-call]
+    attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
     values = []
     for output in outputs:
         chosen = [
@@ -224,24 +220,11 @@ def on_device(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: uploaded(tensor, device), value)
 
 
-class _Output(torch.autograd.Function):
-    """The root of the user's graph on the last stage: its backward is the pipeline's.
-
-    ``detach`` makes aliases that are no views, so that they may be changed in place; and that share
-    their version with what the last layer may have saved, so that autograd notices when they may
-    not. (``mark_dirty`` would count as such a change itself.)
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: RunBackward, counts: list[int], anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.run, ctx.counts = run, counts
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+class _Output(Enter):
+    """The root of the user's graph on the last stage: its backward is the pipeline's."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        remaining = iter(gradients)
-        ctx.run([[next(remaining) for _ in range(count)] for count in ctx.counts])
-        return (None,) * (3 + len(gradients))
+        run, counts = ctx.entry
+        run(cut(gradients, counts))
+        return (None,) * (2 + len(gradients))

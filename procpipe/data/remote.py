@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,15 @@ VALUE_NAMES = frozenset(
 NAMES_OF_OPERATORS_IN_PLACE = frozenset(
     ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
 )
+
+
+def _refusing(how: str) -> Callable[..., NoReturn]:
+    """Make a method of ``Remote`` that needs the value."""
+
+    def refuse(self: Remote, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error(how)
+
+    return refuse
 
 
 class Remote:
@@ -158,35 +167,16 @@ class Remote:
             raise self._error(f".{name}")
         return self._absorb()
 
-    def __bool__(self) -> bool:
-        raise self._error("the truth of it")
-
-    def __int__(self) -> int:
-        raise self._error("int()")
-
-    def __float__(self) -> float:
-        raise self._error("float()")
-
-    def __complex__(self) -> complex:
-        raise self._error("complex()")
-
-    def __index__(self) -> int:
-        raise self._error("its use as an index")
-
-    def __len__(self) -> int:
-        raise self._error("len()")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._error("unpacking or iteration (name the items instead: value[0], value[1])")
-
-    def __contains__(self, item: Any) -> bool:
-        raise self._error("`in`")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._error("conversion to NumPy")
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise self._error("copying or pickling")
+    __bool__ = _refusing("the truth of it")
+    __int__ = _refusing("int()")
+    __float__ = _refusing("float()")
+    __complex__ = _refusing("complex()")
+    __index__ = _refusing("its use as an index")
+    __len__ = _refusing("len()")
+    __iter__ = _refusing("unpacking or iteration (name the items instead: value[0], value[1])")
+    __contains__ = _refusing("`in`")
+    __array__ = _refusing("conversion to NumPy")
+    __reduce_ex__ = _refusing("copying or pickling")
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -209,6 +199,21 @@ def holder_of(value: Any) -> int:
     if isinstance(value, Remote):
         return value.rank
     return max(map(holder_of, children_of(value)), default=0)
+
+
+def check_held(value: Any) -> None:
+    """Check that the rank which is to send a value everywhere has all of it.
+
+    Raises:
+        RemoteValueError: some of it is a placeholder.
+    """
+    if has_placeholder(value):
+        missing = next(operand for operand in _operands(value) if isinstance(operand, Remote))
+        raise RemoteValueError(
+            f"fetch() of a value that no rank has whole: here {missing!r} is missing. Fetch what "
+            "different ranks hold one by one; in a loop over batches(…, sharded=True) rank 0's "
+            "item is fetched, and replica 0 may have none left"
+        )
 
 
 def has_placeholder(value: Any) -> bool:
@@ -252,8 +257,7 @@ def _result(func: Any, arguments: Any) -> Remote:
         warn(
             f"{getattr(func, '__name__', func)} combines a tensor that requires grad on this rank "
             f"with a value that lives on rank {joined._rank}, so the tensor gets no gradient "
-            "here; give such a term (a penalty on parameters, say) a backward() of its own",
-            stacklevel=3,
+            "here; give such a term (a penalty on parameters, say) a backward() of its own"
         )
     return joined
 

@@ -3,6 +3,9 @@
 rank 0 ── prompts ──> all ranks           each token: one stage(...), whose micro-batches are
 stage(...) ── logits ──> last stage       some of the sequences each; then the last stage
 next tokens ── fetch ──> all ranks        chooses, and all ranks get what it chose
+
+Each replica has some of the sequences, and their caches. All logits come to the last stage of
+replica 0.
 """
 
 from __future__ import annotations
@@ -67,13 +70,11 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    if stage.replicas > 1:
-        raise NotImplementedError("hf.generate is not there yet for a stage with replicas")
     job: dict[str, Any] = {}
     if stage.rank == 0:
         try:
             ends = _ends(model, eos_token_id)
-            padding = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+            padding = model.generation_config.pad_token_id
             if attention_mask is None and isinstance(input_ids, Tensor) and padding is not None:
                 attention_mask = None if padding in ends else input_ids != padding
             job = _job(
@@ -86,7 +87,10 @@ def generate(
     job = stage.fetch(job)
     if "fault" in job:  # of rank 0, on every rank
         raise ValueError(job["fault"])
-    return _continued(stage, **job)
+    # In a loop of its own, rank 0's prompts are all, also within one over replicas' own data.
+    for _ in stage.batches([None] if stage.rank == 0 else None):
+        tokens = _continued(stage, **job)
+    return tokens
 
 
 def _continued(
@@ -192,7 +196,7 @@ def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None)
 
 def _ends(model: Any, eos: int | Sequence[int] | Tensor | None) -> list[int]:
     if eos is None:
-        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        eos = model.generation_config.eos_token_id
     if isinstance(eos, Tensor):
         eos = eos.tolist()
     ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from procpipe.hf.families import Family
 
-#: Which modules a shell holds: those before the blocks, one block, those after, or none.
+#: Which modules a shell holds: those ``"before"`` the blocks, one block, ``"after"``, or None.
 Part = int | str | None
 
 
@@ -127,14 +127,7 @@ def path_of_blocks(stack: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def shell_of(stack: nn.Module, path: Sequence[str], part: Part, family: Family) -> Any:
-    """Return the shell of a stack for one part.
-
-    Args:
-        stack: the base model, or an encoder or decoder.
-        path: where its list of blocks is.
-        part: ``"before"``, ``"after"``, the index of a block, or None for no module at all.
-        family: in what it differs from the general rules.
-    """
+    """Return the shell of a stack, whose list of blocks is at a path, for one part."""
     shell = _pruned(stack, path, part, family)
     shell.config = _config_of(stack, part)
     return shell

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from procpipe.hf.layers import model_of, set_magnitudes
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Agree, Member, raise_faults
-from procpipe.state.pieces import write_safetensors
 from procpipe.state.sharded import is_sharded
-from procpipe.state.sources import INDEX, SINGLE, Source, open_source
-from procpipe.state.weights import all_faults, weights_faults
+from procpipe.state.sources import INDEX, Source, open_source
+from procpipe.state.weights import all_faults, weights_faults, write_files
 
 _GENERATION = "generation_config.json"
 
@@ -122,17 +120,9 @@ def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agre
         for key, name in _to_write(model, FileKeys.of(stage, None))
         if not is_of_adapter(key)
     }
-    tensors = member.own_share(_parts(model, own))
-    last = f"{member.num_ranks:05d}.safetensors"
-    name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-    num_bytes = write_safetensors(path / name, tensors)
+    write_files(path, member.own_share(_parts(model, own)), member, agree)
 
-    def finish(parts: list[Any]) -> None:
-        if member.num_ranks > 1:
-            weight_map = {key: file for file, keys, _ in parts for key in keys}
-            size = sum(num_bytes for _, _, num_bytes in parts)
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (path / INDEX).write_text(json.dumps(index, indent=2))
+    def write_configuration(_: list[Any]) -> None:
         config = copy.copy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = next(iter(own.values())).dtype if own else config.dtype
@@ -140,7 +130,7 @@ def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agre
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(path)
 
-    agree([name, list(tensors), num_bytes], finish)
+    agree(None, write_configuration)
 
 
 def read_into(
@@ -152,29 +142,22 @@ def read_into(
     strict: bool,
     known: Sequence[list[str]] = (),
 ) -> list[str]:
-    """Read tensors of files into memory; return the faults of all ranks, or none.
+    """Read tensors of files into ``pieces`` by key; return the faults of all ranks, or none.
 
-    Args:
-        pieces: by key in the files, this stage's memory.
-        source: the files.
-        agree: of the call of all ranks.
-        saved: the keys in the files that must all be of some stage.
-        strict: whether what is missing or left over is a fault.
-        known: facts about further keys, which other names of the same memory have.
+    If it is ``strict``, each of the keys ``saved`` must be of some stage: in its pieces, or among
+    the ``known`` facts of other names of the same memory.
     """
     keys = FileKeys({name: name for name in pieces}, {}, lambda name: name)
     faults: list[str] = agree(
         {
             "keys": [*keys.facts(), *known],
-            "faults": weights_faults(_Pieces(pieces), keys, source.shapes, strict=strict),
+            "faults": weights_faults(pieces, keys, source.shapes, strict=strict),
         },
         lambda facts: all_faults(facts, saved, strict=strict),
     )
     if not faults:
         with torch.no_grad():
-            for name, memory in pieces.items():
-                if name in source.shapes:
-                    source.read(name, memory)
+            source.read({name: pieces[name] for name in pieces if name in source.shapes})
         agree(None, lambda _: None)  # no rank goes on before all have read
     return faults
 
@@ -212,18 +195,6 @@ def _start_adapters(stage: Stage) -> None:
             for of_adapter in module.modules_to_save.values():
                 of_adapter.load_state_dict(module.original_module.state_dict())
         set_magnitudes(module)
-
-
-class _Pieces(nn.Module):
-    """Has tensors under the keys of files, for the functions of procpipe.state."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Return the tensors."""
-        return self._tensors
 
 
 class _Memory(Tensor):

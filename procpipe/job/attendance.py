@@ -18,9 +18,10 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from procpipe.errors import PeerLostError
+from procpipe.job.keys import given_key
 from procpipe.job.rollcall import KeyValues
 from procpipe.processes import boot_id, start_ticks_of
 
@@ -38,14 +39,11 @@ def _own_process() -> dict[str, str | int] | None:
 
 
 class Announcement:
-    """Notes this process in the store; in the background where the store may not exist yet.
+    """Notes this process in the store; in the background where the store may not exist yet."""
 
-    ``open_store`` returns the store, given a function that says whether to stop waiting.
-    """
-
-    def __init__(self, rank: int, open_store: Callable[[Callable[[], bool]], KeyValues]) -> None:
+    def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
-        self._open_store = open_store
+        self._timeout_s = timeout_s
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         if rank == 0:  # it holds the store
@@ -65,8 +63,11 @@ class Announcement:
             self._thread = None
 
     def _note(self) -> None:
+        from procpipe.job.store import JobStore, launchers_store
+
         with contextlib.suppress(RuntimeError, OSError, ValueError):  # the first call raises it
-            store = self._open_store(self._is_over.is_set)
+            launchers = launchers_store(self._timeout_s, self._is_over.is_set)
+            store = JobStore(launchers, "procpipe/", key=given_key(), timeout_s=self._timeout_s)
             store.set(f"process/{self._rank}", json.dumps(_own_process()))
 
 
@@ -104,7 +105,7 @@ class Attendance:
 
     def _add(self, rank: int, noted: bytes) -> None:
         process = json.loads(noted)
-        if self._ours is None or process is None or not hasattr(os, "pidfd_open"):
+        if self._ours is None or process is None:
             return
         if any(process[name] != self._ours[name] for name in ("boot", "namespace")):
             return

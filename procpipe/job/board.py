@@ -48,13 +48,12 @@ _MAGIC = 0x3165706970636F72
     _BUSY_NS,
     _STEP_NS,
     _DEVICE_BYTES,
-    _HELD_BYTES,
     _REPORTED_NS,
     _HAS_FAILED,
     _COMPILING_SINCE_NS,
     _NUM_REPLICAS,
     _PLACE,
-) = range(22)
+) = range(21)
 
 #: The texts: where each begins, and how many bytes it may take, its word included.
 _CALL = (256, 128)
@@ -87,7 +86,7 @@ class BoardReading:
     pid: int
     rank: int  # in the job
     num_ranks: int  # of the pipeline and its replicas
-    facts: dict[str, Any]  # "device", "layers" (name and class of each), …
+    facts: dict[str, Any]  # "device", "layers" (name and class of each), "shards" (ranks), …
     heard_s: float  # since it last wrote
     call: str  # "step"; "" between calls
     task: str  # "F3"; "" between tasks
@@ -102,7 +101,6 @@ class BoardReading:
     busy_s: float  # in tasks, over all mini-batches done
     step_s: float  # in mini-batches
     device_bytes: int  # memory of the device in use by tensors; 0 on a CPU
-    held_bytes: int  # most bytes held between tasks so far
     reported_s: float | None  # since it reported a stall; None if it never did
     has_failed: bool  # whether a call has failed
     num_replicas: int = 1
@@ -110,11 +108,10 @@ class BoardReading:
 
     def where(self) -> str:
         """Describe where the process is: "in F3, layer 'conv2' (Conv2d), for 2.1 s"."""
+        place = self.task or (f"{self.call}()" if self.call else "the user's code")
         if self.wait is not None:
-            place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
         if self.compiling_s is not None:
-            place = self.task or (f"{self.call}()" if self.call else "the user's code")
             return f"in {place}, compiling {self.layer or 'code'}, for {self.compiling_s:.1f} s"
         if self.task:
             place = f"{self.task}, {self.layer}" if self.layer else self.task
@@ -260,7 +257,7 @@ class Board:
         """Note that the tasks of a mini-batch begin."""
         self._words[_NUM_MICRO_BATCHES] = num_micro_batches
 
-    def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int, held_bytes: int) -> None:
+    def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int) -> None:
         """Note the end of a program, and the time in tasks and in programs so far.
 
         ``num_samples`` is 0 if the mini-batch's backward pass is to follow.
@@ -268,7 +265,7 @@ class Board:
         words = self._words
         words[_NUM_STEPS] += num_samples > 0
         words[_NUM_SAMPLES] += num_samples
-        words[_BUSY_NS], words[_STEP_NS], words[_HELD_BYTES] = busy_ns, step_ns, held_bytes
+        words[_BUSY_NS], words[_STEP_NS] = busy_ns, step_ns
 
     def write_device_bytes(self, num_bytes: int) -> None:
         """Note how much memory of the device tensors take."""
@@ -326,7 +323,6 @@ class Board:
             busy_s=words[_BUSY_NS] / 1e9,
             step_s=words[_STEP_NS] / 1e9,
             device_bytes=words[_DEVICE_BYTES],
-            held_bytes=words[_HELD_BYTES],
             reported_s=(now_ns - reported_ns) / 1e9 if reported_ns else None,
             has_failed=bool(words[_HAS_FAILED]),
             num_replicas=words[_NUM_REPLICAS],

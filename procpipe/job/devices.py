@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-
-from procpipe.job.topology import pci_of
 
 #: What to do where ranks outnumber GPUs.
 HOW_TO_SHARE = (
@@ -88,11 +87,15 @@ def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
         return [None] * len(devices)  # the other ranks' GPUs may be different ones
     num_seen = torch.cuda.device_count()
     return [
-        pci_of(torch.cuda.get_device_properties(device))
-        if device.type == "cuda" and device.index < num_seen
-        else None
+        pci_of(device.index) if device.type == "cuda" and device.index < num_seen else None
         for device in devices
     ]
+
+
+def pci_of(index: int) -> str:
+    """Return the PCI address of a GPU that torch can use here."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def _check_is_seen(rank: int, device: torch.device) -> None:

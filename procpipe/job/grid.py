@@ -27,18 +27,12 @@ IN_ORDER = range(1 << 62)
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place among stages and replicas.
+    """A rank's place among stages and replicas."""
 
-    Attributes:
-        rank: this process's rank.
-        num_ranks: how many there are: stages times replicas.
-        num_replicas: pipelines of the same model.
-        numbers: of each rank, its number in the job, by which messages name it.
-    """
-
-    rank: int
-    num_ranks: int
-    num_replicas: int = 1
+    rank: int  # this process's rank
+    num_ranks: int  # how many there are: stages times replicas
+    num_replicas: int = 1  # pipelines of the same model
+    #: Of each rank, its number in the job, by which messages name it.
     numbers: Sequence[int] = IN_ORDER
 
     @classmethod
@@ -65,11 +59,6 @@ class Grid:
     def is_part(self) -> bool:
         """Whether other ranks of the job make pipelines of their own."""
         return self.numbers is not IN_ORDER
-
-    @property
-    def first_rank(self) -> int:
-        """The first rank of this replica, which has its inputs."""
-        return self.rank_of(0)
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Return the rank that runs a stage, by default of this replica."""

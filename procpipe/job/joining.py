@@ -20,17 +20,23 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
-from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job.attendance import Announcement, Attendance
 from procpipe.job.grid import IN_ORDER
 from procpipe.job.keys import given_key
-from procpipe.job.rollcall import Notes, agree_on_round, has_launchers_store, wait_until
+from procpipe.job.rollcall import (
+    Notes,
+    agree_on_round,
+    has_launchers_store,
+    not_started,
+    wait_until,
+)
 from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
@@ -88,11 +94,15 @@ class Start:
 
         ``purpose`` says what the ranks connect for; it must be the same on every rank.
         """
+        from torch.distributed import DistError
+
         try:
             return self._connect_sockets(purpose)
         except RemoteStageError:
             self._hold_store()
             raise
+        except DistError as error:
+            raise self._lost_store(error) from error
         finally:
             if self._opened is not None:
                 self._opened.attendance.close()
@@ -116,23 +126,18 @@ class Start:
 
     def shared_store(self) -> JobStore:
         """Return the store of this round of the job; the first call waits for all ranks."""
-        from torch.distributed import DistError
-
         if self._round is None:
             num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
             check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
-            try:
-                store = self._open_store().store
-                name = agree_on_round(
-                    store,
-                    self.rank,
-                    self.num_ranks,
-                    timeout_s=self._timeout_s,
-                    check=self._check_for_failure,
-                    numbers=self.numbers,
-                )
-            except DistError as error:
-                raise self._lost_store(error) from error
+            store = self._open_store().store
+            name = agree_on_round(
+                store,
+                self.rank,
+                self.num_ranks,
+                timeout_s=self._timeout_s,
+                check=self._check_for_failure,
+                numbers=self.numbers,
+            )
             self._round = store.under(f"{name}/")
         return self._round
 
@@ -206,38 +211,25 @@ class Start:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
-        from torch.distributed import DistError
-
-        store = self.shared_store()
-        try:
-            wait_until(
-                lambda: store.check([key]),
-                check=self._check_for_failure,
-                deadline_s=deadline_s,
-                timed_out=lambda: WaitTimeoutError(
-                    f"rank {self.numbers[self.rank]} waited {self._timeout_s:.1f} s in vain for "
-                    f"rank {self.numbers[peer]} to start: did every process reach its first step?"
-                ),
-            )
-            return str(store.get(key).decode())
-        except DistError as error:
-            raise self._lost_store(error) from error
+        store, ours, theirs = self.shared_store(), self.numbers[self.rank], self.numbers[peer]
+        wait_until(
+            lambda: store.check([key]),
+            check=self._check_for_failure,
+            deadline_s=deadline_s,
+            timed_out=lambda: not_started(ours, [theirs], self._timeout_s),
+        )
+        return store.get(key).decode()
 
     def _check_for_failure(self) -> None:
         """Raise if another rank has left a note, or its process has ended."""
-        from torch.distributed import DistError
-
         opened = self._open_store()
+        opened.notes.check()
         try:
-            opened.notes.check()
-            try:
-                opened.attendance.check()
-            except PeerLostError as error:
-                opened.notes.check()  # it may have left a note before it ended
-                opened.notes.leave(error.rank, error.story, is_lost=True)
-                raise
-        except DistError as error:
-            raise self._lost_store(error) from error
+            opened.attendance.check()
+        except PeerLostError as error:
+            opened.notes.check()  # it may have left a note before it ended
+            opened.notes.leave(error.rank, error.story, is_lost=True)
+            raise
 
     def _lost_store(self, error: Exception) -> PeerLostError:
         holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"
@@ -261,14 +253,8 @@ class _OpenedStore:
 
 @functools.cache
 def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    def open_store(is_given_up: Callable[[], bool]) -> JobStore:
-        from procpipe.job.store import JobStore, launchers_store
-
-        store = launchers_store(timeout_s, is_given_up)
-        return JobStore(store, "procpipe/", key=given_key(), timeout_s=timeout_s)
-
     del pid  # a forked process has another
-    return Announcement(rank, open_store)
+    return Announcement(rank, timeout_s)
 
 
 def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,8 @@ from procpipe.channel.mesh import Mesh
 from procpipe.forks import keep_for_ever
 from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.joining import Start
+from procpipe.job.transports import TransportChoice
 from procpipe.optional import needed
-
-if TYPE_CHECKING:
-    from procpipe.job.transports import TransportChoice
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -28,22 +25,28 @@ class OpenTransports:
 
     ``pids`` holds the processes of peers whose open files this process may open, too. ``caller``
     returns the thread that makes the calls of the pipeline.
+
+    Attributes:
+        mesh: set once the ranks are connected, before any transport is opened.
+        opened: those that are open.
+        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
+            for the device would never end.
     """
+
+    mesh: Mesh
 
     def __init__(
         self,
-        mesh: Mesh,
         start: Start,
         device: torch.device,
         pids: Mapping[int, int],
         caller: Callable[[], threading.Thread],
     ) -> None:
-        self._mesh = mesh
         self._start = start
         self._device = device
         self._pids = pids
         self._caller = caller
-        self.transports: list[Opened] = []
+        self.opened: list[Opened] = []
         self._device_transports: list[OpenedDevice] = []
         self._device_waits: DeviceWaits | None = None
         self.is_device_stuck = False
@@ -51,7 +54,12 @@ class OpenTransports:
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
     ) -> dict[int, Transport]:
-        """Open the transports of this rank's channels; see ``World.open_transports``."""
+        """Open the transport to and from each rank with which this one has a channel.
+
+        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
+        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
+        the job, in an order that all ranks share.
+        """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
             by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
@@ -59,12 +67,12 @@ class OpenTransports:
         for name in sorted(by_name):  # all ranks build them in one order
             transport = self._new(name, by_name[name])
             for source, destination, _ in by_name[name]:
-                if self._mesh.rank in (source, destination):
-                    found[source + destination - self._mesh.rank] = transport
+                if self.mesh.rank in (source, destination):
+                    found[source + destination - self.mesh.rank] = transport
         return found
 
     def _new(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
-        mesh, start = self._mesh, self._start
+        mesh, start = self.mesh, self._start
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
@@ -93,19 +101,22 @@ class OpenTransports:
         return self._added(GlooTransport(store, mesh.rank, start.num_ranks, mesh.timeout_s, host))
 
     def _added(self, transport: Transport) -> Transport:
-        self.transports.append(transport)
+        self.opened.append(transport)
         return transport
 
     def add_of_device(self, transport: OpenedDevice) -> None:
-        """Add what a rank exchanges by its device, where a dead peer would leave transfers."""
+        """Add what a rank exchanges by its device, where a dead peer would leave transfers.
+
+        It is closed with the others.
+        """
         self._device_transports.append(transport)
         if self._device_waits is None:
-            self._device_waits = DeviceWaits(self._mesh, self._device_transports, self._caller)
-        self.transports.append(transport)
+            self._device_waits = DeviceWaits(self.mesh, self._device_transports, self._caller)
+        self.opened.append(transport)
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self.transports:
+        for transport in self.opened:
             transport.drain()
 
     def stop_watching_device(self) -> None:
@@ -117,14 +128,14 @@ class OpenTransports:
     def part(self) -> None:
         """Wait a limited time for the other ranks to leave, if they may still use the device."""
         if self._device_transports:
-            self._mesh.part(_PART_TIMEOUT_S)
+            self.mesh.part(_PART_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the transports; note whether transfers are left that could not be ended."""
         self.is_device_stuck |= not abort_all(self._device_transports)
         if self.is_device_stuck:
-            keep_for_ever([*self.transports])  # close() or their destructors would block
-            self.transports.clear()
+            keep_for_ever([*self.opened])  # close() or their destructors would block
+            self.opened.clear()
         self._device_transports.clear()
-        while self.transports:
-            self.transports.pop().close()
+        while self.opened:
+            self.opened.pop().close()

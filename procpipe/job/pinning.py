@@ -23,11 +23,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from procpipe.job.topology import Core, Device, Topology, cpus_text, read_device, read_topology
 from procpipe.notes import write_note
 from procpipe.processes import parent_of
+from procpipe.words import text_table
 
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
@@ -60,7 +61,7 @@ def places(
     names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
     if len(topology.cores) < num_processes:
         why = f"not pinned: {num_processes} processes, and {topology.summary()}"
-        return [_unpinned(rank, name, why) for rank, name in enumerate(names)]
+        return [Place(rank, (), 0, None, name, why) for rank, name in enumerate(names)]
     wanted = [device.node if device is not None else None for device in devices]
     domains = _domains(topology, wanted)
     chosen = _choose_domains(domains, wanted)
@@ -89,9 +90,8 @@ def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -
     devices = [None if pci is None else read_device(pci) for pci in device_pcis]
     found = places(read_topology(), num_processes, devices)
     if os.environ.get(SWITCH) == "0":
-        found = [
-            _unpinned(k, place.device, f"not pinned: {SWITCH}=0") for k, place in enumerate(found)
-        ]
+        why = f"not pinned: {SWITCH}=0"
+        found = [replace(place, cpus=(), num_cores=0, node=None, why=why) for place in found]
     return found
 
 
@@ -145,13 +145,7 @@ def table(found: Sequence[Place]) -> str:
         node = "-" if place.node is None else str(place.node)
         cores, cpus = (str(place.num_cores), cpus_text(place.cpus)) if place.cpus else ("-", "any")
         rows.append((str(place.local_rank), place.device, cores, cpus, node, place.why))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _unpinned(local_rank: int, device: str, why: str) -> Place:
-    return Place(local_rank, (), 0, None, device, why)
+    return "\n".join(text_table(rows, num_left=len(rows[0])))
 
 
 def _was_pinned_already(run_id: str) -> bool:

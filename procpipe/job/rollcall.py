@@ -31,8 +31,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-import psutil
-
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.processes import start_ticks_of
 
@@ -128,12 +126,12 @@ def agree_on_round(
             raise _lost_seat(numbers[rank])
         check()
 
-    wait_until(
-        is_agreed,
-        check=check_all,
-        deadline_s=time.monotonic() + timeout_s,
-        timed_out=lambda: WaitTimeoutError(_missing_text(store, rank, awaited, timeout_s, numbers)),
-    )
+    def missing() -> WaitTimeoutError:
+        late = [numbers[other] for other, key in enumerate(awaited) if not store.check([key])]
+        return not_started(numbers[rank], late or [numbers[0]], timeout_s)
+
+    deadline_s = time.monotonic() + timeout_s
+    wait_until(is_agreed, check=check_all, deadline_s=deadline_s, timed_out=missing)
     return confirmed
 
 
@@ -145,15 +143,12 @@ def _lost_seat(rank: int) -> PeerLostError:
     )
 
 
-def _missing_text(
-    store: KeyValues, rank: int, keys: list[str], timeout_s: float, numbers: Sequence[int]
-) -> str:
-    missing = [numbers[other] for other, key in enumerate(keys) if not store.check([key])]
-    missing = missing or [numbers[0]]
+def not_started(rank: int, missing: Sequence[int], waited_s: float) -> WaitTimeoutError:
+    """Return the error of a rank that waited for others; all by their numbers in the job."""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    return (
-        f"rank {numbers[rank]} waited {timeout_s:.1f} s in vain for {who} to start: did every "
-        "process reach its first step?"
+    return WaitTimeoutError(
+        f"rank {rank} waited {waited_s:.1f} s in vain for {who} to start: did every process reach "
+        "its first step?"
     )
 
 
@@ -206,9 +201,5 @@ def has_launchers_store() -> bool:
 
 def process_start_s() -> float:
     """Return when this process was started, as ``time.time()`` counts, to 10 ms."""
-    try:
-        ticks = start_ticks_of("self")
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - age_s
-    except (OSError, AttributeError):
-        return float(psutil.Process().create_time())
+    start_s = start_ticks_of("self") / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)

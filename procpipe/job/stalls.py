@@ -20,7 +20,7 @@ import psutil
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.sockets import peer_credentials
-from procpipe.job.board import Board
+from procpipe.job.board import Board, BoardReading
 from procpipe.notes import write_note
 
 #: Each rank waits this long for every lower one to be the first to print.
@@ -28,12 +28,7 @@ _TURN_S = 0.02
 
 
 class StallReports(WaitReports):
-    """Reports the waits of one rank; reads the boards of the others.
-
-    Args:
-        board: this rank's own.
-        rank: this rank.
-    """
+    """Reports the waits of one rank, which has this board; reads the boards of the others."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board = board
@@ -92,7 +87,8 @@ class StallReports(WaitReports):
             who = f"  {self.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
-                lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
+                state = _state_of(reading.pid)
+                lines.append(f"{who} {reading.where()}{state or _shards_of(reading)}")
             else:
                 lines.append(f"{who} on another host")
         write_note("\n".join(lines))
@@ -102,6 +98,17 @@ class StallReports(WaitReports):
         if peer not in self._boards:
             return ""
         return f"it was last seen {self._boards[peer].read().where()}"
+
+
+def _shards_of(reading: BoardReading) -> str:
+    """Say what a rank may wait for within its layers, as the end of a sentence; "" for nothing."""
+    ranks = reading.facts.get("shards")
+    if not ranks or reading.wait is not None or not reading.call:
+        return ""
+    return (
+        f"; it may wait for another of ranks {ranks}, over which its layers are sharded, and which "
+        "must make the same calls"
+    )
 
 
 def _state_of(pid: int) -> str:

@@ -22,18 +22,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
 
 from procpipe.errors import WaitTimeoutError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.rollcall import has_launchers_store, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _SEAL = b"sealed1:"
 _PROOF_DIGITS = 64

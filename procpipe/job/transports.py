@@ -21,33 +21,20 @@ NAMES = ("shm", "gloo", "nccl", "cuda_ipc")
 
 
 class Offer(NamedTuple):
-    """What one rank can use; plain JSON.
+    """What one rank can use; plain JSON."""
 
-    Attributes:
-        names: the transports, the best first.
-        gpu: what identifies its GPU; "" on a CPU.
-        sees: the ranks whose open files it may open.
-        shares_by_nccl: whether NCCL accepts several ranks on its GPU.
-        may_share: whether its user chose its GPU, perhaps that of another rank.
-    """
-
-    names: list[str]
-    gpu: str = ""
-    sees: Sequence[int] = ()
-    shares_by_nccl: bool = False
-    may_share: bool = True
+    names: list[str]  # the transports, the best first
+    gpu: str = ""  # what identifies its GPU; "" on a CPU
+    sees: Sequence[int] = ()  # the ranks whose open files it may open
+    shares_by_nccl: bool = False  # whether NCCL accepts several ranks on its GPU
+    may_share: bool = True  # whether its user chose its GPU, perhaps that of another rank
 
 
 class TransportChoice(NamedTuple):
-    """What was agreed; plain JSON.
+    """What was agreed; plain JSON."""
 
-    Attributes:
-        name: the transport of all ranks that do not share a GPU.
-        gpus: each rank's GPU; "" where it does not matter.
-    """
-
-    name: str
-    gpus: Sequence[str]
+    name: str  # the transport of all ranks that do not share a GPU
+    gpus: Sequence[str]  # each rank's GPU; "" where it does not matter
 
     def between(self, a: int, b: int) -> str:
         """Return the name of the transport between two ranks."""
@@ -56,10 +43,6 @@ class TransportChoice(NamedTuple):
 
 def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
     """Return the best transports that every rank can use, or the one that was asked for; pure.
-
-    Args:
-        offers: each rank's.
-        wanted: the name of a transport, or None.
 
     Raises:
         IndexError: ranks would share a GPU without having been told to.

@@ -16,12 +16,11 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.board import Board
@@ -32,7 +31,7 @@ from procpipe.job.joining import FIRST_CALL, Start, announce
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import StallReports
-from procpipe.job.transports import Offer, TransportChoice
+from procpipe.job.transports import Offer
 from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 
@@ -70,8 +69,7 @@ class World:
         job_rank: this process's number in the job, for messages.
         grid: this rank's place among stages and replicas.
         caller: the thread that makes the calls of the pipeline.
-        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
-            for the device would never end.
+        transports: those to other ranks, opened once the ranks are connected.
     """
 
     def __init__(
@@ -108,9 +106,10 @@ class World:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
-        self._opened: OpenTransports | None = None
         self.caller = threading.main_thread()
-        self.is_device_stuck = False
+        self.transports = OpenTransports(
+            self._start, device, self._stalls.pids, lambda: self.caller
+        )
         give_up_in_children(self)
 
     @classmethod
@@ -194,9 +193,7 @@ class World:
             ranks=self.grid.numbers,
         )
         self._mesh.name_of = self.grid.rank_name
-        self._opened = OpenTransports(
-            self._mesh, self._start, self.device, self._stalls.pids, lambda: self.caller
-        )
+        self.transports.mesh = self._mesh
         self._stalls.find_boards(self._mesh)  # fills pids
         return self._mesh
 
@@ -208,26 +205,6 @@ class World:
             shares = nccl_shares_gpus()
             return Offer(["nccl", "cuda_ipc"], gpu, local_peers, shares, self._may_share)
         return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
-
-    def open_transports(
-        self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
-    ) -> dict[int, Transport]:
-        """Open the transport to and from each rank with which this one has a channel.
-
-        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
-        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
-        the job, in an order that all ranks share.
-        """
-        assert self._opened is not None, "the ranks are connected first"
-        return self._opened.open(choice, channels)
-
-    def add_of_device(self, group: OpenedDevice) -> None:
-        """End waits for what the device exchanges with a group of ranks, as those for transports.
-
-        It is closed with the transports.
-        """
-        assert self._opened is not None, "the ranks are connected first"
-        self._opened.add_of_device(group)
 
     def store_for_group(self, name: str) -> tuple[JobStore, str]:
         """Return a store for a group of some ranks, and the address on which this one listens.
@@ -259,7 +236,7 @@ class World:
             return value
         found: list[Any] = []
         mesh.on(0, _AGREED, lambda sequence, flags, body: found.append(json.loads(bytes(body))))
-        mesh.wait_for(0, lambda: found, lambda: f"the {key} that rank 0 finds")
+        mesh.wait(lambda: found, lambda: f"the {key} that rank 0 finds", peer=0)
         return found[0]
 
     def give_up(self, story: str) -> None:
@@ -302,16 +279,6 @@ class World:
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C interrupts all ranks
                 time.sleep(_HEAD_START_S)
 
-    def drain(self) -> None:
-        """Wait until this rank's device has no transfer under way."""
-        if self._opened is not None:
-            self._opened.drain()
-
-    def stop_watching_device(self) -> None:
-        """Stop interrupting waits for the device, as this rank fails or leaves."""
-        if self._opened is not None:
-            self._opened.stop_watching_device()
-
     def give_up_in_child(self) -> None:
         """In a forked child, leave the board, the store and the transports to the parent."""
         self.board.give_up_in_child()
@@ -319,21 +286,13 @@ class World:
 
     def close(self) -> None:
         """Send a goodbye to the peers and close every connection."""
-        self.stop_watching_device()
-        if self._mesh is not None and self._opened is not None:
-            self._opened.part()
+        self.transports.stop_watching_device()
+        if self._mesh is not None:
+            self.transports.part()
             self._mesh.close()
-            self._opened.close()
-            self.is_device_stuck |= self._opened.is_device_stuck
+            self.transports.close()
         self._start.close()
-        self._mesh = self._opened = None
+        self._mesh = None
         self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
-
-    @property
-    def _transports(self) -> list[Opened]:
-        return [] if self._opened is None else self._opened.transports
-
-    def _shared_store(self) -> JobStore:
-        return self._start.shared_store()

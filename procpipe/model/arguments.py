@@ -12,12 +12,7 @@ from procpipe.plan.schedules.named import Schedule
 
 
 def checked_chunks(chunks: int) -> int:
-    """Return the number of micro-batches.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: less than 1.
-    """
+    """Return the number of micro-batches; ``TypeError`` or ``ValueError`` if it is none."""
     if isinstance(chunks, bool) or not isinstance(chunks, int):
         raise TypeError(f"chunks must be an int, not {chunks!r}")
     if chunks < 1:
@@ -26,12 +21,7 @@ def checked_chunks(chunks: int) -> int:
 
 
 def checked_checkpoint(checkpoint: str) -> str:
-    """Return the name of what is recomputed.
-
-    Raises:
-        TypeError: not a str.
-        ValueError: not one of the names.
-    """
+    """Return the name of what is recomputed; ``TypeError`` or ``ValueError`` if it is none."""
     if not isinstance(checkpoint, str):
         raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
     recomputed(checkpoint, 1)
@@ -43,11 +33,8 @@ def checked_replicas(
 ) -> int:
     """Return the number of replicas.
 
-    Args:
-        replicas: as the user gave it.
-        num_ranks: the processes that there are.
-        num_stages: how many stages the balance makes, if that is known.
-        is_launched: False for a script without a launcher, which is one stage of one replica.
+    ``num_stages`` is how many the balance makes, if that is known. ``is_launched`` is False for a
+    script without a launcher, which is one stage of one replica.
 
     Raises:
         TypeError: not an int.
@@ -116,11 +103,7 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
 
 
 def checked_transport(name: str | None, names: Collection[str]) -> str | None:
-    """Return the name of a transport, or None for the best.
-
-    Raises:
-        ValueError: not one of ``names``.
-    """
+    """Return the name of a transport, or None for the best; ``ValueError`` for other names."""
     if name not in (None, *names):
         listed = ", ".join(map(repr, names))
         raise ValueError(f"transport is {name!r}, but must be one of {listed}, or left out")
@@ -132,11 +115,7 @@ def checked_limits(
 ) -> list[int] | None:
     """Return the limit of each stage, from what the user gave as ``memory_limit_bytes``.
 
-    Args:
-        limits: one for every stage, or one each.
-        num_stages: how many there are.
-        schedule: must be one that can keep to limits.
-        is_launched: False for a script without a launcher, whose one stage is all of them.
+    ``is_launched`` is False for a script without a launcher, whose one stage is all of them.
 
     Raises:
         TypeError: neither an int nor a sequence of ints.

@@ -15,7 +15,11 @@ from itertools import chain, islice, pairwise
 
 from torch import Tensor, nn
 
-from procpipe.compute.wrappers import check_not_data_parallel
+from procpipe.compute.wrappers import (
+    check_not_data_parallel,
+    is_data_parallel,
+    refuse_data_parallel,
+)
 from procpipe.errors import BalanceError
 
 
@@ -26,6 +30,8 @@ def check_model(module: nn.Module) -> None:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
         ValueError: it holds the same layer twice, or parameters that have no shape yet.
     """
+    if is_data_parallel(type(module)):
+        refuse_data_parallel(f"the model is a {type(module).__name__}")
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
@@ -147,9 +153,15 @@ def replicas_for(
 
 
 def check_enough_layers(
-    num_layers: int, num_ranks: int, num_replicas: int, count: Callable[[int], int]
+    num_layers: int,
+    num_ranks: int,
+    num_replicas: int,
+    count: Callable[[int], int],
+    of_mesh: Sequence[int] | None = None,
 ) -> None:
     """Check that each partition gets a layer; ``count`` returns how many there are for n stages.
+
+    ``of_mesh`` holds the ranks of a pipeline that has others beside it.
 
     Raises:
         BalanceError: there are too many processes; suggests replicas.
@@ -161,13 +173,15 @@ def check_enough_layers(
         (n for n in range(num_stages, 0, -1) if num_ranks % n == 0 and count(n) <= num_layers), None
     )
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
-    are = "is 1 process" if num_ranks == 1 else f"are {num_ranks} processes"
+    are = "there is 1 process" if num_ranks == 1 else f"there are {num_ranks} processes{replicas}"
     fewer = "start fewer, or " if num_ranks > 1 else ""
     instead = "" if fits is None else f"give replicas={num_ranks // fits}, or "
+    if of_mesh is not None:
+        are = f"the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}"
+        fewer, instead = "" if fits is None else f"give a dimension of size {fits}, or ", ""
     raise BalanceError(
         f"{num_layers} layers are to be divided into {count(num_stages)} partitions, each of at "
-        f"least one layer, as there {are}{replicas}: {fewer}{instead}divide the model into more "
-        "layers"
+        f"least one layer, as {are}: {fewer}{instead}divide the model into more layers"
     )
 
 

@@ -40,19 +40,14 @@ class FixedLayers(nn.Sequential):
             self._refuse_to_move()
         return super().to(*args, **kwargs)
 
-    def cuda(self, device: Any = None) -> NoReturn:
+    def _refuse_to_move(self, device: Any = None) -> NoReturn:
         """Refuse: each stage has its own device."""
-        self._refuse_to_move()
-
-    def cpu(self) -> NoReturn:
-        """Refuse: each stage has its own device."""
-        self._refuse_to_move()
-
-    def _refuse_to_move(self) -> NoReturn:
         raise TypeError(
             f"rank {self.rank} stays on {self.device}: each stage has its own device, given by "
             "the launcher or by Stage(devices=…); only a dtype can be changed"
         )
+
+    cuda = cpu = _refuse_to_move
 
     def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         check_not_data_parallel([("", arg) for arg in args if isinstance(arg, nn.Module)])

@@ -27,11 +27,8 @@ def materialize(
     left as they were. Shared tensors stay shared, and the last layer that initialises one counts:
     a layer of another stage that shares one with ours is initialised too, and let go of.
 
-    Args:
-        layers: all layers of the model by name, in order.
-        ours: the names of those that stay here.
-        device: where they are to be.
-        seed: the same on all ranks.
+    ``layers`` are all of the model, by name and in order, of which ``ours`` stay here; the seed is
+    the same on all ranks.
 
     Raises:
         ValueError: lists every parameter and buffer that nothing initialises.

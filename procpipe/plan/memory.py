@@ -43,7 +43,7 @@ outputs ``y`` of 4, and no target:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from procpipe.plan.all_reduce import Bucket, last_additions
 from procpipe.plan.costs import Costs
@@ -59,15 +59,7 @@ from procpipe.plan.routes import (
     Routes,
     Transfer,
 )
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRADIENT,
-    RECOMPUTE,
-    WEIGHT_GRADIENT,
-    Plan,
-    Task,
-)
+from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT, Plan, Task
 
 
 def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
@@ -142,8 +134,7 @@ class Holdings:
         """Return the bytes that a forward plan left, if this plan has only backward tasks."""
         if self._plan.has_forward:
             return 0
-        backward = [t for t in self._tasks if t.kind in (BACKWARD, INPUT_GRADIENT)]
-        forward = [Task(FORWARD, i, j) for _, i, j in backward]
+        forward = [Task(FORWARD, t.i, t.j) for t in self._tasks if t.makes_gradient]
         return sum(self.taken(task) + self._needed(task) for task in forward)
 
     def taken(self, task: Task) -> int:
@@ -155,9 +146,9 @@ class Holdings:
             own_input = self._costs.input_bytes if j == 0 else 0
             if self._is_kept(i, j):
                 return own_input + self._roots[j] + self._costs.saved_bytes[j]
-            return own_input + self._handed_over(task)
-        if kind in (BACKWARD, INPUT_GRADIENT):
-            return self._handed_over(task)
+            return own_input + self._handed(self._routes.made_by(task))
+        if task.makes_gradient:
+            return self._handed(self._routes.made_by(task))
         return 0
 
     def given_back(self, task: Task) -> int:
@@ -166,10 +157,11 @@ class Holdings:
         forward = Task(FORWARD, i, j)
         if kind == WEIGHT_GRADIENT:
             return self._costs.put_off_bytes[j]
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             put_off = self._costs.put_off_bytes[j] if kind == INPUT_GRADIENT else 0
             roots = self._roots[j] + self._costs.saved_bytes[j] - put_off
-            return self._inputs(forward) + roots + self._needed(task) + self._handed(task)
+            used = self._needed(task) + self._handed(self._routes.used_by(task))
+            return self._inputs(forward) + roots + used
         if kind == FORWARD and not self._plan.has_backward:
             return self._inputs(forward)
         return 0
@@ -194,7 +186,7 @@ class Holdings:
     def _inputs(self, forward: Task) -> int:
         """Return the bytes of a forward task's inputs."""
         own_input = self._costs.input_bytes if forward.j == 0 else 0
-        return own_input + self._needed(forward) + self._handed(forward)
+        return own_input + self._needed(forward) + self._handed(self._routes.used_by(forward))
 
     def _needed(self, task: Task) -> int:
         """Return the bytes of a task's messages, which are as many for every micro-batch."""
@@ -203,17 +195,11 @@ class Holdings:
             self._needed_bytes[key] = sum(map(self._size, self._routes.needed(task)))
         return self._needed_bytes[key]
 
-    def _handed(self, task: Task) -> int:
-        """Return the bytes that other partitions of its stage made for a task."""
+    def _handed(self, transfers: Iterable[Transfer]) -> int:
+        """Return the bytes of what stays on its stage."""
         if not self._has_neighbours:
             return 0
-        return sum(self._counted(t) for t in self._routes.used_by(task) if self._stays(t))
-
-    def _handed_over(self, task: Task) -> int:
-        """Return the bytes that a task makes for other partitions of its stage."""
-        if not self._has_neighbours:
-            return 0
-        return sum(self._counted(t) for t in self._routes.made_by(task) if self._stays(t))
+        return sum(self._counted(t) for t in transfers if self._stays(t))
 
     def _counted(self, transfer: Transfer) -> int:
         """Return the bytes of a handover; 0 if its maker counts them as a root."""

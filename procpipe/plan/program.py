@@ -32,19 +32,18 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from procpipe.plan.routes import Routes, Transfer
-from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Row, Task
+from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Take in what the task needs, waiting for it if it must, and run the task.
 
-    All but the task is for the stage that executes the program (:func:`program`), and left out
-    where programs are only compared (:func:`programs`).
+    All but the task is for the stage's executor, and left out of comparisons.
 
     Attributes:
         task: the task.
@@ -91,9 +90,6 @@ class Receive:
 Step = Run | Send | Receive
 Program = tuple[Step, ...]
 
-#: A transfer with the cycle that made it.
-_Fenced = tuple[int, Transfer]
-
 
 def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
     """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
@@ -110,89 +106,62 @@ def program(
     """Make the program of one stage, with all that its executor needs to know.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
-
-    Args:
-        plan: what is to be run.
-        routes: where its tensors go.
-        stage: the stage that will execute the program.
-        ahead: how many tasks of this stage a receive is moved up by; 0 leaves it at its fence.
-        recompute: the micro-batches that a later plan recomputes, if this one has no backward.
+    A receive is moved up by ``ahead`` tasks of this stage; 0 leaves it at its fence. ``recompute``
+    has the micro-batches that a later plan recomputes, if this one has no backward.
     """
     steps = bare_program(plan, routes, stage, ahead=ahead)
     tasks = {step.task for step in steps if isinstance(step, Run)}
     if not plan.has_backward:
         tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
     return tuple(
-        _prepared(step, tasks, routes) if isinstance(step, Run) else step for step in steps
+        _run(step.task, tasks, routes) if isinstance(step, Run) else step for step in steps
     )
 
 
 def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
     """Make the same program without what its executor needs: to count and to compare steps."""
-    makers = sorted([stage, *routes.sources(stage)])
+    if ahead < 0:
+        raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
     touching = [
         fenced
-        for maker in makers
+        for maker in sorted([stage, *routes.sources(stage)])
         for fenced in routes.sent(plan, maker)
         if stage in routes.stages_of(fenced[1])
     ]
     touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
-    return _arranged(plan.row(stage), _divided(stage, touching, routes), ahead)
+    row = plan.row(stage)
+    # A stable sort by place and rank. For the p-th task of the stage, rank
+    #     0    receives that were hoisted to it; past the first task, at the start of the program
+    #     1    the task
+    #     2    its fence, and the fences up to the stage's next task
+    placed: list[tuple[tuple[int, int], Step]] = [
+        ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
+    ]
+    num_done = 0  # tasks of this stage in the cycles up to the fence
+    for k, transfer in touching:
+        while num_done < len(row) and row[num_done][0] <= k:
+            num_done += 1
+        at_fence = num_done - 1, 2
+        if routes.placement[transfer.source] == stage:
+            placed.append((at_fence, Send(transfer)))
+        else:
+            placed.append(((num_done - ahead, 0) if ahead else at_fence, Receive(transfer)))
+    placed.sort(key=lambda step: step[0])
+    return tuple(step for _, step in placed)
 
 
-def _prepared(step: Run, tasks: Collection[Task], routes: Routes) -> Run:
-    """Add what the executor needs; ``tasks`` are all of its stage."""
-    kind, i, j = step.task
+def _run(task: Task, tasks: Collection[Task], routes: Routes) -> Run:
+    """Add what the executor needs to a task; ``tasks`` are all of its stage."""
+    kind, i, j = task
     return Run(
-        step.task,
-        tuple(routes.used_by(step.task)),
-        tuple(routes.made_by(step.task)),
+        task,
+        tuple(routes.used_by(task)),
+        tuple(routes.made_by(task)),
         is_recomputed=kind == FORWARD and (RECOMPUTE, i, j) in tasks,
         is_split=kind == FORWARD and (INPUT_GRADIENT, i, j) in tasks,
     )
 
 
 def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
-    """Make the programs of all stages; ``programs(…)[j]`` equals ``program(…, j)``."""
-    touching: list[list[_Fenced]] = [[] for _ in range(plan.num_stages)]
-    for k, fence in enumerate(fences(plan, routes)):
-        for transfer in fence:
-            for stage in routes.stages_of(transfer):
-                touching[stage].append((k, transfer))
-    return tuple(
-        _arranged(plan.row(stage), _divided(stage, touching[stage], routes), ahead)
-        for stage in range(plan.num_stages)
-    )
-
-
-def _divided(stage: int, touching: Iterable[_Fenced], routes: Routes) -> Iterator[tuple[int, Step]]:
-    """Make the steps of one stage's transfers, each with its cycle."""
-    for k, transfer in touching:
-        is_sender = routes.placement[transfer.source] == stage
-        yield k, Send(transfer) if is_sender else Receive(transfer)
-
-
-def _arranged(row: Row, transfers: Iterable[tuple[int, Step]], ahead: int) -> Program:
-    """Put one stage's tasks, and its transfers in fence order, into a program.
-
-    Each step gets a place ``(p, rank)`` and a stable sort does the rest. For the p-th task:
-
-        rank 0     receives that were hoisted to this task
-        rank 1     the task
-        rank 2     its fence, and the fences up to the stage's next task
-
-    A receive that would be hoisted past the first task is put at the start of the program.
-    """
-    if ahead < 0:
-        raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
-    placed: list[tuple[tuple[int, int], Step]] = [
-        ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
-    ]
-    num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, step in transfers:
-        while num_done < len(row) and row[num_done][0] <= k:
-            num_done += 1
-        is_hoisted = isinstance(step, Receive) and ahead > 0
-        placed.append(((num_done - ahead, 0) if is_hoisted else (num_done - 1, 2), step))
-    placed.sort(key=lambda step: step[0])
-    return tuple(step for _, step in placed)
+    """Make the programs of all stages."""
+    return tuple(program(plan, routes, stage, ahead=ahead) for stage in range(plan.num_stages))

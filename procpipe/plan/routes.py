@@ -18,14 +18,13 @@ stage hand tensors over without a transfer. ``program.py`` orders the transfers.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -83,7 +82,7 @@ class Transfer(NamedTuple):
         if self.payload == TIED_GRADIENT:
             return ()
         if self.is_gradient:
-            return Task(BACKWARD, self.i, self.source), Task(INPUT_GRADIENT, self.i, self.source)
+            return gradient_tasks(self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 
 
@@ -142,7 +141,7 @@ class Routes:
         kind, i, j = task
         if kind == FORWARD:
             return self._made_forward(i, j, complete=is_last)
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
         return []
@@ -161,7 +160,7 @@ class Routes:
             if self.target and j == last > 0:
                 down.append(Transfer(TARGET, i, 0, last))
             return down
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []
@@ -188,11 +187,11 @@ class Routes:
 
     def skips_from(self, partition: int) -> tuple[int, ...]:
         """List the partitions that use skip tensors made in this one."""
-        return self._skips_from.get(partition, ())
+        return tuple(sorted(b for a, b in self.skips if a == partition))
 
     def skips_into(self, partition: int) -> tuple[int, ...]:
         """List the partitions that make skip tensors used in this one."""
-        return self._skips_into.get(partition, ())
+        return tuple(sorted(a for a, b in self.skips if b == partition))
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send tensors to this one."""
@@ -253,18 +252,3 @@ class Routes:
                     of_stage = found.setdefault(self.placement[j], {})
                     of_stage.setdefault(other, set()).add(j)
         return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}
-
-    @cached_property
-    def _skips_from(self) -> Mapping[int, tuple[int, ...]]:
-        return _grouped(self.skips)
-
-    @cached_property
-    def _skips_into(self) -> Mapping[int, tuple[int, ...]]:
-        return _grouped((b, a) for a, b in self.skips)
-
-
-def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for key, value in sorted(pairs):
-        groups[key].append(value)
-    return {key: tuple(values) for key, values in groups.items()}

@@ -31,7 +31,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import dropwhile
+from typing import NamedTuple
 
 FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
 
@@ -73,20 +74,22 @@ class Task(NamedTuple):
             raise ValueError(f"{text!r} is of the unknown kind {kind!r}; known: {', '.join(KINDS)}")
         return cls(kind, int(i), int(j))
 
+    @property
+    def makes_gradient(self) -> bool:
+        """Whether it makes the gradient of its partition's input: ``"B"`` or ``"I"``."""
+        return self.kind in (BACKWARD, INPUT_GRADIENT)
+
+
+def gradient_tasks(i: int, j: int) -> tuple[Task, Task]:
+    """Return the tasks that can make the gradient of a partition's input; a plan holds one."""
+    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
+
 
 #: The tasks of one clock cycle, at most one a stage.
 Cycle = tuple[Task, ...]
 
 #: What one stage does: the cycle and the task, in order.
 Row = Sequence[tuple[int, Task]]
-
-
-@runtime_checkable
-class RowSource(Protocol):
-    """Cycles that find the row of one stage without those of the others."""
-
-    def row(self, stage: int) -> Row:
-        """List a stage's tasks in order, each with its cycle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ class Plan:
     Attributes:
         num_micro_batches: ``m``, at least 1.
         num_stages: ``n``, at least 1.
-        cycles: the clock cycles in order; any sequence, also one that computes them when needed.
+        cycles: the clock cycles in order.
         placement: the stage of each partition; one partition a stage if left out.
     """
 
@@ -124,8 +127,6 @@ class Plan:
 
     def row(self, stage: int) -> Row:
         """List a stage's tasks in order, each with its clock cycle."""
-        if self._source is not None:
-            return self._source.row(stage)
         return self._rows.get(stage, ())
 
     @property
@@ -150,15 +151,15 @@ class Plan:
     @cached_property
     def ends_forward_first(self) -> bool:
         """Whether the last partition ends its forward tasks before it begins a backward task."""
-        row = self.tasks_of(self.placement[-1])
-        kinds = [task.kind for task in row if task.j == self.num_partitions - 1]
-        backward = [k for k, kind in enumerate(kinds) if kind in (BACKWARD, INPUT_GRADIENT)]
-        return not backward or FORWARD not in kinds[backward[0] :]
+        last = self.num_partitions - 1
+        row = [task for task in self.tasks_of(self.placement[last]) if task.j == last]
+        after = dropwhile(lambda task: not task.makes_gradient, row)
+        return all(task.kind != FORWARD for task in after)
 
     @cached_property
     def has_backward(self) -> bool:
         """Whether the plan has backward tasks (found by the first stage's)."""
-        return any(task.kind in (BACKWARD, INPUT_GRADIENT) for _, task in self.row(0))
+        return any(task.makes_gradient for _, task in self.row(0))
 
     @cached_property
     def last_forward(self) -> int | None:
@@ -198,11 +199,6 @@ class Plan:
     def digest(self) -> str:
         """The first 16 hexadecimal digits of its text's SHA-256."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
-
-    @cached_property
-    def _source(self) -> RowSource | None:
-        # Asking for a protocol takes longer than most of what needs a row.
-        return self.cycles if isinstance(self.cycles, RowSource) else None
 
     @cached_property
     def _rows(self) -> Mapping[int, Row]:

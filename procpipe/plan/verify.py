@@ -32,6 +32,7 @@ from procpipe.plan.task import (
     WEIGHT_GRADIENT,
     Plan,
     Task,
+    gradient_tasks,
 )
 
 #: The cycles that contain a task, ascending; one in a correct plan.
@@ -120,17 +121,13 @@ def _missing(plan: Plan, cycles: _Cycles) -> Iterator[str]:
             if backward:
                 yield from _backward_faults(i, j, cycles)
     for task in cycles:
-        if task.kind == RECOMPUTE and not {t for t in _backwards(task.i, task.j) if t in cycles}:
+        if task.kind == RECOMPUTE and not cycles.keys() & {*gradient_tasks(task.i, task.j)}:
             yield f"{task} recomputes for {Task(BACKWARD, task.i, task.j)}, which is missing"
-
-
-def _backwards(i: int, j: int) -> tuple[Task, Task]:
-    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
 
 
 def _backward_faults(i: int, j: int, cycles: _Cycles) -> Iterator[str]:
     """Find a micro-batch whose backward is missing, incomplete or duplicated."""
-    whole, first = _backwards(i, j)
+    whole, first = gradient_tasks(i, j)
     second = Task(WEIGHT_GRADIENT, i, j)
     if whole in cycles:
         if halves := [task for task in (first, second) if task in cycles]:
@@ -163,7 +160,7 @@ def _order_faults(routes: Routes, cycles: _Cycles) -> Iterator[str]:
 def _local_needs(task: Task) -> Sequence[Task]:
     """List the tasks that must come before on the same stage, if the plan has them."""
     _, i, j = task
-    if task.kind in (BACKWARD, INPUT_GRADIENT):
+    if task.makes_gradient:
         return Task(FORWARD, i, j), Task(RECOMPUTE, i, j)
     if task.kind == RECOMPUTE:
         return (Task(FORWARD, i, j),)

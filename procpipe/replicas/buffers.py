@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +70,12 @@ class Buffers:
     def end_forward(self, layers: Iterable[nn.Module]) -> None:
         """Make the buffers of layers in training mode equal; all of the group call it.
 
+        Those of all layers travel together: a model may have many small ones.
+
         Raises:
             RuntimeError: the shapes or dtypes of a buffer that is saved differ between replicas.
         """
+        deferred: list[DeferredBatchNorm] = []
         others: list[tuple[nn.Module, str, _Noted]] = []
         flags: list[int] = []
         for layer in layers:
@@ -82,7 +85,7 @@ class Buffers:
                     continue
                 if isinstance(module, DeferredBatchNorm):
                     if module.running_mean is not None:
-                        module.join_moments(self._group.gathered(module.moments()))
+                        deferred.append(module)
                     continue
                 # Torch's normalisations change theirs without a new version.
                 is_always = getattr(module, "running_mean", None) is not None
@@ -90,18 +93,30 @@ class Buffers:
                     if (then := noted.get((path, name))) is not None:
                         others.append((module, name, then))
                         flags.append(max(then.flag(buffer), is_always))
-        if not others:
-            return
+        if deferred:
+            self._join_moments(deferred)
+        if others:
+            self._make_equal(others, flags)
+
+    def _join_moments(self, modules: Sequence[DeferredBatchNorm]) -> None:
+        """Join what batch normalisations have recorded."""
+        ours = [module.moments() for module in modules]
+        of_all = [part.split([*map(len, ours)]) for part in self._group.gathered(torch.cat(ours))]
+        for module, moments in zip(modules, zip(*of_all, strict=True), strict=True):
+            module.join_moments(moments)
+
+    def _make_equal(self, others: list[tuple[nn.Module, str, _Noted]], flags: list[int]) -> None:
+        """Copy those of replica 0 of which any replica's flag is not ``_UNCHANGED``."""
         totals = torch.tensor(flags, dtype=torch.int32)  # on the hosts, which wait for no device
         self._group.begin_sum(totals).wait()
-        for (module, name, then), total in zip(others, totals.tolist(), strict=True):
-            buffer = module._buffers[name]
-            if total >= _OTHER_FORM and not self._is_of_one_form(module, name):
-                continue
-            if total and buffer is not None:
-                self._group.copy_first(buffer)
-            if total:
-                vars(then).update(vars(_Noted.of(buffer)))
+        changed = [
+            (module._buffers[name], then)
+            for (module, name, then), total in zip(others, totals.tolist(), strict=True)
+            if total and (total < _OTHER_FORM or self._is_of_one_form(module, name))
+        ]
+        self._group.copy_first(buffer for buffer, _ in changed if buffer is not None)
+        for buffer, then in changed:
+            vars(then).update(vars(_Noted.of(buffer)))
 
     def _is_of_one_form(self, module: nn.Module, name: str) -> bool:
         form = _Noted.of(module._buffers[name]).form

@@ -11,7 +11,7 @@ on all of its processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,7 @@ from torch.distributed import Store
 from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
 from procpipe.job.grid import Grid
+from procpipe.plan.all_reduce import bucketed
 
 if TYPE_CHECKING:
     from procpipe.job.transports import TransportChoice
@@ -92,15 +93,33 @@ class Group:
         return [part.view(tensor.shape) for part in found.unbind()]
 
     @torch.no_grad()
-    def copy_first(self, tensor: Tensor) -> None:
-        """Give a tensor the value that it has on replica 0."""
-        if not tensor.numel() or tensor.layout != torch.strided:
-            return
-        data = tensor.detach().contiguous()
-        bits = data.view(-1).view(torch.uint8)
-        self._begin(bits, bits, lambda group, _, out: group.broadcast([out])).wait()
-        if data.data_ptr() != tensor.data_ptr() and not torch.equal(data, tensor):
-            tensor.copy_(data)
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have on replica 0; small ones travel together.
+
+        Their versions stay as they are: layers may have saved them for a backward pass.
+        """
+        found = [one for one in tensors if one.numel() and one.layout == torch.strided]
+        buckets = bucketed((one.device, one.nbytes) for one in found)
+        for finish in [self._begin_copy_first([found[k] for k in bucket]) for bucket in buckets]:
+            finish()
+
+    def _begin_copy_first(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to copy the tensors of a bucket; what is returned waits."""
+        whole = [tensor.data.contiguous() for tensor in tensors]
+        bits = [one.view(-1).view(torch.uint8) for one in whole]
+        flat = bits[0] if len(bits) == 1 else torch.cat(bits)
+        operation = self._begin(flat, flat, lambda group, _, out: group.broadcast([out]))
+
+        def finish() -> None:
+            operation.wait()
+            if len(bits) > 1:
+                for own, found in zip(bits, flat.split([*map(len, bits)]), strict=True):
+                    own.copy_(found)
+            for tensor, one in zip(tensors, whole, strict=True):
+                if one.data_ptr() != tensor.data_ptr() and not torch.equal(one, tensor):
+                    tensor.copy_(one)
+
+        return finish
 
     def close(self) -> None:
         """Drop the group; nothing may be under way. Who opened the communicator closes that."""
@@ -138,7 +157,7 @@ def group_of(world: World, grid: Grid, choice: TransportChoice, mesh: Mesh) -> G
         from procpipe.replicas.nccl import NcclGroup
 
         nccl = NcclGroup(ranks, grid.rank, world.device)
-        world.add_of_device(nccl)
+        world.transports.add_of_device(nccl)
         nccl.connect(store.bare())
     return Group(store, ranks, mesh, host, nccl)
 

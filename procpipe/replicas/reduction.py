@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.loss import LossPart
+from procpipe.data.mean_loss import LossPart
 from procpipe.plan.all_reduce import bucketed
 from procpipe.replicas.group import Group, Operation
 from procpipe.run.observer import Observers
@@ -168,8 +168,13 @@ class Reduction:
 
     @property
     def holds_own(self) -> bool:
-        """Whether some gradients are not added up yet."""
-        return any(parameter.grad is not None for parameter in self._own)
+        """Whether some gradients are not added up yet, and are not 0.
+
+        Zeros of this replica, as zero_grad(set_to_none=False) leaves them, need no sum; if another
+        replica's are not 0, that one finds it.
+        """
+        gradients = (parameter.grad for parameter in self._own)
+        return any(g is not None and (g.is_sparse or bool(g.any())) for g in gradients)
 
     def abandon(self) -> None:
         """Drop the sums that are under way."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.loss import LossPart
+from procpipe.data.mean_loss import LossPart
 from procpipe.data.microbatch import scatter_twice
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.job.grid import Grid
@@ -188,8 +188,7 @@ class Several(Replicas):
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of this replica the values of replica 0."""
         for layer in layers:
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                self._group.copy_first(tensor)
+            self._group.copy_first((*layer.parameters(), *layer.buffers()))
             self._buffers.note(layer)
 
     # -- what is added up -----------------------------------------------------------------------

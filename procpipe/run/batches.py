@@ -23,7 +23,7 @@ from torch import Tensor
 from procpipe.containers import opened
 from procpipe.data.minibatch import on_device
 from procpipe.data.remote import Remote
-from procpipe.errors import BoundaryError
+from procpipe.errors import BoundaryError, CallMismatchError
 from procpipe.run.calls import Calls
 from procpipe.run.messages import BatchDetail, Order
 from procpipe.tree import flatten, from_json, unflatten
@@ -35,14 +35,7 @@ Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
 
 
 class Batches:
-    """One rank's part in iterating over a loader.
-
-    Args:
-        calls: the pipeline's calls.
-        issue_or_follow: issues an order on rank 0 and follows it elsewhere.
-        rank: this rank.
-        output_rank: the rank that runs the last partition.
-        device: this stage's device.
+    """One rank's part in iterating over a loader; ``output_rank`` runs the last partition.
 
     Attributes:
         delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
@@ -89,7 +82,7 @@ class Batches:
                         item = _with_rest_on(self._device, item, delivered)
                     delivered = None
                 if delivered is not None:
-                    pipeline.send_value(self._output_rank, delivered)
+                    pipeline.wires.send_value(self._output_rank, delivered)
                 self._note(delivered)
             with self._body(is_sharded=False):
                 yield item
@@ -98,13 +91,12 @@ class Batches:
         """Yield items of the form of rank 0's, on the other ranks."""
         while True:
             with self._calls.together("batches") as pipeline:
-                detail = self._issue_or_follow("batches").detail
-                assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+                detail = self._issue_or_follow_item(BatchDetail())
                 if detail.form is None:
                     return
                 delivered = None
                 if detail.is_delivered and self._rank == self._output_rank:
-                    delivered = pipeline.take_value(0)
+                    delivered = pipeline.wires.take_value(0)
                 self._note(delivered)
                 item = _placeholders(detail.form, delivered)
             with self._body(is_sharded=False):
@@ -132,15 +124,12 @@ class Batches:
         """Yield the items of a loader that the first rank of each replica has of its own.
 
         The loop ends when all have ended. Until then, one that has ended yields placeholders.
-
-        Args:
-            loader: this replica's, on its first rank.
-            is_first: whether this is such a rank.
+        ``is_first``: whether this is such a rank, whose ``loader`` is read.
         """
         items: Iterator[Any] | None = None
         while True:
             with self._calls.together("batches") as pipeline:
-                self._issue_or_follow("batches", detail=BatchDetail())
+                self._issue_or_follow_item(BatchDetail(is_sharded=True))
                 item = _NOTHING
                 if is_first:
                     if loader is None:
@@ -154,14 +143,29 @@ class Batches:
                 form = None if item is _NOTHING else _form_of(item)
                 forms = pipeline.replicas.gather_offers(json.dumps(form))
                 found = next((f for f in map(json.loads, forms) if f is not None), None)
-                detail = self._issue_or_follow("batches", detail=BatchDetail(found)).detail
-                assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+                detail = self._issue_or_follow_item(BatchDetail(found, is_sharded=True))
                 self._note(None)
             if detail.form is None:
                 return
             self._remember(item)
             with self._body(is_sharded=True):
                 yield _placeholders(detail.form, None) if item is _NOTHING else item
+
+    def _issue_or_follow_item(self, ours: BatchDetail) -> BatchDetail:
+        """Issue what rank 0 says of an item, or follow it elsewhere.
+
+        Raises:
+            CallMismatchError: rank 0 reads the loader alone, or shares of it, and this rank not so.
+        """
+        detail = self._issue_or_follow("batches", detail=ours).detail
+        assert isinstance(detail, BatchDetail), "rank 0 describes each item"
+        if detail.is_sharded != ours.is_sharded:
+            here, there = (f"batches(…, sharded={of.is_sharded})" for of in (ours, detail))
+            raise CallMismatchError(
+                f"rank {self._rank} is in {here} while rank 0 is in {there}: every rank must make "
+                "the same calls"
+            )
+        return detail
 
     def _remember(self, item: Any) -> None:
         self._shards = {k: ref for k, ref in self._shards.items() if ref() is not None}

@@ -21,12 +21,7 @@ from typing import Any
 
 import torch
 
-from procpipe.errors import (
-    FOUND_BY_EACH,
-    CallMismatchError,
-    RemoteStageError,
-    StageClosedError,
-)
+from procpipe.errors import FOUND_BY_EACH, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.world import World
 from procpipe.run.leaving import Leaving, pipelines
@@ -39,9 +34,7 @@ from procpipe.signals import put_off
 class Calls(Leaving):
     """One rank's side of the calls of one pipeline.
 
-    Args:
-        world: this process's place in the job.
-        connect: builds the pipeline at the first call; waits for all ranks.
+    ``connect`` builds the pipeline at the first call, and waits for all ranks.
     """
 
     def __init__(self, world: World, connect: Callable[[], Pipeline]) -> None:
@@ -100,9 +93,9 @@ class Calls(Leaving):
         coordinator = self._pipeline.coordinator
         if self._world.rank == 0:
             return coordinator.issue(ours)
-        return coordinator.follow(ours, lambda: self._check_other_pipelines(call))
+        return coordinator.follow(ours, lambda: self._check_other_pipelines(ours))
 
-    def _check_other_pipelines(self, call: str) -> None:
+    def _check_other_pipelines(self, ours: Order) -> None:
         """Check that rank 0 is not in a call of another pipeline, whose sockets are others."""
         for other in tuple(pipelines):
             pipeline = other._pipeline
@@ -115,13 +108,7 @@ class Calls(Leaving):
                     self._pipeline.pass_on(error)
                 raise
             if order is not None:
-                first = self._world.grid.numbers[0]
-                raise CallMismatchError(
-                    f"{self._world.grid.rank_name(self._world.rank)} is in {call}() of its "
-                    f"pipeline {self._world.number} while rank {first} is in {order.call}() of "
-                    f"pipeline {order.stage_number} (counted from 0 in the order they are made): "
-                    "every rank must make the same calls in the same order"
-                )
+                pipeline.coordinator.check(ours, order)
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the pipeline on every rank because of an error on this one."""
@@ -137,7 +124,7 @@ class Calls(Leaving):
         said = f"{type(error).__name__}: {text_of(error)}"
         self._has_failed = True
         self._ended = f"{name} failed on this rank with {said}"
-        self._world.stop_watching_device()
+        self._world.transports.stop_watching_device()
         self._world.board.fail()
         try:
             # The mesh has sent on the failure of another rank.

@@ -58,11 +58,7 @@ def choose_for_all(
 ) -> tuple[Choice, list[Plan | None]]:
     """Choose one plan for all replicas, by the one with the most micro-batches.
 
-    Args:
-        chooser: what chooses.
-        cases: the number of micro-batches of each replica, and which of them are recomputed.
-        input_bytes: the model's input of the largest micro-batch.
-        routes: where tensors go in this step.
+    ``cases``: of each replica, the number of micro-batches, and which of them are recomputed.
 
     Returns:
         The choice, and the plan of each replica: the same, one like it where its micro-batches are

@@ -21,13 +21,7 @@ from procpipe.torch_internals import on_compiling
 
 
 class Compiling(Observer):
-    """Follows torch's compiler; notes once that compiled layers have a whole backward.
-
-    Args:
-        board: this rank's own.
-        mesh: the connections to its peers.
-        partitions: the local layers, by the indices of this stage's partitions.
-    """
+    """Follows torch's compiler; notes once that compiled layers have a whole backward."""
 
     def __init__(self, board: Board, mesh: Mesh, partitions: Mapping[int, Partition]) -> None:
         self._board = board

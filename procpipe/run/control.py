@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from procpipe.channel.mesh import Mesh
@@ -28,24 +29,19 @@ class Control:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._heard: dict[int, deque[bytes]] = {}
-        self._peers = mesh.peers if mesh.rank == 0 else (0,)
-        for peer in self._peers:
+        for peer in mesh.peers if mesh.rank == 0 else (0,):
             self._heard[peer] = deque()
-            mesh.on(peer, CONTROL, self._listener(self._heard[peer]))
+            mesh.on(peer, CONTROL, partial(self._keep, peer))
 
     def send_to_all(self, message: bytes) -> None:
         """Send a message from rank 0 to every other rank; never blocks."""
         assert self._mesh.rank == 0, "only rank 0 tells all"
-        for peer in self._peers:
+        for peer in self._heard:
             self.send(peer, message)
 
     def send(self, peer: int, message: bytes) -> None:
-        """Send a message from rank 0 to another rank; never blocks."""
+        """Send a message from rank 0 to another rank, or to rank 0; never blocks."""
         self._mesh.send(peer, CONTROL, 0, 0, message)
-
-    def send_to_coordinator(self, message: bytes) -> None:
-        """Send a message to rank 0; never blocks."""
-        self._mesh.send(0, CONTROL, 0, 0, message)
 
     def receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
         """Wait for the next message of a peer; ``what`` names it in errors.
@@ -71,8 +67,8 @@ class Control:
             return bool(heard)
 
         every_s = math.inf if meanwhile is None else _LOOK_EVERY_S
-        self._mesh.wait_for(
-            peer, is_here, lambda: f"{what} from {self._mesh.name_of(peer)}", every_s=every_s
+        self._mesh.wait(
+            is_here, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer, every_s=every_s
         )
         return heard.popleft()
 
@@ -94,14 +90,13 @@ class Control:
             combine: makes plain JSON of the list of all values, by rank; runs on rank 0 only.
         """
         if self._mesh.rank != 0:
-            self.send_to_coordinator(encode(ours))
+            self.send(0, encode(ours))
             return decode(self.receive(0, "the outcome of a common call"))
         values = [ours]
-        values += [decode(self.receive(peer, "its part in a common call")) for peer in self._peers]
+        values += [decode(self.receive(peer, "its part in a common call")) for peer in self._heard]
         outcome = encode(combine(values))
         self.send_to_all(outcome)
         return decode(outcome)
 
-    @staticmethod
-    def _listener(heard: deque[bytes]) -> Callable[[int, int, memoryview], None]:
-        return lambda sequence, flags, body: heard.append(bytes(body))
+    def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
+        self._heard[peer].append(bytes(body))

@@ -10,8 +10,9 @@ A rank in another call than rank 0 is an error on all ranks, not a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from procpipe.errors import CallMismatchError, MemoryLimitError
 from procpipe.job.grid import Grid
@@ -25,15 +26,14 @@ from procpipe.run.chooser import Chooser, FixedSchedule, choose_for_all
 from procpipe.run.control import Control
 from procpipe.run.messages import ROUTED, Order, StepDetail, decode_order, encode
 
+#: Made once for each number of micro-batches.
+_backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
+
 
 class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.
 
-    Args:
-        control: the connection to the other ranks.
-        grid: this rank's stage, and its replica if there are several.
-        routes: which partitions of a replica exchange tensors, on which stages.
-        chooser: on rank 0, the plan of a ``step`` with its backward.
+    ``chooser`` decides, on rank 0, the plan of a ``step`` with its backward.
 
     Attributes:
         ahead: how many tasks ahead a receive is posted, the same on every rank; set by benchmarks.
@@ -49,7 +49,6 @@ class Coordinator:
         self._grid = grid
         self._routes = routes
         self._chooser = chooser or FixedSchedule(SCHEDULES["gpipe"])
-        self._in_part: dict[tuple[str, int, frozenset[int]], Plan] = {}
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, bool, bool, tuple[int, ...]], Program] = {}
         self._sent: set[tuple[int, str]] = set()
@@ -57,12 +56,8 @@ class Coordinator:
     def issue(self, order: Order) -> Order:
         """Send an order from rank 0 to every other rank; never blocks.
 
-        Args:
-            order: what rank 0's user called. If it has micro-batches, a plan is chosen for it, and
-                for those of each replica.
-
-        Returns:
-            The order of rank 0's replica, with its plan.
+        If it has micro-batches, a plan is chosen for those of each replica. Returns the order of
+        rank 0's replica, with its plan.
 
         Raises:
             MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
@@ -79,7 +74,7 @@ class Coordinator:
     def _planned(self, order: Order, replica: int) -> Order:
         """Return a replica's order with its plan; a replica without micro-batches needs none."""
         if order.sizes:
-            order = order if order.plan else self._choose(order)
+            order = order if order.plan else self._with_plan(order, self._plan_in_part(order))
             self.program(order)  # verifies, before any rank starts
             if (replica, order.plan) not in self._sent:
                 self._sent.add((replica, order.plan))
@@ -89,16 +84,14 @@ class Coordinator:
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
         """Wait for rank 0's next order and check that it is for the call we are in.
 
-        Args:
-            ours: the call this rank is in, with its modes.
-            meanwhile: called at intervals while no order comes; may raise.
+        ``meanwhile`` is called at intervals while no order comes; it may raise.
 
         Raises:
             CallMismatchError: rank 0 is in another call, pipeline or mode.
             MemoryLimitError: rank 0 finds no plan that keeps to the memory allowed.
         """
         order = decode_order(self._control.receive(0, f"the order for {ours.call}()", meanwhile))
-        self._check(ours, order)
+        self.check(ours, order)
         if isinstance(order.detail, StepDetail):
             if order.detail.lacks:
                 raise MemoryLimitError(order.detail.lacks)
@@ -140,12 +133,6 @@ class Coordinator:
         target, loss = _wires_of(order)
         return replace(self._routes, target=target, loss=loss)
 
-    def _choose(self, order: Order) -> Order:
-        key = order.call, len(order.sizes), frozenset(order.recompute)
-        if key not in self._in_part:
-            self._in_part[key] = self._plan_in_part(*key)
-        return self._with_plan(order, self._in_part[key])
-
     def _choose_whole(self, orders: list[Order]) -> list[Order]:
         order, routes = orders[0], self._routes_of(orders[0])
         cases = [(len(own.sizes), own.recompute) for own in orders]
@@ -160,30 +147,35 @@ class Coordinator:
             orders = [replace(own, detail=detail) for own in orders]
         return list(map(self._with_plan, orders, plans))
 
-    def _plan_in_part(self, call: str, m: int, recompute: Collection[int]) -> Plan:
-        n, placement = self._routes.num_stages, self._routes.placement
-        if call == "backward":
-            return backward_plan(m, n, recompute, placement)
-        return forward_plan(m, n, placement)  # also of a step without gradients
+    def _plan_in_part(self, order: Order) -> Plan:
+        m, n, placement = len(order.sizes), self._routes.num_stages, self._routes.placement
+        if order.call == "backward":
+            return _backward_plan(m, n, order.recompute, placement)
+        return _forward_plan(m, n, placement)  # also of a step without gradients
 
     def _with_plan(self, order: Order, plan: Plan | None) -> Order:
         if plan is not None:
             self._plans[plan.digest] = plan
         return order if plan is None else replace(order, plan=plan.digest)
 
-    def _check(self, ours: Order, order: Order) -> None:
+    def check(self, ours: Order, order: Order) -> None:
+        """Check that an order of rank 0 is for the call we are in.
+
+        Raises:
+            CallMismatchError: it is for another call, pipeline or mode.
+        """
         grid = self._grid
         ours_name, first = grid.rank_name(grid.rank), grid.numbers[0]
+        ours_of = theirs_of = counted = ""
         if ours.stage_number != order.stage_number:
+            ours_of = f" of its pipeline {ours.stage_number}"
+            theirs_of = f" of pipeline {order.stage_number}"
+            counted = " (counted from 0 in the order they are made)"
+        if counted or ours.call != order.call:
             raise CallMismatchError(
-                f"{ours_name} calls {ours.call}() of its pipeline {ours.stage_number}, rank "
-                f"{first} calls {order.call}() of pipeline {order.stage_number} (counted from 0 in "
-                "the order they are made): every rank must make the same calls in the same order"
-            )
-        if ours.call != order.call:
-            raise CallMismatchError(
-                f"{ours_name} is in {ours.call}() while rank {first} is in {order.call}(): every "
-                "rank must make the same calls in the same order"
+                f"{ours_name} is in {ours.call}(){ours_of} while rank {first} is in "
+                f"{order.call}(){theirs_of}{counted}: every rank must make the same calls in the "
+                "same order"
             )
         if ours.mode() != order.mode():
             raise CallMismatchError(

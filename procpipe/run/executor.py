@@ -28,12 +28,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.compute.correction import Correction
+from procpipe.compute.earlier import Earlier
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.loss import LossPart, MeanLoss, mean_of
+from procpipe.data.mean_loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
@@ -74,17 +74,7 @@ class _Passage:
 
 
 class Executor:
-    """Runs the programs of one stage.
-
-    Args:
-        grid: this rank's stage, and its replica if there are several.
-        placement: the stage of each partition.
-        partitions: the local layers, by the indices of this stage's partitions.
-        channels: this stage's ends of all channels.
-        tied: the parameters and buffers that this stage shares with others.
-        replicas: the connection to the other replicas, if there are any.
-        ledger: counts what the stage holds.
-    """
+    """Runs the programs of one stage; ``placement`` is the stage of each partition."""
 
     def __init__(
         self,
@@ -94,11 +84,10 @@ class Executor:
         channels: Channels,
         tied: Tied | None = None,
         replicas: Replicas | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         self.partitions = dict(partitions)
         self.tied = tied or Tied(grid.stage)
-        self.ledger = ledger or Ledger()
+        self.ledger = Ledger()
         self.current_task: Task | None = None
         self._observers = Observers()
         self._grid = grid
@@ -108,7 +97,7 @@ class Executor:
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
-        self._correction = Correction()
+        self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
 
     def observe(self, observers: Observers) -> None:
@@ -172,7 +161,7 @@ class Executor:
     def _put_back(self) -> None:
         """Give parameters the gradients that they had before a call that has failed."""
         self.tied.abandon()
-        self._correction.abandon()
+        self._earlier.abandon()
 
     def _take_at_end(
         self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
@@ -183,7 +172,7 @@ class Executor:
         for transfer in transfers:
             message = self._take(transfer)
             if transfer.payload == LOSS:
-                part = _read_loss(message.value)
+                part = LossPart(*message.value)
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
@@ -199,7 +188,9 @@ class Executor:
         if part is not None:
             outcome.loss, correction = mean_of(part, batch.total_weight)
             outcome.weight = part.weight
-        self._correction.end(correction, outcome.input_gradients)
+        if correction is not None:
+            self._earlier.correct(correction, outcome.input_gradients)
+        self._earlier.end()
         if batch.is_backward and not self.replicas.overlaps:
             self.replicas.end(correction)
         for transfer in transfers:
@@ -329,7 +320,7 @@ class Executor:
         tied = (copy.tensor for copy in self.tied.parameters)
         correctable = self.replicas.begin(batch, self._parameters(batch), tied)
         if batch.may_correct:
-            self._correction.begin(correctable)
+            self._earlier.begin(each for each in correctable if each.requires_grad)
         self.tied.begin()
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
@@ -365,7 +356,9 @@ class Executor:
             return batch.output_gradients[i]
         assert batch.loss is not None, "else the user gives the gradients of the output"
         if own[0]:
-            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0])]
+            # Of sums, the weight may have been predicted to require a gradient.
+            rest = [None] * sum(own[1:])
+            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0]), *rest]
         is_trained = self.partitions[self._last].is_trainable
         if not batch.loss.is_left_out(i) and (is_trained or any(passage.num_wanted)):
             raise RuntimeError(
@@ -383,10 +376,7 @@ class Executor:
     def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
-        Args:
-            transfer: what it is.
-            message: the tensors.
-            is_counted: whether the bytes of what stays here are still to be counted.
+        ``is_counted``: whether the bytes of what stays here are still to be counted.
         """
         self._made[transfer] = message
         if self._is_local(transfer.destination):
@@ -395,7 +385,7 @@ class Executor:
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         if transfer.payload == LOSS:
             assert batch.loss is not None, "the stage of the last partition has the loss"
-            message = _loss_message(batch.loss)
+            message = Flat.of(tuple(batch.loss.part))
         elif transfer.payload == TIED_GRADIENT:
             other = self._placement[transfer.destination]
             message = _message_of(self.tied.gradients_for(other))
@@ -428,17 +418,6 @@ def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | Non
     """Return what turns a micro-batch's output into its loss, if it has one."""
     loss = batch.loss
     return None if loss is None else lambda output: loss.of(i, output, target)
-
-
-def _loss_message(loss: MeanLoss) -> Flat:
-    """Make the message of the loss, with its weight and divisor if other stages need them."""
-    part = loss.part
-    return Flat([part.sum], TENSOR, (False,)) if part.weight is None else Flat.of(tuple(part))
-
-
-def _read_loss(message: Any) -> LossPart:
-    """Read what :func:`_loss_message` made."""
-    return LossPart(message) if isinstance(message, Tensor) else LossPart(*message)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

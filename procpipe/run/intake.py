@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from procpipe.compute.ledger import num_bytes
-from procpipe.data.loss import Loss, MeanLoss, checked_total
+from procpipe.data.loss import Loss, checked_total
+from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
 from procpipe.data.remote import has_placeholder
@@ -31,13 +32,8 @@ from procpipe.tree import flatten
 class Intake:
     """One rank's side of beginning mini-batches.
 
-    Args:
-        issue_or_follow: issues an order on rank 0 and follows it elsewhere.
-        loss: the user's loss function and weight.
-        batches: knows which target the last stage has already.
-        grid: this rank's stage, and its replica if there are several.
-        output_stage: the stage of the last partition.
-        device: this stage's device.
+    ``batches`` knows which target the last stage has already; ``output_stage`` is that of the last
+    partition.
     """
 
     def __init__(
@@ -71,16 +67,8 @@ class Intake:
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
         """Scatter the mini-batch and issue its order on rank 0; follow the order elsewhere.
 
-        Args:
-            replicas: the connection to the other replicas.
-            call: "step" or "forward".
-            inputs: on rank 0, the model's inputs.
-            target: of a "step", what ``loss_fn`` gets; on rank 0, or else on the last stage.
-            total_weight: of a "step", on rank 0, what its loss is divided by, if not its weight.
-            chunks: on rank 0, the number of micro-batches of a replica.
-            checkpoint: on rank 0, what is recomputed.
-            is_training: whether the stage is in training mode.
-            reduces: whether gradients are added up over replicas.
+        ``call`` is "step" or "forward". Rank 0's inputs, ``total_weight``, ``chunks`` and
+        ``checkpoint`` count; so does its target, or else that of the last stage.
         """
         total = checked_total(total_weight) if self._grid.rank == 0 else None
         keeps = is_training and torch.is_grad_enabled()
@@ -145,17 +133,16 @@ class Intake:
     ) -> MiniBatch:
         """Add what a step needs to know of the loss.
 
-        Args:
-            batch: the mini-batch.
-            order: its order.
-            target: as the user gave it on this rank.
-            given: of each micro-batch, where it came from rank 0.
+        ``target`` is what the user gave on this rank; ``given``, of each micro-batch, what came
+        from rank 0.
         """
         is_last = self._grid.stage == self._output_stage
-        if is_last and given is None and order.target != ROUTED and not order.shares:
+        if is_last and given is None and order.target != ROUTED and order.sizes:
             if order.target == DELIVERED:
                 target = self._batches.delivered_target
-            if target is not None:
+            if order.shares:
+                self._check_not_given(target)
+            elif target is not None:
                 # On the user's device: if that is a CPU, loss_weight waits for no GPU.
                 given = scatter_like(target, order.sizes)
         loss = None
@@ -179,6 +166,15 @@ class Intake:
             is_step=True,
             expected=None if whole is None else self._loss.expected(whole),
         )
+
+    def _check_not_given(self, target: Any) -> None:
+        """Check, on a last stage, that a target which no first rank has is not given there."""
+        if target is not None and not has_placeholder(target):
+            raise ValueError(
+                "with replicas the target of step() is divided as the input is, but rank 0 gave "
+                f"none, and {self._grid.rank_name(self._grid.rank)} did: give it where the input "
+                "is: on rank 0, or in a loop over batches(…, sharded=True) on each first rank"
+            )
 
 
 def _recomputed(checkpoint: str, sizes: Sequence[int], *, keeps: bool) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from collections.abc import Callable
 
 from procpipe.errors import ProcpipeError
 from procpipe.job.endings import end_at_once, error_of_script, watch_threads
@@ -37,14 +38,8 @@ class Leaving:
     _has_failed: bool
     _is_victim: bool
     _has_called: bool
-
-    def close(self) -> None:
-        """Leave once all that was sent has arrived."""
-        raise NotImplementedError
-
-    def fail(self, name: str, error: BaseException) -> None:
-        """End the pipeline on every rank because of an error on this one."""
-        raise NotImplementedError
+    close: Callable[[], None]
+    fail: Callable[[str, BaseException], None]
 
     @property
     def has_failed(self) -> bool:
@@ -71,7 +66,7 @@ class Leaving:
             self._send_goodbye(is_new=self._pipeline is None and self._ended is None)
         if self._is_victim:
             self._world.let_others_end_first()
-        if self._world.is_device_stuck:
+        if self._world.transports.is_device_stuck:
             end_at_once(f"rank {self._world.job_rank}")
 
     def _send_goodbye(self, *, is_new: bool) -> None:

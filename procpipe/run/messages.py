@@ -43,10 +43,12 @@ class BatchDetail:
     Attributes:
         form: plain JSON, see ``data.batches``; None if the loader has ended.
         is_delivered: whether the item's target is sent to the last stage.
+        is_sharded: whether the first rank of each replica reads a loader of its own.
     """
 
     form: Any = None
     is_delivered: bool = False
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,9 @@ def decode_order(data: bytes) -> Order:
 def compare_facts(
     facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 62)
 ) -> list[str]:
-    """Say where ranks differ from rank 0.
+    """Say where ranks differ from rank 0, one sentence a difference.
 
-    Args:
-        facts: for each rank, values by name; lists are compared entry by entry.
-        numbers: each rank's number in the job, for the sentences.
-
-    Returns:
-        One sentence a difference; empty if all agree.
+    ``facts`` holds each rank's values by name; ``numbers`` each rank's number in the job.
     """
     differences = []
     for rank, theirs in enumerate(facts):

@@ -43,16 +43,8 @@ _CHECK_LEAD_EVERY_S = 0.001
 class Pipeline:
     """One rank's connected end; building it waits for all ranks.
 
-    Args:
-        world: this process's place in the job.
-        wires: its connections.
-        executor: runs this stage's programs.
-        coordinator: brings every rank to the same plan.
-        trace: times this stage's tasks.
-        observers: what else follows them.
-
     Attributes:
-        observers: all that follow them.
+        observers: all that follow this stage's tasks: ``trace``, the board, and those given.
         split: how this stage spent the step of the last report; None before.
     """
 
@@ -75,7 +67,7 @@ class Pipeline:
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, world.device, executor.partitions, trace, executor.ledger)
+        progress = Progress(world.board, world.device, executor.partitions, trace)
         compiling = Compiling(world.board, wires.mesh, executor.partitions)
         self.observers = Observers((trace, progress, compiling, *observers))
         executor.observe(self.observers)
@@ -104,14 +96,6 @@ class Pipeline:
         while len(self._ends) >= _MAX_LEAD:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
-
-    def send_value(self, destination: int, value: Any) -> None:
-        """Send a nested value of tensors to a rank, beside the plan."""
-        self.wires.send_value(destination, value)
-
-    def take_value(self, source: int) -> Any:
-        """Wait for a value that another rank sends, and return it on this stage's device."""
-        return self.wires.take_value(source)
 
     def wait_until(self, ready: Callable[[], object], what: str) -> None:
         """Wait for what this process does in the background; a peer's failure ends the wait."""
@@ -159,7 +143,7 @@ class Pipeline:
             self.wires.mesh.flush()
             for observer in self.observers.all:
                 observer.finish()
-            self._world.drain()
+            self._world.transports.drain()
         finally:
             self.abandon()
 

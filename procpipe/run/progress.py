@@ -8,8 +8,8 @@ from itertools import chain
 
 import torch
 
-from procpipe.compute.ledger import Ledger
 from procpipe.compute.partition import Partition
+from procpipe.compute.wrappers import ranks_of_shards
 from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.messages import Order
@@ -21,15 +21,7 @@ _READ_DEVICE_EVERY_S = 0.5
 
 
 class Progress(Observer):
-    """Keeps a board up to date.
-
-    Args:
-        board: where to write.
-        device: the stage's device.
-        partitions: the local layers, by the indices of this stage's partitions.
-        trace: has the sums of times; comes before this one among the observers.
-        ledger: counts the bytes held.
-    """
+    """Keeps a board up to date; ``trace`` comes before it among the observers."""
 
     def __init__(
         self,
@@ -37,19 +29,19 @@ class Progress(Observer):
         device: torch.device,
         partitions: Mapping[int, Partition],
         trace: Trace,
-        ledger: Ledger,
     ) -> None:
         self._board = board
         self._device = device
         self._trace = trace
-        self._ledger = ledger
         self._device_read_s = 0.0
         self._num_before: dict[int, int] = {}
         places: list[str] = []
         for j, partition in partitions.items():
             self._num_before[j] = len(places)
             places += partition.places
-        board.write_facts({"device": str(device), "layers": places})
+        parameters = chain.from_iterable(part.parameters() for part in partitions.values())
+        shards = ranks_of_shards(parameters)
+        board.write_facts({"device": str(device), "layers": places, "shards": shards})
 
     def begin_step(self, order: Order) -> None:
         """Write the number of micro-batches."""
@@ -78,7 +70,6 @@ class Progress(Observer):
             sum(sizes) if is_done else 0,
             busy_ns=self._trace.busy_ns,
             step_ns=self._trace.step_ns,
-            held_bytes=self._ledger.peak_bytes,
         )
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:

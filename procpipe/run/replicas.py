@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.loss import LossPart
+from procpipe.data.mean_loss import LossPart
 from procpipe.data.microbatch import scatter
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch
 from procpipe.plan.program import Program

@@ -23,13 +23,7 @@ from procpipe.run.replicas import Replicas
 
 
 class OwnShare:
-    """What this rank has of a mini-batch; nothing at first.
-
-    Args:
-        loss: the user's loss function and weight, in a step.
-        grid: this rank's stage and replica.
-        device: this stage's device.
-    """
+    """What this rank has of a mini-batch; nothing at first. A step has a ``loss``."""
 
     def __init__(self, loss: Loss | None, grid: Grid, device: torch.device) -> None:
         self.ingoing: Ingoing | None = None
@@ -54,9 +48,7 @@ class OwnShare:
     def together(self, replicas: Replicas, *, is_routed: bool) -> dict[str, Any]:
         """Bring all shares to rank 0; return there what the order says of them.
 
-        Args:
-            replicas: the connection to the other replicas.
-            is_routed: whether targets travel from the first stage to the last.
+        ``is_routed``: whether targets travel from the first stage to the last.
 
         Raises:
             ValueError: no replica has any.

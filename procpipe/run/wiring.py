@@ -88,12 +88,8 @@ def connect(
 ) -> Wires:
     """Connect this rank to all others; every rank calls it, and it waits for all of them.
 
-    Args:
-        world: this process's place in the job.
-        grid: the stages and replicas.
-        routes: which partitions of a replica exchange tensors, on which stages.
-        facts: what must be the same on every rank, by name; plain JSON.
-        transport: one of ``transports.NAMES``; None for the best that every rank can use.
+    ``facts`` must be the same on every rank, by name; plain JSON. ``transport`` is one of
+    ``transports.NAMES``, or None for the best that every rank can use.
 
     Raises:
         CallMismatchError: another rank is in the first call of another pipeline.
@@ -127,11 +123,6 @@ def connect(
 def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> TransportChoice:
     """Return which transports all ranks use; every rank calls it, and it waits for all of them.
 
-    Args:
-        control: the connection to the other ranks.
-        ours: what this rank can use.
-        wanted: the transport that the user asks for, or None for the best.
-
     Raises:
         ValueError: on rank 0, see :func:`choose`.
     """
@@ -158,7 +149,7 @@ def _open_channels(
     """Open this rank's ends of every channel a plan may use."""
     of_replicas = [_numbered(routes, grid, replica) for replica in range(grid.num_replicas)]
     numbers = of_replicas[grid.replica]
-    transports = world.open_transports(choice, chain(*map(dict.values, of_replicas)))
+    transports = world.transports.open(choice, chain(*map(dict.values, of_replicas)))
     channels = Channels()
     if not transports:
         return channels

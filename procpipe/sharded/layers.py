@@ -1,13 +1,22 @@
 """Runs FSDP2 as a pipeline needs it: parameters gathered, and gradients reduced, once a step.
 
     F0  F1  F2      B0  B1  B2
-    └ gather              └ reduce, shard again           all-gather, reduce-scatter of FSDP's own
+    └ gather                └ reduce, shard again         all-gather, reduce-scatter of FSDP's own
 
 By itself FSDP reduces after each backward pass, and so after each micro-batch. Here the passes of
-micro-batches leave their gradients where they are gathered, and the last task of the plan that adds
-to a partition's gradients is followed by an empty pass through FSDP's hooks
-(``torch_internals.finish_backward``), whatever that task is: B, W of a backward in two, or the end
-of the call, where gradients have to be corrected before.
+micro-batches leave their gradients where they are gathered, but for the last task of the plan that
+adds to a partition's gradients. If it is B, FSDP reduces each layer in this pass, while earlier
+layers are still to go backward (``last_pass.py``). What is left is reduced after the task, by an
+empty pass through FSDP's hooks (``torch_internals.finish_backward``):
+
+- all layers, if that task is W, whose gradients are made outside of FSDP's hooks, or if gradients
+  have to be corrected before; then at the end of the call;
+- all layers, after a B whose forward pass is in another program (``loss.backward()`` of the user),
+  is recomputed or compiled, or of a stage with several partitions: they are followed in plain
+  forward tasks only;
+- a layer with sharded modules inside, and all before it: an empty pass reduces the layer's own
+  parameters first, a pass through its modules last;
+- layers that the task does not reach, and all before them.
 
 Every process that shares a layer reduces in the same order, whatever its pipeline has done: the
 partitions in the order of the plan, their layers from the last to the first. Parallelism inside of
@@ -17,35 +26,26 @@ layers (``parallelize_module``) needs none of this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed import DistError
 
 from procpipe.compute.partition import Partition
-from procpipe.compute.wrappers import is_sharded
+from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
 from procpipe.model.ties import Tie
 from procpipe.plan.program import Program, Run
 from procpipe.plan.schedules.named import Schedule
-from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Task
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Task
 from procpipe.run.replicas import Replicas
+from procpipe.sharded.last_pass import LastPass
+from procpipe.sharded.units import Unit, num_gathered, roots_of, set_last, units_of
 from procpipe.torch_internals import (
     finish_backward,
     reduces_in_other_dtype,
     scale_unreduced,
 )
-
-
-class _Unit(NamedTuple):
-    """A module that FSDP gathers as one, and where its parameters are: by module and key."""
-
-    module: Any
-    places: list[tuple[nn.Module, str]]
-
-    def parameters(self) -> list[Any]:
-        """Return the parameters, as they are now: shards, or gathered."""
-        return [owner._parameters[key] for owner, key in self.places]
 
 
 class Sharded(Replicas):
@@ -77,14 +77,17 @@ class Sharded(Replicas):
             )
         _check_ties(ties, layers)
         self._roots = {
-            j: [root for name in names for root in _roots_of(layers[name])]
+            j: [root for name in names for root in roots_of(layers[name])]
             for j, names in partitions.items()
         }
         self._units = [
-            unit for roots in self._roots.values() for root in roots for unit in _units_of(root)
+            unit for roots in self._roots.values() for root in roots for unit in units_of(root)
         ]
-        self._shards: list[Tensor] = []
+        self._ranks = ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
+        self._shards: list[list[Tensor]] = []
         self._last: dict[Task, int] = {}
+        self._last_pass = LastPass(())
+        self._followed: Task | None = None
         self._to_reduce: list[int] = []
         self._reduces = True
         self._holds_own = False
@@ -93,7 +96,7 @@ class Sharded(Replicas):
         """Shard all parameters again, and note the shards."""
         for unit in self._units:
             unit.module.reshard()
-        self._shards = [unit.parameters()[0] for unit in self._units]
+        self._shards = [unit.parameters() for unit in self._units]
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
@@ -102,7 +105,8 @@ class Sharded(Replicas):
         self.overlaps = not batch.may_correct
         self._reduces = batch.reduces
         self._to_reduce = sorted(self._roots, reverse=True)
-        for unit, shard in zip(self._units, self._shards, strict=True):
+        self._last_pass.is_allowed = self.overlaps and self._reduces
+        for unit, (shard, *_) in zip(self._units, self._shards, strict=True):
             # As the user has decided for forward passes: to gather once, or to save memory.
             is_kept = unit.parameters()[0] is not shard
             unit.module.set_reshard_after_backward(not is_kept, recurse=False)
@@ -118,17 +122,49 @@ class Sharded(Replicas):
             if isinstance(step, Run) and step.task.kind in _ADDS:
                 found.setdefault(step.task.j, step.task)
         self._last = {task: j for j, task in found.items()}
+        self._last_pass = LastPass(())
+        self._followed = None
+        if len(self._roots) == len(found) == 1:
+            ((j, last),) = found.items()
+            is_whole = last.kind == BACKWARD and not partitions[j].is_compiled
+            forward = Task(FORWARD, last.i, j)
+            is_plain = any(
+                isinstance(step, Run) and step.task == forward and not step.is_recomputed
+                for step in program
+            )
+            if is_whole and is_plain:
+                self._followed = forward
+                self._last_pass = LastPass(self._roots_to_allow(j))
 
     @contextmanager
     def during(self, task: Task) -> Iterator[None]:
-        """Reduce the gradients of a partition after the last task that adds to them."""
-        yield
+        """Reduce the gradients of a partition in or after the last task that adds to them."""
+        with self._naming_others():
+            with self._last_pass.following() if task == self._followed else nullcontext():
+                yield
+            self._after(task)
+
+    def _after(self, task: Task) -> None:
         if task.kind == WEIGHT_GRADIENT:  # runs beside FSDP's hooks, which convert gradients
             for root in filter(reduces_in_other_dtype, self._roots[task.j]):
                 finish_backward(root)
         j = self._last.get(task)
         if j is not None and self.overlaps and self._reduces:
             self._reduce(j)
+
+    @contextmanager
+    def _naming_others(self) -> Iterator[None]:
+        """Add a note to what torch.distributed raises within the layers."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DistError) or "gloo/transport" in str(error):
+                error.add_note(
+                    f"procpipe: the layers are sharded over ranks {self._ranks}: another of these "
+                    "ranks has ended or does not answer; has it failed before, or does its "
+                    "pipeline make fewer calls?"
+                )
+            raise
 
     def end(self, factor: Tensor | None = None) -> None:
         """Reduce what is left."""
@@ -141,8 +177,9 @@ class Sharded(Replicas):
         if factor is not None:
             for unit in self._units:
                 scale_unreduced(unit.module, factor)
-        for j in tuple(self._to_reduce) if self._reduces else ():
-            self._reduce(j)
+        with self._naming_others():
+            for j in tuple(self._to_reduce) if self._reduces else ():
+                self._reduce(j)
         self._holds_own = not self._reduces
 
     def check_added_up(self, call: str) -> None:
@@ -153,50 +190,27 @@ class Sharded(Replicas):
                 "the last step of an accumulation outside of it"
             )
 
+    def _roots_to_allow(self, j: int) -> Iterator[tuple[Unit, list[Tensor]]]:
+        """Yield the last layers of a partition, up to one with sharded modules inside."""
+        known = {
+            unit.module: (unit, shards)
+            for unit, shards in zip(self._units, self._shards, strict=True)
+        }
+        for root in reversed(self._roots[j]):
+            if root not in known or num_gathered(root) > 1:
+                return
+            yield known[root]
+
     def _reduce(self, j: int) -> None:
         self._to_reduce.remove(j)
-        for root in reversed(self._roots[j]):
-            root.set_requires_gradient_sync(True)
-            root.set_reshard_after_backward(True)
-            root.set_is_last_backward(True)
+        roots = [*reversed(self._roots[j])]
+        for root in roots[self._last_pass.num_reduced :]:
+            set_last(root)
             finish_backward(root)
 
 
 #: The tasks that add to gradients of parameters.
 _ADDS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-
-
-def _roots_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the outermost modules that FSDP gathers."""
-    if _is_of_fsdp(module):
-        if next(module.parameters(), None) is not None:
-            yield module
-        return
-    for child in module.children():
-        yield from _roots_of(child)
-
-
-def _units_of(root: nn.Module) -> Iterator[_Unit]:
-    """Yield the modules below that FSDP gathers, and have parameters."""
-    for module in root.modules():
-        if _is_of_fsdp(module):
-            places = list(_places_of(module))
-            if places:
-                yield _Unit(module, places)
-
-
-def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield where the parameters are that FSDP gathers with a module."""
-    for key, parameter in module._parameters.items():
-        if hasattr(parameter, "device_mesh"):
-            yield module, key
-    for child in module.children():
-        if not _is_of_fsdp(child):
-            yield from _places_of(child)
-
-
-def _is_of_fsdp(module: nn.Module) -> bool:
-    return hasattr(module, "set_requires_gradient_sync")
 
 
 def _check_ties(ties: Sequence[Tie], layers: Mapping[str, nn.Module]) -> None:

@@ -5,10 +5,10 @@
       archive/data/0, 1, …   the bytes of tensors, which stay where they are in memory
       archive/byteorder
 
-torch's own restricted unpickler calls functions and sets attributes that a file names, and before
-torch 2.10 a file can corrupt memory through it (CVE-2026-24747). The values that it accepts by
-default are read here too, except for sparse, quantized and nested tensors; attributes that were set
-on a tensor are ignored.
+torch's own restricted unpickler (``weights_only=True``) calls functions and sets attributes that a
+file names, and a short file can take it any time and memory: both seen with torch 2.13. The values
+that it accepts by default are read here too, except for sparse, quantized and nested tensors;
+attributes that were set on a tensor are ignored.
 """
 
 from __future__ import annotations
@@ -59,11 +59,22 @@ def read_archive(data: memoryview) -> Any:
     return _Maker(lambda key: records[f"{prefix}data/{key}"]).make(root)
 
 
-def saved_copy(value: Any) -> Any:
-    """Return what would be loaded of a value; raises where it cannot be saved or loaded."""
+def saved_copy(name: str, value: Any) -> Any:
+    """Return what would be loaded of a value.
+
+    Raises:
+        TypeError: it cannot be saved so that it can be loaded again.
+    """
     file = io.BytesIO()
-    torch.save(value, file)
-    return read_archive(memoryview(bytearray(file.getbuffer())))
+    try:
+        torch.save(value, file)
+        return read_archive(memoryview(bytearray(file.getbuffer())))
+    except Exception as error:
+        raise TypeError(
+            f"{name} cannot be saved so that it can be loaded again: {error}\n"
+            "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; "
+            "and objects whose state_dict() is made of them"
+        ) from error
 
 
 def _records(data: memoryview) -> dict[str, memoryview]:
@@ -150,15 +161,16 @@ class _Maker:
             return tuple(self.make(item, depth) for item in record)
         if record.of in _TENSORS or record.of == PERSISTENT:
             return self._tensor(record, depth)
-        items = [self.make(item, depth) for item in record.items]
-        args = self.make(record.args, depth) if record.args else ()
-        make = _MAKERS[record.of]
         if record.state is not None and record.of != _ORDERED:
             raise SavedStateError(f"a {record.of} has a state of its own")
         if record.items and record.of not in (DICT, SET, _ORDERED):
             raise SavedStateError(f"a {record.of} has items")
+        items = [self.make(item, depth) for item in record.items]
+        args = self.make(record.args, depth) if record.args else ()
         try:
-            value = make(args, items)
+            value = _MAKERS[record.of](*args)
+            if items:
+                value.update(items)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise SavedStateError(f"a {record.of} is made of what does not fit: {error}") from None
         if record.state is not None:  # versions that nn.Module.state_dict adds
@@ -264,37 +276,34 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _layout(args: Any) -> torch.layout:
-    if args != ("torch.strided",):
+def _layout(name: Any) -> torch.layout:
+    if name != "torch.strided":
         raise ValueError("it is not torch.strided")
     return torch.strided
 
 
-def _encoded(args: Any) -> bytes:
-    if not args or type(args[0]) is bytes:
-        return b"".join(args)
-    text, encoding = args
+def _encoded(text: Any = b"", encoding: Any = None) -> bytes:
+    if type(text) is bytes:
+        return text
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"{shown(encoding)} is not Latin-1")
     return bytes(text, "latin-1")
 
 
-def _size(args: Any) -> torch.Size:
-    [values] = args
+def _size(values: Any) -> torch.Size:
     if not _are_sizes(tuple(values)):
         raise ValueError("it has no sizes")
     return torch.Size(values)
 
 
-def _device(args: Any) -> torch.device:
-    if type(args[0]) is not str or any(type(index) is not int for index in args[1:]):
+def _device(name: Any, *index: Any) -> torch.device:
+    if type(name) is not str or any(type(number) is not int for number in index):
         raise ValueError("it has no name")
-    return torch.device(*args)
+    return torch.device(name, *index)
 
 
-def _counter(args: Any) -> Counter[Any]:
-    [counts] = args or ({},)
-    if type(counts) is not dict:
+def _counter(counts: Any = None) -> Counter[Any]:
+    if type(counts) not in (dict, type(None)):
         raise TypeError("it has no counts")
     return Counter(counts)
 
@@ -303,20 +312,20 @@ _ORDERED = Name("collections", "OrderedDict")
 _TENSOR, _PARAMETER = Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter")
 _UNTYPED, _OLD_UNTYPED = Name("torch.storage", "UntypedStorage"), Name("torch", "UntypedStorage")
 
-#: How a value is made of a record's arguments and items; wrong ones raise an exception.
-_MAKERS: dict[Name, Callable[[Any, Any], Any]] = {
-    DICT: lambda args, items: dict(items),
-    SET: lambda args, items: set(items),
-    _ORDERED: lambda args, items: OrderedDict([*(args[0] if args else ()), *items]),
-    Name("collections", "Counter"): lambda args, items: _counter(args),
-    Name("builtins", "set"): lambda args, items: set(*args),
-    Name("builtins", "complex"): lambda args, items: complex(*args),
-    Name("builtins", "bytearray"): lambda args, items: bytearray(_encoded(args)),
-    Name("builtins", "bytes"): lambda args, items: _encoded(args),
-    Name("_codecs", "encode"): lambda args, items: _encoded(args),
-    Name("torch", "Size"): lambda args, items: _size(args),
-    Name("torch", "device"): lambda args, items: _device(args),
-    Name("torch.serialization", "_get_layout"): lambda args, items: _layout(args),
+#: What is called with a record's arguments; wrong ones raise an exception.
+_MAKERS: dict[Name, Callable[..., Any]] = {
+    DICT: dict,
+    SET: set,
+    _ORDERED: OrderedDict,
+    Name("collections", "Counter"): _counter,
+    Name("builtins", "set"): set,
+    Name("builtins", "complex"): complex,
+    Name("builtins", "bytearray"): lambda *args: bytearray(_encoded(*args)),
+    Name("builtins", "bytes"): _encoded,
+    Name("_codecs", "encode"): _encoded,
+    Name("torch", "Size"): _size,
+    Name("torch", "device"): _device,
+    Name("torch.serialization", "_get_layout"): _layout,
 }
 
 _TENSORS = {

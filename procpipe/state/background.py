@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
 from procpipe.forks import give_up_in_children
 from procpipe.notes import write_note
 from procpipe.state.files import INDEX, merge_parts, write_part
-from procpipe.state.folders import Draft, Hold
+from procpipe.state.folders import Draft, Hold, not_shared
 from procpipe.state.member import Member
 
 #: How often a thread looks at the folder: first, and at most, each time twice as long.
@@ -71,10 +70,8 @@ class Target:
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's part."""
         if not self.path.is_dir():
-            raise FileNotFoundError(
-                f"rank {self.rank} does not find {self.path} on {socket.gethostname()}, where rank "
-                "0 has made it: save to a folder on a file system that all ranks share"
-            )
+            where = "where rank 0 has made it"
+            raise not_shared(self.rank, self.path, where, "save to a folder on")
         if self.draft is None:
             self._hold = Hold(self.path)
         write_part(self.part_of(self.rank), values)
@@ -92,11 +89,8 @@ class Target:
         assert self.draft is not None, "only rank 0 publishes"
         for rank in range(self.num_ranks):
             if not self.has_part_of(rank):
-                raise FileNotFoundError(
-                    f"rank 0 does not find {self.part_of(rank)} on {socket.gethostname()}, which "
-                    f"rank {rank} has written: save to a folder on a file system that all ranks "
-                    "share"
-                )
+                which = f"which rank {rank} has written"
+                raise not_shared(0, self.part_of(rank), which, "save to a folder on")
         merge_parts(self.path, [self.part_of(rank).name for rank in range(self.num_ranks)])
         self.draft.publish(self.keep)
 

@@ -13,7 +13,7 @@ own stage's parameter groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,30 +44,13 @@ def snapshot(extra: Extra | None, rank: int) -> dict[str, Any]:
         if isinstance(value, Resumable) and rank > 0:
             continue
         state = value.state_dict() if isinstance(value, _HasState) else value
-        found[key_of(name, rank)] = _copy_through_file(name, state)
+        found[key_of(name, rank)] = saved_copy(f"extra[{name!r}]", state)
     return found
 
 
 def key_of(name: str, rank: int) -> str:
     """Return the key of a rank's value of a name."""
     return f"extra.{name}" if rank == 0 else f"ranks.{rank}.extra.{name}"
-
-
-def key_for(name: str, rank: int, saved: Iterable[str], *, is_same_cut: bool) -> str:
-    """Return the key of the value that a rank is to load."""
-    own = key_of(name, rank)
-    return own if is_same_cut and own in saved else key_of(name, 0)
-
-
-def names_in(saved: Iterable[str]) -> list[str]:
-    """Return the names of all that was saved."""
-    return sorted(key.removeprefix("extra.") for key in saved if key.startswith("extra."))
-
-
-def copies_of(name: str, saved: Iterable[str], num_ranks: int) -> dict[int, str]:
-    """Return the keys of the other ranks' values of a name, by rank."""
-    keys = {rank: key_of(name, rank) for rank in range(1, num_ranks)}
-    return {rank: key for rank, key in keys.items() if key in saved}
 
 
 def load_extra(extra: Extra, name: str, value: Any) -> None:
@@ -99,15 +82,3 @@ def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
     ):
         return True
     return not may_numbers and bool(ours != theirs)
-
-
-def _copy_through_file(name: str, state: Any) -> Any:
-    """Return what would be loaded of a value."""
-    try:
-        return saved_copy(state)
-    except Exception as error:
-        raise TypeError(
-            f"extra[{name!r}] cannot be saved so that it can be loaded again: {error}\n"
-            "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; "
-            "and objects whose state_dict() is made of them"
-        ) from error

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
-from procpipe.state.archives import read_archive, saved_copy
-from procpipe.state.folders import sync_folder
+from procpipe.state.archives import read_archive
+from procpipe.state.folders import METADATA, sync_folder
 from procpipe.state.index import (
     Chunk,
     IndexEntry,
@@ -40,7 +40,7 @@ from procpipe.state.index import (
     to_metadata,
 )
 
-INDEX, METADATA = "procpipe.json", ".metadata"
+INDEX = "procpipe.json"
 _VALUES = "__0_0.distcp"
 
 #: An index is read as a whole; 100 bytes or so are one value.
@@ -59,7 +59,7 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
     """Write values into a new folder of their own; all is on the disk when its index appears.
 
     Raises:
-        TypeError: a value that could not be read again.
+        TypeError: a tensor that is not dense.
     """
     folder.mkdir()
     entries: dict[str, IndexEntry] = {}
@@ -69,13 +69,6 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
             offset = file.tell()
             if isinstance(value, Tensor):
                 value = _plain(key, value)
-            elif type(value) not in (bool, int, float, str):
-                try:
-                    saved_copy(value)
-                except Exception as error:
-                    raise TypeError(
-                        f"{key} cannot be saved so that it can be loaded again: {error}"
-                    ) from error
             torch.save(value, sink)  # type: ignore[arg-type]
             dtype, shape = (
                 (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())

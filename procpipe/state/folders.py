@@ -22,9 +22,13 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+#: torch's index, which each saved state has.
+METADATA = ".metadata"
 
 _NAME = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -53,12 +57,20 @@ def saved_in(root: Path) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.number)
 
 
-def find(path: Path, step: int | None, index_name: str) -> Entry | None:
+def find(path: Path, step: int | None = None) -> Entry | None:
     """Return the newest saved state of a run; or ``path`` itself, if it is one saved state."""
-    if step is None and (path / index_name).is_file():
+    if step is None and (path / METADATA).is_file():
         return Entry(0, None, path)
     fitting = [entry for entry in saved_in(path) if step is None or entry.step == step]
     return fitting[-1] if fitting else None
+
+
+def not_shared(rank: int, path: Path, where_it_is: str, do: str) -> FileNotFoundError:
+    """Return the error of a rank that does not find what another rank has made or found."""
+    return FileNotFoundError(
+        f"rank {rank} does not find {path} on {socket.gethostname()}, {where_it_is}: {do} a file "
+        "system that all ranks share"
+    )
 
 
 class Draft:
@@ -82,7 +94,7 @@ class Draft:
                 self.path.mkdir()
             except FileExistsError:
                 continue  # another job was faster
-            self._hold = Hold(self.path, is_new=True)
+            self._hold = Hold(self.path, fcntl.LOCK_EX, fcntl.LOCK_SH)
             # Another job removed ours before we locked it, or published before we made it.
             if self._hold.is_held and all(entry.number < number for entry in saved_in(root)):
                 break
@@ -107,26 +119,36 @@ class Draft:
 
 
 class Hold:
-    """A shared lock on a folder, so that no job removes it, under whatever name.
+    """A lock on a folder, by default shared, so that no job removes it, under whatever name.
 
-    A folder that we have just made (``is_new``) is locked exclusively first, in case another job
-    has removed it since and made one of the same name.
+    A folder that we have just made is locked exclusively first, in case another job has removed it
+    since and made one of the same name. If another process has the lock, or the folder is gone, it
+    is not held.
     """
 
-    def __init__(self, path: Path, *, is_new: bool = False) -> None:
-        self._descriptor = _lock(path, *[fcntl.LOCK_EX] * is_new, fcntl.LOCK_SH)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it is locked; not if another job is removing it."""
-        return self._descriptor >= 0
+    def __init__(self, path: Path, *modes: int) -> None:
+        self.is_held = False
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            return
+        try:
+            for mode in modes or (fcntl.LOCK_SH,):  # unlocked for a moment between two
+                fcntl.flock(self._descriptor, mode | fcntl.LOCK_NB)
+            # Before we had the lock, another folder may have taken its place.
+            self.is_held = os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        finally:
+            if not self.is_held:
+                os.close(self._descriptor)
 
     def let_go(self) -> None:
         """Unlock it, if it is locked."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked process has it
-            os.close(descriptor)
+        if self.is_held:
+            self.is_held = False
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a forked process has it
+            os.close(self._descriptor)
 
 
 def _numbers_of_drafts(root: Path) -> list[int]:
@@ -153,33 +175,11 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    descriptor = _lock(path, fcntl.LOCK_EX)
+    hold = Hold(path, fcntl.LOCK_EX)
     try:
-        yield descriptor >= 0
+        yield hold.is_held
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _lock(path: Path, *modes: int) -> int:
-    """Lock a folder without waiting; return its descriptor, or -1 if it is locked or gone."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return -1
-    try:
-        for mode in modes:  # unlocked for a moment between two
-            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
-        # Before we had the lock, another folder may have taken its place.
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return -1
+        hold.let_go()
 
 
 def sync_folder(folder: Path) -> None:

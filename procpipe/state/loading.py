@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
-from procpipe.state import extras, generators, optimizers, sharded
-from procpipe.state.files import METADATA, read_index
-from procpipe.state.folders import find, saved_in
+from procpipe.state import extras, generators, optimizers
+from procpipe.state.files import read_index
+from procpipe.state.folders import find, not_shared, saved_in
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.sources import Shapes
-from procpipe.state.weights import all_faults, under, weights_faults
+from procpipe.state.sources import source_of, under
+from procpipe.state.weights import all_faults, read_weights, weights_faults
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,12 @@ def load(
 
     Source: ``torch.distributed.checkpoint.load``.
     """
-    listed = optimizers.listed(optimizer)
     member = Member.of(module)
     with member.call("state.load") as agree:
         member = member.among(agree)
         where = agree(None, lambda _: _find(Path(folder), step))  # 1
         if where["path"] is not None:
-            loading = _Loading(member, listed, extra, where, strict=strict)
+            loading = _Loading(member, optimizer, extra, where, strict=strict)
             faults = agree(loading.facts(), loading.faults_of_all)  # 2, 3
             if not faults:
                 loading.read()  # 4
@@ -135,7 +133,7 @@ def load(
 
 def _find(folder: Path, step: int | None) -> dict[str, Any]:
     """Look for a saved state, on rank 0; the answer is plain JSON."""
-    entry = find(folder, step, METADATA)
+    entry = find(folder, step)
     if entry is not None:
         return {"path": str(entry.path.absolute()), "step": entry.step}
     others = [str(other.step) for other in saved_in(folder) if other.step is not None]
@@ -156,27 +154,23 @@ class _Loading:
     def __init__(
         self,
         member: Member,
-        listed: list[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] | None,
         extra: extras.Extra | None,
         where: dict[str, Any],
         *,
         strict: bool,
     ) -> None:
-
         self._module, self._device, self._rank = member.module, member.device, member.rank
-        self._optimizers = listed
         self._extra = extra
         self._strict = strict
-        self._names = optimizers.Names(member.module, listed)
+        self._names = optimizers.Names(member.module, optimizer)
         self._keys = FileKeys.of(member.module)
         path = Path(where["path"])
         if not path.is_dir():
-            raise FileNotFoundError(
-                f"rank {self._rank} does not find {path} on {socket.gethostname()}, where rank 0 "
-                "has found it: load from a file system that all ranks share"
-            )
+            raise not_shared(self._rank, path, "where rank 0 has found it", "load from")
         self._index = read_index(path)
         self._shapes = self._index.shapes
+        self._weights = source_of(self._index)
         about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == member.num_ranks
@@ -206,42 +200,42 @@ class _Loading:
     def facts(self) -> dict[str, Any]:
         """Return this rank's keys and faults, for rank 0."""
         faults = weights_faults(
-            self._module,
+            self._module.state_dict(),
             self._keys,
-            self._weight_shapes(),
+            self._weights.shapes,
             strict=self._strict,
             must_be_same_dtype=self._strict,
+            layers=self._module.named_children(),
         )
         faults += self._optimizer_faults() + self._extra_faults()
         return {"keys": self._keys.facts(), "faults": faults}
 
     def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
         """Return the faults of all ranks, on rank 0."""
-        return all_faults(facts, self._weight_shapes(), strict=self._strict)
-
-    def _weight_shapes(self) -> Shapes:
-        return under("model.", self._shapes)
+        return all_faults(facts, self._weights.shapes, strict=self._strict)
 
     def _optimizer_faults(self) -> list[str]:
-        if not self._optimizers:
+        if not self._names.optimizers:
             return []
         if not any(key.startswith("optimizer.") for key in self._shapes):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        keys, missing = optimizers.option_keys(self._names, self._optimizers, self._shapes)
-        conflicts = optimizers.conflicts(self._names, self._optimizers, self._index.read(keys))
-        faults, unsure = optimizers.state_faults(
-            self._names, self._optimizers, self._shapes, strict=self._strict
+        options = self._index.read(
+            optimizers.saved_keys(self._names, self._shapes, optimizers.OPTIONS)
         )
-        read = self._index.read(unsure)
+        faults = optimizers.conflicts(self._names, options)
+        unfit, unsure = optimizers.state_faults(self._names, self._shapes, strict=self._strict)
+        faults += unfit
         faults += [
-            f"{key} is no tensor, but must be one" for key in unsure if read[key] is not None
+            f"{key} is no tensor, but must be one"
+            for key, value in self._index.read(unsure).items()
+            if value is not None
         ]
-        return conflicts + faults + (missing if self._strict else [])
+        return faults + (optimizers.missing(self._names, options) if self._strict else [])
 
     def _extra_faults(self) -> list[str]:
         if self._extra is None or self._rank > 0:
             return []
-        saved = extras.names_in(self._shapes)
+        saved = sorted(under("extra.", self._shapes))
         faults = []
         if self._strict:
             faults += [f"extra {n!r} was not saved" for n in self._extra if n not in saved]
@@ -255,10 +249,10 @@ class _Loading:
 
     def _carry_fault(self, name: str) -> str | None:
         """Return why a value does not fit another number of stages; None if it does."""
-        copies = extras.copies_of(name, self._shapes, self.saved.num_stages or 1)
+        first, *others = (extras.key_of(name, rank) for rank in range(self.saved.num_stages or 1))
+        copies = {rank: key for rank, key in enumerate(others, 1) if key in self._shapes}
         if not copies:
             return None
-        first = extras.key_of(name, 0)
         read = self._index.read([first, *copies.values()])
         assert self._extra is not None, "it was asked for"
         is_scheduler = isinstance(self._extra[name], LRScheduler)
@@ -280,42 +274,28 @@ class _Loading:
 
     def read(self) -> None:
         """Read all that this rank needs."""
-        self._read_weights()
+        read_weights(self._module, self._keys, self._weights)
         self._read_optimizers()
         self._read_extra()
         self._read_generators()
 
-    def _read_weights(self) -> None:
-        ours = self._module.state_dict()
-        # Straight into the parameters' memory, which a state dict shares.
-        names = self._keys.to_read(self._weight_shapes())
-        into = {
-            f"model.{names[key]}": ours[key]
-            for key in names
-            if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
-        }
-        read = self._index.read([f"model.{name}" for name in dict.fromkeys(names.values())], into)
-        for key, name in names.items():
-            ours[key] = sharded.like(read[f"model.{name}"], ours[key])
-        self._module.load_state_dict(ours)
-
     def _read_optimizers(self) -> None:
-        if not self._optimizers:
+        if not self._names.optimizers:
             return
-        keys, _ = optimizers.option_keys(self._names, self._optimizers, self._shapes)
-        keys += optimizers.state_keys(self._names, self._optimizers, self._shapes)
+        parts = optimizers.OPTIONS, optimizers.STATE
+        keys = optimizers.saved_keys(self._names, self._shapes, *parts)
         empty_groups: dict[str, Any] = {}
         key = f"ranks.{self._rank}.empty_groups"
         if self._is_same_number and key in self._shapes:
             empty_groups = self._index.read([key])[key]
-        read = self._index.read(keys)
-        optimizers.load_into(self._names, self._optimizers, read, empty_groups)
+        optimizers.load_into(self._names, self._index.read(keys), empty_groups)
 
     def _read_extra(self) -> None:
         if self._extra is None:
             return
         for name in list(self._extra):
-            key = extras.key_for(name, self._rank, self._shapes, is_same_cut=self._is_same_cut)
+            own, first = extras.key_of(name, self._rank), extras.key_of(name, 0)
+            key = own if self._is_same_cut and own in self._shapes else first
             if key in self._shapes:
                 extras.load_extra(self._extra, name, self._index.read([key])[key])
 

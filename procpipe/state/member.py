@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Member:
         """
         if not self.shares:
             return self
-        places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=_size_of))
+        places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=itemgetter(1)))
         pipeline, num_pipelines = places
         return replace(
             self,
@@ -101,10 +102,6 @@ class Member:
         with self.module._calls.together(name) as pipeline:
             self.module._issue_or_follow(name)
             yield pipeline.control.agree
-
-
-def _size_of(place: Sequence[int]) -> int:
-    return place[1]
 
 
 def raise_faults(headline: str, faults: list[str]) -> None:

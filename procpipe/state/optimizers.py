@@ -25,29 +25,30 @@ from procpipe.stage import Stage
 from procpipe.state import sharded
 from procpipe.state.sources import Shapes
 
-_STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
+STATE, OPTIONS = "optimizer.state", "optimizer.param_groups"
 
 #: Entries of a group that identify its parameters, and so are no options of each.
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return what a user gave as one optimizer, several or none."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
 class Names:
-    """The parameters' names in the full model.
+    """One optimizer, several or none, and what their parameters are called in the full model.
+
+    Attributes:
+        shared: the names of parameters that other stages have, too.
+        saved_elsewhere: those of them whose state an earlier stage saves.
 
     Raises:
-        ValueError: a parameter of the optimizers has none, or several optimizers have it.
+        ValueError: a parameter of the optimizers has no name, or several optimizers have it.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+    ) -> None:
+        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self.optimizers: list[Optimizer] = list(several or ())
         self._of = {parameter: name for name, parameter in module.named_parameters()}
-        self._saved_elsewhere: set[str] = set()
+        self.saved_elsewhere: set[str] = set()
         self.shared: tuple[str, ...] = ()
         stand_in: Sequence[Tensor] = ()
         if isinstance(module, Stage):
@@ -55,9 +56,9 @@ class Names:
             self.shared = tuple(copy.name for copy in module._tied.parameters)
             for copy in module._tied.parameters:
                 if copy.stages[0] != module._grid.stage:
-                    self._saved_elsewhere.add(copy.name)
+                    self.saved_elsewhere.add(copy.name)
         seen: set[Tensor] = set()
-        for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):
+        for parameter in (p for _, _, group in self.groups() for p in group["params"]):
             if parameter not in self._of and not any(parameter is one for one in stand_in):
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
@@ -71,39 +72,48 @@ class Names:
                 )
             seen.add(parameter)
 
+    def groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield each group after the index of its optimizer and its own."""
+        for k, optimizer in enumerate(self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                yield k, g, group
+
+    def named(self) -> Iterator[tuple[Optimizer, Tensor, str]]:
+        """Yield the parameters that have names, each after its optimizer."""
+        for k, _, group in self.groups():
+            for parameter, name in zip(group["params"], self.in_group(group), strict=True):
+                if name is not None:
+                    yield self.optimizers[k], parameter, name
+
     def in_group(self, group: dict[str, Any]) -> list[str | None]:
         """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
 
-    def is_saved_here(self, name: str | None) -> bool:
-        """Return whether this process saves a parameter's state: that of the first stage does."""
-        return name is not None and name not in self._saved_elsewhere
 
-
-def values_of(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def values_of(names: Names) -> dict[str, Any]:
     """Return all state and options by key; tensors are the optimizer's own."""
     found: dict[str, Any] = {}
-    for optimizer in optimizers:
+    for optimizer in names.optimizers:
         packed = optimizer.state_dict()
         for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for number, name in zip(numbered["params"], names.in_group(group), strict=True):
-                if not names.is_saved_here(name):
+                if name is None or name in names.saved_elsewhere:
                     continue
-                found |= _flat(f"{_STATE}.{name}", packed["state"].get(number, {}))
+                found |= _flat(f"{STATE}.{name}", packed["state"].get(number, {}))
                 found |= {
-                    f"{_GROUPS}.{name}.{option}": value
+                    f"{OPTIONS}.{name}.{option}": value
                     for option, value in numbered.items()
                     if option not in _NOT_OPTIONS
                 }
     return found
 
 
-def shared_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
+def shared_options(names: Names) -> dict[str, dict[str, str]]:
     """Return the options, as text, of each parameter that other stages have, too."""
-    found: dict[str, dict[str, str]] = {name: {} for name in names.shared} if optimizers else {}
-    for k, _, group in _groups(optimizers):
+    found: dict[str, dict[str, str]] = {name: {} for name in names.shared if names.optimizers}
+    for k, _, group in names.groups():
         options = {key: _text(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-        options["class"] = type(optimizers[k]).__qualname__
+        options["class"] = type(names.optimizers[k]).__qualname__
         found |= {name: options for name in names.in_group(group) if name in found}
     return found
 
@@ -134,53 +144,48 @@ def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
                     )
 
 
-def group_options(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+def group_options(names: Names) -> dict[str, dict[str, Any]]:
     """Return the options of groups that are empty on this stage, by their place."""
     return {
         f"{k}.{g}": {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        for k, g, group in _groups(optimizers)
+        for k, g, group in names.groups()
         if not any(names.in_group(group))
     }
 
 
-def option_keys(
-    names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]
-) -> tuple[list[str], list[str]]:
-    """Return the keys of the saved options of these optimizers' parameters, and faults."""
-    ordered, faults, keys = sorted(saved), [], []
-    for _, _, name in _named(names, optimizers):
-        found = _below(f"{_GROUPS}.{name}.", ordered)
-        keys += found
-        if not found:
-            faults.append(f"the optimizer's state of {name} is not in it")
-    return keys, faults
-
-
-def state_keys(names: Names, optimizers: Sequence[Optimizer], saved: Iterable[str]) -> list[str]:
-    """Return the keys of the saved state of these optimizers' parameters."""
+def saved_keys(names: Names, saved: Iterable[str], *parts: str) -> list[str]:
+    """Return the keys of these parts of the optimizers' saved state: STATE, OPTIONS or both."""
     ordered = sorted(saved)
-    members = _named(names, optimizers)
-    return [key for _, _, name in members for key in _below(f"{_STATE}.{name}.", ordered)]
+    prefixes = [f"{part}.{name}." for part in parts for *_, name in names.named()]
+    return [key for prefix in prefixes for key in _below(prefix, ordered)]
 
 
-def state_faults(
-    names: Names, optimizers: Sequence[Optimizer], saved: Shapes, *, strict: bool
-) -> tuple[list[str], list[str]]:
+def missing(names: Names, options: Iterable[str]) -> list[str]:
+    """Return a fault for each parameter of which no options are among these keys."""
+    ordered = sorted(options)
+    return [
+        f"the optimizer's state of {name} is not in it"
+        for _, _, name in names.named()
+        if not _below(f"{OPTIONS}.{name}.", ordered)
+    ]
+
+
+def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str], list[str]]:
     """Find tensors of the saved state whose shape or dtype does not fit.
 
     Returns:
         The faults; and the keys of other values, which must be None in place of a tensor.
     """
     ordered, faults, unsure = sorted(saved), [], []
-    for k, parameter, name in _named(names, optimizers):
-        prefix = f"{_STATE}.{name}."
+    for optimizer, parameter, name in names.named():
+        prefix = f"{STATE}.{name}."
         for key in _below(prefix, ordered):
             part = key.removeprefix(prefix)
-            needed = _shape_of_state(optimizers[k], parameter, part)
+            needed = _shape_of_state(optimizer, parameter, part)
             found = saved[key]
             if needed is None or (found is None and needed == ()):
                 continue
-            now = optimizers[k].state.get(parameter, {}).get(part)
+            now = optimizer.state.get(parameter, {}).get(part)
             dtype = (now if isinstance(now, Tensor) else parameter).dtype
             if found is None:
                 unsure.append(key)
@@ -195,12 +200,6 @@ def state_faults(
     return faults, unsure
 
 
-def _num_numbers(optimizer: Optimizer) -> int:
-    """Return how many real numbers an optimizer's parameters have together."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
-
-
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
     """Return the shape of a tensor of a parameter's state; None if it is unknown.
 
@@ -210,8 +209,10 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
         now = optimizer.state.get(parameter, {}).get(part)
         return tuple(now.shape) if isinstance(now, Tensor) else None
     shape = tuple(parameter.shape)
-    if isinstance(optimizer, torch.optim.LBFGS):  # of all parameters together
-        return (_num_numbers(optimizer),) if part in ("d", "prev_flat_grad") else None
+    if isinstance(optimizer, torch.optim.LBFGS):  # the real numbers of all parameters together
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        num_numbers = sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
+        return (num_numbers,) if part in ("d", "prev_flat_grad") else None
     if part == "row_var":
         return (*shape[:-1], 1)
     if part == "col_var":
@@ -219,19 +220,20 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
     return () if part in ("step", "eta", "mu", "mu_product") else shape
 
 
-def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any]) -> list[str]:
+def conflicts(names: Names, read: dict[str, Any]) -> list[str]:
     """Return conflicts: options of another optimizer, or different ones in one group."""
     ordered, faults = sorted(read), []
-    for k, g, group in _groups(optimizers):
+    for k, g, group in names.groups():
+        optimizer = names.optimizers[k]
         members = [name for name in names.in_group(group) if name is not None]
         options = [_options_of(name, ordered, read) for name in members]
         # Either may have more: schedulers and newer versions of torch add options.
         unknown = [option for option in (options[0] if options else ()) if option not in group]
-        missing = [o for o in optimizers[k].defaults if options and o not in options[0]]
+        missing = [o for o in optimizer.defaults if options and o not in options[0]]
         if options[0:1] != [{}] and unknown and missing:
             faults.append(
                 f"the state of {members[0]} was saved by another kind of optimizer than "
-                f"{type(optimizers[k]).__name__}: it has {', '.join(sorted(unknown))}, but not "
+                f"{type(optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
                 f"{', '.join(sorted(missing))}"
             )
             continue
@@ -247,17 +249,14 @@ def conflicts(names: Names, optimizers: Sequence[Optimizer], read: dict[str, Any
 
 
 def load_into(
-    names: Names,
-    optimizers: Sequence[Optimizer],
-    read: dict[str, Any],
-    of_empty_groups: dict[str, dict[str, Any]],
+    names: Names, read: dict[str, Any], of_empty_groups: dict[str, dict[str, Any]]
 ) -> None:
     """Load values of :func:`values_of`, perhaps saved with other groups and another balance.
 
     ``of_empty_groups`` is the result of :func:`group_options`, if it is for these groups.
     """
     ordered = sorted(read)
-    for k, optimizer in enumerate(optimizers):
+    for k, optimizer in enumerate(names.optimizers):
         packed = optimizer.state_dict()
         state: dict[int, Any] = {}
         for g, (group, numbered) in enumerate(
@@ -266,7 +265,7 @@ def load_into(
             members = names.in_group(group)
             numbers = zip(numbered["params"], members, group["params"], strict=True)
             for number, name, parameter in numbers:
-                found = _nested(f"{_STATE}.{name}.", ordered, read) if name else {}
+                found = _nested(f"{STATE}.{name}.", ordered, read) if name else {}
                 if found:
                     state[number] = {
                         part: sharded.like(value, parameter) for part, value in found.items()
@@ -275,20 +274,6 @@ def load_into(
             options = _options_of(named[0], ordered, read) if named else {}
             numbered |= options or of_empty_groups.get(f"{k}.{g}", {})
         optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    for k, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            yield k, g, group
-
-
-def _named(names: Names, optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Tensor, str]]:
-    """Yield the parameters that have names, each after the index of its optimizer."""
-    for k, _, group in _groups(optimizers):
-        for parameter, name in zip(group["params"], names.in_group(group), strict=True):
-            if name is not None:
-                yield k, parameter, name
 
 
 def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
@@ -320,7 +305,7 @@ def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, 
 
 
 def _options_of(name: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
-    prefix = f"{_GROUPS}.{name}."
+    prefix = f"{OPTIONS}.{name}."
     options = {key.removeprefix(prefix): read[key] for key in _below(prefix, ordered)}
     return {option: value for option, value in options.items() if option not in _NOT_OPTIONS}
 

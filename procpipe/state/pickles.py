@@ -7,16 +7,16 @@
 
 No class, function or module is reached from here; the caller makes objects of checked records.
 Opcodes that neither an index nor ``torch.save`` needs are refused. Time and memory are proportional
-to the length of the pickle. Standard library only.
-
-Source: ``pickletools`` describes the opcodes.
+to the length of the pickle. Standard library only: ``pickletools`` decodes the opcodes.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickletools
 import struct
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ class Made:
 #: Stand for what a pickle makes without a name.
 DICT, SET, PERSISTENT = Name("", "dict"), Name("", "set"), Name("", "persistent id")
 
-_Step = Callable[["_Machine"], None]
+_Step = Callable[["_Machine", Any], None]
 
 #: The longest text from a file in an error.
 _SHOWN_CHARACTERS = 200
@@ -63,20 +63,14 @@ def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
     Raises:
         SavedStateError: it is damaged, or uses another name or opcode.
     """
-    machine = _Machine(memoryview(data), allowed)
+    machine = _Machine(allowed)
     try:
-        while not machine.is_done:
-            opcode = machine.byte()
-            step = _STEPS.get(opcode)
-            if step is None:
-                raise SavedStateError(
-                    f"opcode {opcode:#04x} at byte {machine.at - 1} has no use here"
-                )
-            step(machine)
-    except (IndexError, struct.error):
-        raise SavedStateError(f"the pickle is damaged at byte {machine.at}") from None
-    except UnicodeDecodeError as error:
-        raise SavedStateError(f"a text before byte {machine.at} is damaged: {error}") from None
+        for machine.at, name, argument in _opcodes(data):
+            _STEPS[name](machine, argument)
+    except SavedStateError:
+        raise
+    except (IndexError, ValueError) as error:
+        raise SavedStateError(f"the pickle is damaged after byte {machine.at}: {error}") from None
     if machine.marks or len(machine.stack) != 1:
         raise SavedStateError(f"the pickle ends with {len(machine.stack)} values instead of one")
     return machine.stack[0]
@@ -92,44 +86,31 @@ def shown(record: Any) -> str:
     return str(record)[:_SHOWN_CHARACTERS] if type(record) is Name else f"a {type(record).__name__}"
 
 
+def _opcodes(data: bytes | memoryview) -> Iterator[tuple[int, str, Any]]:
+    """Yield where each opcode is, its name and its argument; that of a refused one is not read."""
+    file, name = io.BytesIO(data), ""
+    while name != "STOP":
+        at, code = file.tell(), file.read(1)
+        if code not in _OPCODES:
+            raise SavedStateError(
+                f"opcode 0x{code.hex()} at byte {at} has no use here"
+                if code
+                else f"the pickle is damaged: it ends at byte {at}"
+            )
+        name, argument = _OPCODES[code].name, _OPCODES[code].arg
+        if name == "GLOBAL":  # pickletools would replace what a backslash begins
+            yield at, name, [str(file.readline(), "utf-8").removesuffix("\n") for _ in range(2)]
+        else:
+            yield at, name, argument.reader(file) if argument else None
+
+
 class _Machine:
-    def __init__(self, data: memoryview, allowed: Container[Name]) -> None:
-        self.data = data
+    def __init__(self, allowed: Container[Name]) -> None:
         self.at = 0
         self.allowed = allowed
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.is_done = False
-
-    # -- reading --------------------------------------------------------------------------------
-
-    def byte(self) -> int:
-        self.at += 1
-        return self.data[self.at - 1]
-
-    def take(self, size: int) -> memoryview:
-        if size > len(self.data) - self.at:
-            raise SavedStateError(f"the pickle ends within a value of {size} bytes")
-        self.at += size
-        return self.data[self.at - size : self.at]
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def u32(self) -> int:
-        return int.from_bytes(self.take(4), "little")
-
-    def u64(self) -> int:
-        return int.from_bytes(self.take(8), "little")
-
-    def line(self) -> str:
-        start = self.at
-        while self.byte() != ord("\n"):
-            pass
-        return str(self.data[start : self.at - 1], "utf-8")
-
-    # -- the stack ------------------------------------------------------------------------------
 
     def pop(self) -> Any:
         if self.marks and len(self.stack) <= self.marks[-1]:
@@ -159,9 +140,6 @@ class _Machine:
         if type(of) is not Name or type(args) is not tuple:
             raise SavedStateError(f"at byte {self.at} something is called that is no name")
         self.stack.append(Made(of, args))
-
-    def make_persistent(self) -> None:
-        self.stack.append(Made(PERSISTENT, (self.pop(),)))
 
     def build(self) -> None:
         state, made = self.pop(), self.top()
@@ -199,79 +177,51 @@ class _Machine:
     def put(self, index: int) -> None:
         self.memo[index] = self.top()
 
-    def start(self) -> None:
-        protocol = self.byte()
+    def start(self, protocol: int) -> None:
         if not 2 <= protocol <= 5:
             raise SavedStateError(f"the pickle is of protocol {protocol}, not of 2 to 5")
 
-    def end(self) -> None:
-        self.is_done = True
 
+#: Opcodes whose argument is a value.
+_OF_VALUES = (
+    *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "LONG4"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+)
 
-def _push(value: Callable[[_Machine], Any]) -> _Step:
-    return lambda m: m.stack.append(value(m))
-
-
-def _text(size: Callable[[_Machine], int]) -> _Step:
-    return lambda m: m.stack.append(str(m.take(size(m)), "utf-8", "surrogatepass"))
-
-
-def _bytes(size: Callable[[_Machine], int]) -> _Step:
-    return lambda m: m.stack.append(bytes(m.take(size(m))))
-
-
-def _integer(size: Callable[[_Machine], int]) -> _Step:
-    return lambda m: m.stack.append(int.from_bytes(m.take(size(m)), "little", signed=True))
-
-
-_STEPS: dict[int, _Step] = {
-    ord(code): step
-    for code, step in {
-        "\x80": _Machine.start,
-        "\x95": lambda m: m.take(8),  # a frame: only says how far to read ahead
-        ".": _Machine.end,
-        "(": lambda m: m.marks.append(len(m.stack)),
-        "N": _push(lambda m: None),
-        "\x88": _push(lambda m: True),
-        "\x89": _push(lambda m: False),
-        "J": _push(lambda m: m.number("<i")),
-        "K": _push(_Machine.byte),
-        "M": _push(lambda m: m.number("<H")),
-        "G": _push(lambda m: m.number(">d")),
-        "\x8a": _integer(_Machine.byte),
-        "\x8b": _integer(_Machine.u32),
-        "X": _text(_Machine.u32),
-        "\x8c": _text(_Machine.byte),
-        "\x8d": _text(_Machine.u64),
-        "B": _bytes(_Machine.u32),
-        "C": _bytes(_Machine.byte),
-        "\x8e": _bytes(_Machine.u64),
-        ")": _push(lambda m: ()),
-        "\x85": lambda m: m.make_tuple(1),
-        "\x86": lambda m: m.make_tuple(2),
-        "\x87": lambda m: m.make_tuple(3),
-        "t": lambda m: m.stack.append(tuple(m.pop_to_mark())),
-        "]": _push(lambda m: []),
-        "a": lambda m: m.append([m.pop()]),
-        "e": lambda m: m.append(m.pop_to_mark()),
-        "}": _push(lambda m: Made(DICT)),
-        "s": lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-        "u": lambda m: m.set_items(m.pop_to_mark()),
-        "\x8f": _push(lambda m: Made(SET)),
-        "\x90": lambda m: m.add(m.pop_to_mark()),
-        "c": lambda m: m.name(m.line(), m.line()),
-        "\x93": lambda m: m.name(*[m.pop(), m.pop()][::-1]),
-        "R": _Machine.make,
-        "\x81": _Machine.make,
-        "b": _Machine.build,
-        "Q": _Machine.make_persistent,
-        "q": lambda m: m.put(m.byte()),
-        "r": lambda m: m.put(m.u32()),
-        "\x94": lambda m: m.put(len(m.memo)),
-        "h": lambda m: m.get(m.byte()),
-        "j": lambda m: m.get(m.u32()),
-    }.items()
+_STEPS: dict[str, _Step] = {
+    **dict.fromkeys(("FRAME", "STOP"), lambda m, _: None),
+    **dict.fromkeys(_OF_VALUES, lambda m, value: m.stack.append(value)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "MEMOIZE": lambda m, _: m.put(len(m.memo)),
+    "PROTO": _Machine.start,
+    "MARK": lambda m, _: m.marks.append(len(m.stack)),
+    "NONE": lambda m, _: m.stack.append(None),
+    "NEWTRUE": lambda m, _: m.stack.append(True),
+    "NEWFALSE": lambda m, _: m.stack.append(False),
+    "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
+    "TUPLE1": lambda m, _: m.make_tuple(1),
+    "TUPLE2": lambda m, _: m.make_tuple(2),
+    "TUPLE3": lambda m, _: m.make_tuple(3),
+    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_to_mark())),
+    "EMPTY_LIST": lambda m, _: m.stack.append([]),
+    "APPEND": lambda m, _: m.append([m.pop()]),
+    "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
+    "EMPTY_DICT": lambda m, _: m.stack.append(Made(DICT)),
+    "SETITEM": lambda m, _: m.set_items([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    "EMPTY_SET": lambda m, _: m.stack.append(Made(SET)),
+    "ADDITEMS": lambda m, _: m.add(m.pop_to_mark()),
+    "GLOBAL": lambda m, pair: m.name(*pair),
+    "STACK_GLOBAL": lambda m, _: m.name(*[m.pop(), m.pop()][::-1]),
+    "REDUCE": lambda m, _: m.make(),
+    "NEWOBJ": lambda m, _: m.make(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.stack.append(Made(PERSISTENT, (m.pop(),))),
 }
+
+_OPCODES = {op.code.encode("latin-1"): op for op in pickletools.opcodes if op.name in _STEPS}
 
 
 # -- writing -------------------------------------------------------------------------------------

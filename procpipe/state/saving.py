@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from procpipe.state import extras, generators, optimizers
+from procpipe.state.archives import saved_copy
 from procpipe.state.background import Saving, Target, wait_unfinished
 from procpipe.state.folders import Draft
 from procpipe.state.member import Member
@@ -72,7 +72,6 @@ def save(
     Source: ``torch.distributed.checkpoint.save``.
     """
     member = Member.of(module)
-    listed = optimizers.listed(optimizer)
     with member.call("state.save") as agree:
         wait_unfinished(module)  # 1
         member = member.among(agree)
@@ -92,15 +91,15 @@ def save(
             made.append(draft)
             return [str(draft.path), str(draft.final_path)]
 
-        asked_for = [sorted(extra or ()), len(listed), bool(asynchronous)]
-        shared = optimizers.shared_options(optimizers.Names(module, listed), listed)
-        paths = agree([asked_for, shared], make_draft)  # 2
+        names = optimizers.Names(module, optimizer)
+        asked_for = [sorted(extra or ()), len(names.optimizers), bool(asynchronous)]
+        paths = agree([asked_for, optimizers.shared_options(names)], make_draft)  # 2
         path, final_path = map(Path, json.loads(member.from_first(json.dumps(paths), agree)))
         draft = made[0] if made else None
         target = Target(draft, path, final_path, member.rank, member.num_ranks, keep)
         saving = Saving(member, target)
         try:
-            values = _gather(member, listed, extra, step)  # 3
+            values = _gather(member, names, extra, step)  # 3
             if asynchronous or member.num_pipelines > 1:  # only a folder is common to pipelines
                 saving.start(_copied(values) if asynchronous else values)  # 4
             else:
@@ -128,17 +127,23 @@ def _check_alike(asked_for: list[Any]) -> None:
 
 
 def _gather(
-    member: Member, listed: list[Optimizer], extra: extras.Extra | None, step: int | None
+    member: Member, names: optimizers.Names, extra: extras.Extra | None, step: int | None
 ) -> dict[str, Any]:
-    """Return what this rank saves, by key; tensors are those in use."""
-    names = optimizers.Names(member.module, listed)
+    """Return what this rank saves, by key: tensors that are in use, and copies of other values.
+
+    Raises:
+        TypeError: a value that could not be loaded again.
+    """
     values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
-    values |= optimizers.values_of(names, listed)
+    values |= optimizers.values_of(names)
     values = member.own_share(values)
     own = f"ranks.{member.rank}."
-    values[f"{own}empty_groups"] = optimizers.group_options(names, listed)
+    values[f"{own}empty_groups"] = optimizers.group_options(names)
     for name, state in generators.states(member.device).items():
         values[f"{own}generators.{name}"] = state
+    for key, value in values.items():
+        if not isinstance(value, (Tensor, bool, int, float, str)):
+            values[key] = saved_copy(key, value)
     values |= extras.snapshot(extra, member.rank)
     if member.rank == 0:
         about = {"procpipe": __version__, "torch": str(torch.__version__), "step": step}
@@ -148,10 +153,8 @@ def _gather(
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Return copies in this process's memory."""
+    """Return values with copies of the tensors in this process's memory."""
     return {
-        key: value.detach().to("cpu", copy=True)
-        if isinstance(value, Tensor)
-        else copy.deepcopy(value)
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in values.items()
     }

@@ -31,10 +31,7 @@ def place_of(module: nn.Module) -> tuple[int, int]:
     if found is None:
         return 0, 1
     mesh = found.device_mesh
-    place = 0
-    for index, size in zip(mesh.get_coordinate(), mesh.mesh.shape, strict=True):
-        place = place * size + index
-    return place, mesh.size()
+    return mesh.mesh.flatten().tolist().index(mesh.get_rank()), mesh.size()
 
 
 def whole(values: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from procpipe.errors import SavedStateError
 from procpipe.state.archives import read_archive
-from procpipe.state.files import METADATA, naming, open_regular, read_index
+from procpipe.state.files import Index, naming, open_regular, read_index
 from procpipe.state.folders import find
 from procpipe.state.pieces import Place, read_header
 
@@ -38,12 +38,13 @@ class Source:
 
     Attributes:
         shapes: of its values by key.
-        read: ``read(key, into)`` returns a value; a tensor is read into the given one, if any.
+        read: ``read(into)`` returns the values of the keys of ``into``, each in the tensor that it
+            has for the key, if any.
         is_own: whether ``save`` wrote it, under the model's own keys.
     """
 
     shapes: Shapes
-    read: Callable[[str, Tensor | None], Any]
+    read: Callable[[Mapping[str, Tensor | None]], dict[str, Any]]
     is_own: bool = False
 
 
@@ -55,8 +56,8 @@ def open_source(path: Path) -> Source:
         SavedStateError: it is damaged, of another kind, or names files outside of its folder.
     """
     if path.is_dir():
-        if (entry := find(path, None, METADATA)) is not None:
-            return _of_saved_state(entry.path)
+        if (entry := find(path)) is not None:
+            return source_of(read_index(entry.path))
         for name in _NAMES:
             if (path / name).is_file():
                 return open_source(path / name)
@@ -78,9 +79,25 @@ def open_source(path: Path) -> Source:
     return _of_values(values)
 
 
+def source_of(index: Index) -> Source:
+    """Return the weights of a saved state, under the model's own keys."""
+
+    def read(into: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        tensors = {f"model.{key}": value for key, value in into.items() if value is not None}
+        return under("model.", index.read([f"model.{key}" for key in into], tensors))
+
+    return Source(under("model.", index.shapes), read, "procpipe" in index.shapes)
+
+
+def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose keys begin with a prefix, without it."""
+    return {
+        key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)
+    }
+
+
 def _of_values(values: dict[str, Any]) -> Source:
-    def read(key: str, into: Tensor | None) -> Any:
-        value = values[key]
+    def read_one(value: Any, into: Tensor | None) -> Any:
         if isinstance(value, Place):
             into = torch.empty(value.shape, dtype=value.dtype) if into is None else into
             value.read(into)
@@ -91,22 +108,7 @@ def _of_values(values: dict[str, Any]) -> Source:
         key: (tuple(value.shape), value.dtype) if isinstance(value, Place | Tensor) else None
         for key, value in values.items()
     }
-    return Source(shapes, read)
-
-
-def _of_saved_state(path: Path) -> Source:
-    index = read_index(path)
-
-    def read(key: str, into: Tensor | None) -> Any:
-        key = f"model.{key}"
-        return index.read([key], None if into is None else {key: into})[key]
-
-    shapes = {
-        key.removeprefix("model."): shape
-        for key, shape in index.shapes.items()
-        if key.startswith("model.")
-    }
-    return Source(shapes, read, "procpipe" in index.shapes)
+    return Source(shapes, lambda into: {key: read_one(values[key], into[key]) for key in into})
 
 
 def _values_in(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, advice, collisions, few
-from procpipe.state.member import Member, raise_faults
+from procpipe.state.member import Agree, Member, raise_faults
 from procpipe.state.pieces import write_safetensors
-from procpipe.state.sources import INDEX, SINGLE, Shapes, open_source
+from procpipe.state.sources import INDEX, SINGLE, Shapes, Source, open_source
 
 
 def load_weights(
@@ -70,21 +70,16 @@ def load_weights(
             faults = collisions(named) + all_faults(facts, source.shapes, strict=strict)
             return (advice(named, source.shapes) if faults else []) + faults
 
-        faults = agree(
-            {
-                "keys": file_keys.facts(),
-                "faults": weights_faults(module, file_keys, source.shapes, strict=strict),
-            },
-            all_faults_and_advice,
+        faults = weights_faults(
+            module.state_dict(),
+            file_keys,
+            source.shapes,
+            strict=strict,
+            layers=module.named_children(),
         )
+        faults = agree({"keys": file_keys.facts(), "faults": faults}, all_faults_and_advice)
         if not faults:
-            ours = module.state_dict()
-            with torch.no_grad():
-                for key, name in file_keys.to_read(source.shapes).items():
-                    own = ours[key]  # read into the model's memory, unless that is a shard
-                    is_whole = isinstance(own, Tensor) and not sharded.is_sharded(own)
-                    ours[key] = sharded.like(source.read(name, own if is_whole else None), own)
-            module.load_state_dict(ours)
+            read_weights(module, file_keys, source)
             agree(None, lambda _: None)  # no rank goes on before all have read
     raise_faults(f"the weights in {path} do not fit", faults)
 
@@ -110,11 +105,10 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
 
     Source: the package ``safetensors``; ``huggingface_hub.save_torch_state_dict``.
     """
-    member = Member.of(module)
-    rank, num_ranks = member.rank, member.num_ranks  # of this pipeline
+    one_pipeline = Member.of(module)
     file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
-    with member.call("state.export") as agree:
-        member = member.among(agree)
+    with one_pipeline.call("state.export") as agree:
+        member = one_pipeline.among(agree)
 
         def make_folder(facts: list[Any]) -> dict[str, Any]:
             faults = collisions(chain.from_iterable(facts))
@@ -125,45 +119,71 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
                     raise FileExistsError(f"{folder} is not empty: export to a new folder")
             return {"faults": faults, "folder": str(folder)}
 
-        def write_index(parts: list[Any]) -> None:
-            if num_ranks > 1:
-                weight_map = {key: file for file, names, _ in parts for key in names}
-                size = sum(num_bytes for _, _, num_bytes in parts)
-                text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
-                (folder / f"{INDEX}.tmp").write_text(text)
-                os.rename(folder / f"{INDEX}.tmp", folder / INDEX)
-
         agreed = agree(file_keys.facts(), make_folder)
         folder = Path(agreed["folder"])
         if not agreed["faults"]:
             tensors = member.own_share(_tensors(module, file_keys))
-            one_of_several = f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
-            name = SINGLE if num_ranks == 1 else one_of_several
             if member.pipeline == 0:
-                num_bytes = write_safetensors(folder / name, tensors)
-                agree([name, list(tensors), num_bytes], write_index)
+                write_files(folder, tensors, one_pipeline, agree)
             member.from_first("written", agree)
     raise_faults(f"nothing was written to {path}", agreed["faults"])
+
+
+def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
+    """Write tensors as Hugging Face does: a file a rank, and rank 0 then writes the index.
+
+    Every rank of a pipeline calls it; returns once all have written.
+    """
+    last = f"{member.num_ranks:05d}.safetensors"
+    name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
+    num_bytes = write_safetensors(folder / name, tensors)
+
+    def write_index(parts: list[Any]) -> None:
+        if member.num_ranks > 1:
+            weight_map = {key: file for file, keys, _ in parts for key in keys}
+            size = sum(num_bytes for _, _, num_bytes in parts)
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (folder / f"{INDEX}.tmp").write_text(json.dumps(index, indent=2))
+            os.rename(folder / f"{INDEX}.tmp", folder / INDEX)
+
+    agree([name, list(tensors), num_bytes], write_index)
+
+
+def read_weights(module: nn.Module, keys: FileKeys, source: Source) -> None:
+    """Read a module's values, straight into the memory that its state dict shares."""
+    ours, names = module.state_dict(), keys.to_read(source.shapes)
+    into = {
+        names[key]: ours[key]
+        for key in names
+        if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
+    }
+    with torch.no_grad():
+        read = source.read(into)
+        for key, name in names.items():
+            value = read[name] if name in read else source.read({name: None})[name]
+            ours[key] = sharded.like(value, ours[key])
+    module.load_state_dict(ours)
 
 
 # -- what does not fit ---------------------------------------------------------------------------
 
 
 def weights_faults(
-    module: nn.Module,
+    ours: Mapping[str, Any],
     keys: FileKeys,
     saved: Shapes,
     *,
     strict: bool,
     must_be_same_dtype: bool = False,
+    layers: Iterable[tuple[str, nn.Module]] = (),
 ) -> list[str]:
-    """Return what a module lacks, and what has another shape, or a dtype that does not fit."""
-    layers = dict(module.named_children())
+    """Return what a state dict lacks, and what has another shape, or a dtype that does not fit."""
+    classes = {name: type(layer).__qualname__ for name, layer in layers}
     to_read = keys.to_read(saved)
     missing, unfit = [], []
-    for key, value in module.state_dict().items():
+    for key, value in ours.items():
         layer = key.partition(".")[0]
-        where = f"layer {layer!r} ({type(layers[layer]).__qualname__}): " if layer in layers else ""
+        where = f"layer {layer!r} ({classes[layer]}): " if layer in classes else ""
         name = to_read.get(key, keys.own[key])
         where += key if name == key else f"{key} ({name} in the file)"
         if isinstance(value, Tensor) and value.is_meta:
@@ -190,13 +210,6 @@ def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: boo
     ]
     unexpected = [key for key in saved if key not in known] if strict else []
     return faults + few(f"{key} is there, but no layer of the model has it" for key in unexpected)
-
-
-def under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values whose keys begin with a prefix, without it."""
-    return {
-        key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)
-    }
 
 
 def _tensors(module: nn.Module, keys: FileKeys) -> dict[str, Tensor]:

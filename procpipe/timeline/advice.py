@@ -28,7 +28,8 @@ from procpipe.timeline.idle import median_seconds, replay, split
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 
-#: Divides costs, one a layer, into contiguous parts; returns the number of layers in each.
+#: Divides costs, one a layer, into contiguous parts; returns the number of layers in each:
+#: ``procpipe.balance.blocks``.
 Divide = Callable[[Sequence[float], int], list[int]]
 
 #: A change must make the step shorter by this share to be reported.
@@ -44,13 +45,7 @@ Rows = list[list[Task]]
 
 
 def advise(recording: Recording, step: Step, divide: Divide) -> list[str]:
-    """Describe what would make a step shorter or need less memory.
-
-    Args:
-        recording: the recording of the step.
-        step: the step.
-        divide: finds the best balance; ``procpipe.balance.blocks``.
-    """
+    """Describe what would make a step of a recording shorter or need less memory."""
     of = _Advisor(recording, step, divide)
     found = (
         *(of.balance(), of.chunks(), of.schedule()),

@@ -86,11 +86,7 @@ def drift_ppm(readings: Sequence[ClockReading]) -> float | None:
 
 
 class Clocks:
-    """One rank's part in comparing clocks; every rank makes one.
-
-    Args:
-        mesh: this rank's sockets.
-    """
+    """One rank's part in comparing clocks; every rank makes one."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

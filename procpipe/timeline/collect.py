@@ -95,18 +95,10 @@ class Kept:
 
 
 class Tracing(Observer):
-    """One rank's part in the recording of a run; every rank makes one.
+    """One rank's part in the recording of a run; every rank makes one, and rank 0 writes the file.
 
-    Args:
-        path: where rank 0 writes.
-        mesh: this rank's sockets.
-        clocks: this rank's part in comparing clocks.
-        facts: what the stages were made with; plain JSON, put into the file.
-        recorder: observes this rank's steps, and ends them before this one does.
-        plan_text: returns the text of an order's plan.
-
-    Attributes:
-        clocks: see above.
+    The facts are what the stages were made with; plain JSON, put into the file. The recorder
+    observes this rank's steps, and ends them before this one does.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
-from procpipe.plan.schedules.rows import makers
+from procpipe.plan.schedules.rows import cycles_of_rows, makers
 from procpipe.plan.task import Task
 from procpipe.run.statistics import Split
 from procpipe.timeline.recording import Step
@@ -113,29 +113,16 @@ def _grouped(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, list[fl
 def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Replay:
     """Compute the times of tasks without transfers, each as early as its stage's order allows.
 
-    Args:
-        rows: the tasks of each stage, in order.
-        seconds: how long a task takes.
-
     Raises:
         ValueError: the stages would wait for each other forever.
     """
-    present = {task for row in rows for task in row}
-    num_partitions = 1 + max((task.j for task in present), default=0)
+    num_partitions = 1 + max((task.j for row in rows for task in row), default=0)
     spans_s: dict[Task, tuple[float, float]] = {}
     free_s = [0.0] * len(rows)
-    places = [0] * len(rows)
-    while len(spans_s) < len(present):
-        num_before = len(spans_s)
-        for stage, row in enumerate(rows):
-            for task in row[places[stage] :]:
-                inputs = present.intersection(makers(task, num_partitions))
-                if not inputs <= spans_s.keys():
-                    break
-                start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
-                free_s[stage] = start_s + seconds(task)
-                spans_s[task] = start_s, free_s[stage]
-                places[stage] += 1
-        if len(spans_s) == num_before:
-            raise ValueError("the stages' tasks wait for each other")
+    for cycle in cycles_of_rows(rows, num_partitions):
+        for stage, task in cycle.items():
+            inputs = spans_s.keys() & makers(task, num_partitions)
+            start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
+            free_s[stage] = start_s + seconds(task)
+            spans_s[task] = start_s, free_s[stage]
     return Replay(spans_s, max(free_s, default=0.0))

@@ -44,11 +44,8 @@ def render_text(plan: Plan) -> str:
 def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     """Draw a timeline: a row for each stage, time to the right, dots where a stage idles.
 
-    Tasks that are too short for their number show only their kind, several in a row once.
-
-    Args:
-        timeline: what to draw.
-        width: characters a line.
+    Tasks that are too short for their number show only their kind, several in a row once. A line
+    has ``width`` characters.
     """
     names = [f"stage {j}   " for j in range(timeline.plan.num_stages)]
     margin = max(map(len, names))

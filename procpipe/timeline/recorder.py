@@ -26,11 +26,7 @@ from procpipe.run.trace import Trace
 
 
 class Recorder(Trace):
-    """Records all that happens on one stage, one step at a time.
-
-    Args:
-        device: the stage's device.
-    """
+    """Records all that happens on one stage, one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

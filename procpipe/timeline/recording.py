@@ -11,8 +11,8 @@ from the ranks (``merging.py``) or from a file (``chrome.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from procpipe.plan.task import Task
@@ -215,10 +215,6 @@ class Recording:
     clocks: tuple[Clock, ...]
     layer_s: tuple[float, ...] = ()
     is_closed: bool = True
-    _by_number: dict[int, Step] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_by_number", {step.number: step for step in self.steps})
 
     @property
     def clock_error_s(self) -> float:
@@ -235,11 +231,12 @@ class Recording:
         if number is None:
             if not self.steps:
                 raise KeyError("no step ended on all stages")
-            return picked(self.steps)
-        if number not in self._by_number:
+            return next((step for step in reversed(self.steps) if step.trains), self.steps[-1])
+        found = next((step for step in self.steps if step.number == number), None)
+        if found is None:
             kept = self.kept_text()
             raise KeyError(f"step {number} is not in it: it has {kept} of {self.num_steps}")
-        return self._by_number[number]
+        return found
 
     def like(self, step: Step) -> list[Step]:
         """Return the steps with the same work; without the first of a run if there are others."""
@@ -268,8 +265,3 @@ class Recording:
             return "no step"
         words = [str(a) if a == b else f"{a} to {b}" for a, b in ranges]
         return f"step{'' if len(self.steps) == 1 else 's'} {' and '.join(words)}"
-
-
-def picked(steps: Sequence[Step]) -> Step:
-    """Return the default step: the last that trained, else the last."""
-    return next((step for step in reversed(steps) if step.trains), steps[-1])

@@ -27,7 +27,7 @@ its plans with the orders.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -274,21 +274,12 @@ def _described(candidate: Candidate, case: _Case) -> str:
 
 
 def _grown(costs: Costs, factor: float) -> Costs:
-    def grown(size: int) -> int:
-        return round(size * factor)
+    """Return the costs with more bytes of all that depends on the samples."""
 
-    def all_grown(sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(map(grown, sizes))
+    def grown(size: Any) -> Any:
+        if isinstance(size, Mapping):
+            return {key: grown(one) for key, one in size.items()}
+        return tuple(map(grown, size)) if isinstance(size, tuple) else round(size * factor)
 
-    def each_grown(sizes: Mapping[Any, int]) -> dict[Any, int]:
-        return {key: grown(size) for key, size in sizes.items()}
-
-    return replace(
-        costs,
-        input_bytes=grown(costs.input_bytes),
-        output_bytes=all_grown(costs.output_bytes),
-        skip_bytes=each_grown(costs.skip_bytes),
-        target_bytes=grown(costs.target_bytes),
-        saved_bytes=all_grown(costs.saved_bytes),
-        put_off_bytes=all_grown(costs.put_off_bytes),
-    )
+    names = [f.name for f in fields(costs) if f.name.endswith("_bytes") and f.name != "tied_bytes"]
+    return replace(costs, **{name: grown(getattr(costs, name)) for name in names})

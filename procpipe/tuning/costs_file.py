@@ -32,21 +32,13 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.tuning.model import Layer, Link, Model, TiedLayers
 
 FORMAT = "procpipe layer costs"
 VERSION = 1
-
-T = TypeVar("T")
-N = TypeVar("N", int, float)
-
-#: Reads a JSON value; the second argument is its place, for errors.
-Reader = Callable[[Any, str], T]
 
 #: A limit for seconds and bytes; sums of less stay finite.
 _TOO_MANY = 1 << 63
@@ -116,44 +108,44 @@ def from_text(text: str) -> Measured:
     version = whole.pop(FORMAT)
     if version != VERSION or isinstance(version, bool):
         raise ValueError(f"it is of another version than {VERSION}, which this procpipe reads")
-    found = _Object(whole, "")
-    samples = found.take("samples", _sizes)
-    numbers = partial(_numbers, count=len(samples))
-    readers: dict[str, Reader[Any]] = {**_READERS, "tuple[float, ...]": numbers}
-    read_layer = partial(_layer, readers=readers)
-    layers = found.take("layers", _list_of(read_layer))
-    if not layers:
-        raise ValueError("layers: there is none")
-    num_layers = len(layers)
-    model = Model(
-        samples,
-        layers,
-        found.take("loss", read_layer, None),
-        found.take("skips", _list_of(partial(_skip, readers=readers, num_layers=num_layers)), ()),
-        found.take("input_bytes", numbers, ()),
-        found.take("target_bytes", numbers, ()),
-        found.take("start_s", _pair, (0.0, 0.0)),
-        found.take("shared", _list_of(partial(_shared, num_layers=num_layers)), ()),
-        found.take("ties", _list_of(partial(_tie, layers=layers)), ()),
-    )
-    link = found.take("link", _link, Link())
-    replica_link = found.take("replica_link", _link, None)
-    batch = found.take("batch", _count, samples[-1])
-    device = found.take("device", _text, "")
+    found = _Object(whole, "", 0)
+    samples = found.take("samples", tuple[int, ...])
+    if not samples or list(samples) != sorted(set(samples)):
+        raise ValueError(
+            f"samples: {_shown(samples)} are not sizes in ascending order, at least one"
+        )
+    _check_count(samples[0], "samples[0]")
+    found = _Object(whole, "", len(samples))
+    model = Model(**found.take_fields(Model))
+    _check_model(model)
+    link = found.take("link", Link, Link())
+    replica_link = found.take("replica_link", Link, None)
+    batch = found.take("batch", int, samples[-1])
+    _check_count(batch, "batch")
+    device = found.take("device", str, "")
     found.close()
+    for place, one in (("link", link), ("replica_link", replica_link or link)):
+        if one.bytes_per_s < 1:
+            raise ValueError(
+                f"{place}.bytes_per_s: at {one.bytes_per_s:g} bytes a second nothing arrives"
+            )
     return Measured(model, batch, link, device, replica_link)
 
 
 class _Object:
-    """Reads the entries of a JSON object one by one; none may be left over."""
+    """Reads the entries of a JSON object one by one, each by its type; none may be left over.
 
-    def __init__(self, value: Any, at: str) -> None:
+    ``num_sizes`` is the length of each ``tuple[float, ...]``.
+    """
+
+    def __init__(self, value: Any, at: str, num_sizes: int) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{at}: {_shown(value)} is not an object in braces")
         self._left = dict(value)
         self._at = at
+        self._num_sizes = num_sizes
 
-    def take(self, name: str, read: Reader[T], *default: T) -> T:
+    def take(self, name: str, kind: Any, *default: Any) -> Any:
         """Read an entry; without a default it is required."""
         at = f"{self._at}.{name}" if self._at else name
         if default and self._left.get(name) is None:
@@ -161,7 +153,19 @@ class _Object:
             return default[0]
         if name not in self._left:
             raise ValueError(f"{at} is missing")
-        return read(self._left.pop(name), at)
+        return self._read(kind, self._left.pop(name), at)
+
+    def take_fields(self, kind: Any) -> dict[str, Any]:
+        """Read the fields of a dataclass."""
+        kinds = get_type_hints(kind)
+        return {
+            field.name: self.take(
+                field.name,
+                kinds[field.name],
+                *([] if field.default is MISSING else [field.default]),
+            )
+            for field in fields(kind)
+        }
 
     def close(self) -> None:
         """Refuse entries that were not read."""
@@ -169,24 +173,54 @@ class _Object:
             names = ", ".join(map(repr, self._left))
             raise ValueError(f"{self._at or 'the top'}: there is no such entry as {names}")
 
-
-def _record(kind: type[T], value: Any, at: str, readers: Mapping[str, Reader[Any]]) -> T:
-    """Read an object whose entries are the fields of a dataclass, each by its type."""
-    found = _Object(value, at)
-    entries = {
-        field.name: found.take(
-            field.name,
-            readers[str(field.type)],
-            *([] if field.default is MISSING else [field.default]),
+    def _read(self, kind: Any, value: Any, at: str) -> Any:
+        if isinstance(kind, type) and is_dataclass(kind):
+            found = _Object(value, at, self._num_sizes)
+            entries = found.take_fields(kind)
+            found.close()
+            return kind(**entries)
+        args = get_args(kind)
+        if get_origin(kind) is not tuple:
+            return self._read(args[0], value, at) if args else _scalar(kind, value, at)
+        is_fixed = args[-1] is not ...
+        count = len(args) if is_fixed else self._num_sizes
+        if not isinstance(value, list):
+            raise ValueError(f"{at}: {_shown(value)} is not a list")
+        if (is_fixed or args[0] is float) and len(value) != count:
+            raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
+        is_number = args[0] is float  # of which all have the place of the list
+        return tuple(
+            self._read(args[0], entry, at if is_number else f"{at}[{k}]")
+            for k, entry in enumerate(value)
         )
-        for field in fields(kind)  # type: ignore[arg-type]
-    }
-    found.close()
-    return kind(**entries)
 
 
-def _layer(value: Any, at: str, readers: Mapping[str, Reader[Any]]) -> Layer:
-    layer = _record(Layer, value, at, readers)
+def _check_model(model: Model) -> None:
+    """Raise ValueError if entries that are right by themselves do not go together."""
+    num_layers = len(model.layers)
+    if not num_layers:
+        raise ValueError("layers: there is none")
+    for k, layer in enumerate(model.layers):
+        _check_layer(layer, f"layers[{k}]")
+    if model.loss is not None:
+        _check_layer(model.loss, "loss")
+    for k, skip in enumerate(model.skips):
+        if not skip.destinations:
+            raise ValueError(f"skips[{k}].destinations: there is none, so nothing is sent")
+        if not all(skip.source < destination < num_layers for destination in skip.destinations):
+            raise ValueError(
+                f"skips[{k}]: layers {skip.destinations} do not come after layer {skip.source}"
+            )
+    for k, pair in enumerate(model.shared):
+        if not pair[0] < pair[1] < num_layers:
+            raise ValueError(
+                f"shared[{k}]: {_shown(pair)} are not two of {num_layers} layers in order"
+            )
+    for k, tie in enumerate(model.ties):
+        _check_tie(tie, f"ties[{k}]", model.layers)
+
+
+def _check_layer(layer: Layer, at: str) -> None:
     for part, whole in (("trained_bytes", "parameter_bytes"), ("input_gradient_s", "backward_s")):
         less, more = getattr(layer, part), getattr(layer, whole)
         if any(map(operator.gt, less, more)) if isinstance(less, tuple) else less > more:
@@ -194,20 +228,9 @@ def _layer(value: Any, at: str, readers: Mapping[str, Reader[Any]]) -> Layer:
                 f"{at}.{part}: {_shown(less)} is more than {whole}, {_shown(more)}, of which it is "
                 "a part"
             )
-    return layer
 
 
-def _skip(value: Any, at: str, readers: Mapping[str, Reader[Any]], num_layers: int) -> Skip:
-    skip = _record(Skip, value, at, readers)
-    if not skip.destinations:
-        raise ValueError(f"{at}.destinations: there is none, so nothing is sent")
-    if not all(skip.source < destination < num_layers for destination in skip.destinations):
-        raise ValueError(f"{at}: layers {skip.destinations} do not come after layer {skip.source}")
-    return skip
-
-
-def _tie(value: Any, at: str, layers: Sequence[Layer]) -> TiedLayers:
-    tie = _record(TiedLayers, value, at, _READERS)
+def _check_tie(tie: TiedLayers, at: str, layers: tuple[Layer, ...]) -> None:
     users = tie.layers
     if len(users) < 2 or list(users) != sorted(set(users)) or users[-1] >= len(layers):
         raise ValueError(
@@ -220,99 +243,32 @@ def _tie(value: Any, at: str, layers: Sequence[Layer]) -> TiedLayers:
                 f"{at}.num_bytes: {tie.num_bytes} is more than {what} of layer {k}, {whole}, of "
                 "which it is a part"
             )
-    return tie
 
 
-def _link(value: Any, at: str) -> Link:
-    link = _record(Link, value, at, _READERS)
-    if link.bytes_per_s < 1:
-        raise ValueError(
-            f"{at}.bytes_per_s: at {link.bytes_per_s:g} bytes a second nothing arrives"
-        )
-    return link
-
-
-def _shared(value: Any, at: str, num_layers: int) -> tuple[int, int]:
-    found = _list_of(_natural)(value, at)
-    if len(found) != 2 or not found[0] < found[1] < num_layers:
-        raise ValueError(f"{at}: {_shown(value)} are not two of {num_layers} layers in order")
-    return found[0], found[1]
-
-
-def _numbers(value: Any, at: str, count: int) -> tuple[float, ...]:
-    if not isinstance(value, list) or len(value) != count:
-        raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
-    return tuple(_number(number, at) for number in value)
-
-
-def _pair(value: Any, at: str) -> tuple[float, float]:
-    first, second = _numbers(value, at, 2)
-    return first, second
-
-
-def _list_of(read: Reader[T]) -> Reader[tuple[T, ...]]:
-    def read_all(value: Any, at: str) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise ValueError(f"{at}: {_shown(value)} is not a list")
-        return tuple(read(entry, f"{at}[{k}]") for k, entry in enumerate(value))
-
-    return read_all
-
-
-def _sizes(value: Any, at: str) -> tuple[int, ...]:
-    sizes = _list_of(_count)(value, at)
-    if not sizes or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"{at}: {_shown(value)} are not sizes in ascending order, at least one")
-    return sizes
-
-
-def _number(value: Any, at: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise ValueError(f"{at}: {_shown(value)} is not a finite number from 0")
-    return float(_not_too_many(value, at))
-
-
-def _natural(value: Any, at: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{at}: {_shown(value)} is not a whole number from 0")
-    return _not_too_many(value, at)
-
-
-def _not_too_many(value: N, at: str) -> N:
-    if value >= _TOO_MANY:
-        raise ValueError(f"{at}: {_shown(value)} is too large to be right")
-    return value
-
-
-def _count(value: Any, at: str) -> int:
-    if not (count := _natural(value, at)):
+def _check_count(count: int, at: str) -> None:
+    if not count:
         raise ValueError(f"{at}: must be at least 1")
-    return count
 
 
-def _text(value: Any, at: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{at}: {_shown(value)} is not a text")
-    return value
+#: What a value of another type is not.
+_NOT = {
+    str: "is not a text",
+    bool: "is neither true nor false",
+    int: "is not a whole number from 0",
+    float: "is not a finite number from 0",
+}
 
 
-def _truth(value: Any, at: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{at}: {_shown(value)} is neither true nor false")
-    return value
+def _scalar(kind: Any, value: Any, at: str) -> Any:
+    is_number = kind in (int, float)
+    is_right = isinstance(value, (int, float) if kind is float else kind)
+    if not is_right or (is_number and (isinstance(value, bool) or not 0 <= value < math.inf)):
+        raise ValueError(f"{at}: {_shown(value)} {_NOT[kind]}")
+    if is_number and value >= _TOO_MANY:
+        raise ValueError(f"{at}: {_shown(value)} is too large to be right")
+    return kind(value)
 
 
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-#: How fields of dataclasses are read, by their types.
-_READERS: Mapping[str, Reader[Any]] = {
-    "str": _text,
-    "bool": _truth,
-    "int": _natural,
-    "float": _number,
-    "tuple[int, ...]": _list_of(_natural),
-}

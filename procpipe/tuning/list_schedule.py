@@ -47,6 +47,7 @@ from procpipe.plan.costs import Costs
 from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.rows import makers
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -91,13 +92,7 @@ def list_schedule(
 ) -> Plan | None:
     """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
-    Args:
-        m: the number of micro-batches.
-        costs: what its tasks and transfers cost.
-        routes: where its tensors go, and the placement.
-        recompute: the micro-batches to recompute.
-        limits_bytes: the most that each stage may hold.
-        rule: how stages choose.
+    The arguments are those of ``search.candidates``, and how stages choose.
 
     Raises:
         ValueError: a micro-batch to recompute does not exist.
@@ -164,21 +159,16 @@ def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...
     """Put tasks, in the order of their starts, into as few clock cycles as possible."""
     cycles: list[list[Task]] = []
     busy: set[int] = set()
-    cycle_of: dict[tuple[bool, int, int], int] = {}
+    made: set[Task] = set()
     for task in order:
-        kind, i, j = task
-        is_forward = kind == FORWARD
-        k = len(cycles) - 1
-        maker = (True, i, j - 1) if is_forward else (False, i, j + 1)
-        waits = kind in (FORWARD, BACKWARD, INPUT_GRADIENT) and cycle_of.get(maker) == k
-        if placement[j] in busy or waits or not cycles:
+        stage = placement[task.j]
+        if not cycles or stage in busy or not made.isdisjoint(makers(task, len(placement))):
             cycles.append([])
             busy.clear()
-            k += 1
+            made.clear()
         cycles[-1].append(task)
-        busy.add(placement[j])
-        if kind in (FORWARD, BACKWARD, INPUT_GRADIENT):
-            cycle_of[is_forward, i, j] = k
+        busy.add(stage)
+        made.add(task)
     return tuple(map(tuple, cycles))
 
 
@@ -268,7 +258,7 @@ class _Room:
         self._add(stage, whose, -leaving)
         self._add(stage, i, effect.taken)
         self._leaving[stage] = i, effect.given_back
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             self._num_back[j] += 1
         if kind == INPUT_GRADIENT:
             self._put_off[stage] += self._effects[again, WEIGHT_GRADIENT, j].given_back

@@ -176,14 +176,8 @@ class Model:
     ) -> tuple[tuple[Bucket, ...], ...]:
         """Return what each stage adds up over replicas, for ``Costs.buckets``.
 
-        A layer's gradients are taken to be final at the end of its backward, all at once.
-
-        Args:
-            balance: the number of layers in each partition.
-            placement: the stage of each partition.
-            num_samples: of a micro-batch.
-            link: between the replicas.
-            num_replicas: their number.
+        A layer's gradients are taken to be final at the end of its backward, all at once. The link
+        is that between replicas.
         """
         partition_of, shares = _partition_of(balance), self._backward_shares(balance, num_samples)
         stage_of = [placement[j] for j in partition_of]
@@ -207,25 +201,13 @@ class Model:
             found.append(tuple(of_stage))
         return tuple(found)
 
-    def skip_routes(self, balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """List the pairs of partitions that exchange skip tensors."""
-        return tuple(self._crossing(balance, self.samples[0]))
-
-    def tie_routes(self, balance: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """List the sets of partitions that use a trained parameter in common."""
-        return tuple(self._tied_bytes(balance))
-
     def static_bytes(
         self, balance: Sequence[int], placement: Sequence[int], states: float
     ) -> tuple[int, ...]:
         """Return the bytes of each stage's parameters, gradients and optimizer states.
 
-        What several layers of a stage use counts once.
-
-        Args:
-            balance: the number of layers in each partition.
-            placement: the stage of each partition.
-            states: bytes of optimizer states for each byte of trained parameters.
+        What several layers of a stage use counts once. The optimizer has ``states`` bytes for each
+        byte of trained parameters.
         """
 
         def whole(parameter_bytes: int, trained_bytes: int) -> int:

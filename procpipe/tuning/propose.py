@@ -165,11 +165,6 @@ class Proposal:
 def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
 
-    Args:
-        model: the costs of its layers.
-        question: what to plan for.
-        divide: divides costs of layers into contiguous parts, as evenly as possible.
-
     Raises:
         ValueError: there are more stages than layers, or than groups of layers that must be in one
             partition; or there are more replicas than samples, or chunks than samples of each.
@@ -325,11 +320,11 @@ def _of_balance(
         costs = replace(costs, buckets=buckets)
     routes = Routes(
         n,
-        model.skip_routes(balance),
+        tuple(costs.skip_bytes),
         bool(model.target_bytes),
         loss=True,
         placement=placement,
-        ties=model.tie_routes(balance),
+        ties=tuple(costs.tied_bytes),
     )
     static = model.static_bytes(balance, placement, question.states)
     m = setting.num_micro_batches

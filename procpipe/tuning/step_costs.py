@@ -66,8 +66,9 @@ def report_of_times(tasks: Iterable[tuple[Task, float, float]], step_s: float) -
     for (kind, _, j), (start_s, end_s) in times.items():
         by_kind.setdefault((kind, j), []).append(end_s - start_s)
     report = Report(step_s, [(kind, j, median(s)) for (kind, j), s in by_kind.items()])
-    for (kind, i, j), (start_s, end_s) in times.items():
-        if kind in (BACKWARD, INPUT_GRADIENT):
+    for task, (start_s, end_s) in times.items():
+        _, i, j = task
+        if task.makes_gradient:
             forward_start_s, forward_end_s = times[Task(FORWARD, i, j)]
             report.gaps_s.append((j, i, start_s - forward_end_s, end_s - forward_start_s))
     return report

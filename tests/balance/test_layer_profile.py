@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,6 +209,33 @@ def test_only_weights_of_stock_layers_are_put_off() -> None:
     (layer,) = profiled(block, sample=sample, clock=clock).layers
 
     assert (layer.backward_s, layer.input_gradient_s) == (7.0, 5.0)
+
+
+def test_what_a_stage_does_not_split_is_in_the_first_half() -> None:
+    """A layer with a forward of its own, as a user may set one, is no stock layer."""
+    clock = Clock()
+    layer = Linear(clock)
+    layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
+    sample = torch.ones(1, 2, requires_grad=True)
+
+    (found,) = profiled(layer, sample=sample, clock=clock).layers
+
+    assert (found.backward_s, found.input_gradient_s, found.put_off_bytes) == (3.0, 3.0, 0)
+
+
+def test_an_input_may_be_given_by_name() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.linear(input=x)
+            return output
+
+    (layer,) = profiled(ByName(), sample=torch.rand(8, 10)).layers
+
+    assert layer.put_off_bytes == float32(8, 10) + float32(8, 20)
 
 
 def test_the_first_layer_has_no_gradient_of_its_input() -> None:

@@ -114,10 +114,10 @@ def run_all(world, transport_name):
     world.device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    (transport,) = world.open_transports(TransportChoice(transport_name, ["", ""]), routes).values()
+    (transport,) = world.transports.open(TransportChoice(transport_name, ["", ""]), routes).values()
     errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
     if not any(errors.values()):
-        world.drain()
+        world.transports.drain()
     return errors
 
 
@@ -156,7 +156,7 @@ class Meeting:
 
     def __call__(self):
         self._num_meetings += 1
-        store, key = self._world._shared_store(), f"{self._name} {self._num_meetings}"
+        store, key = self._world._start.shared_store(), f"{self._name} {self._num_meetings}"
         store.set(f"{key} {self._world.rank}", "here")
         store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
 

@@ -38,7 +38,7 @@ class Slow:
     def post_receive(self, meta, peer, kind, note):
         self.num_posted += 1
         tensors = [torch.zeros(t.shape, dtype=t.dtype) for t in meta.tensors]
-        return tensors, Transfer(iter([True]))
+        return tensors, lambda: None
 
     def drain(self):
         pass
@@ -77,15 +77,10 @@ class Broken(Slow):
         return Transfer(iter([False, False, False])), b""
 
     def post_receive(self, meta, peer, kind, note):
-        return [], BrokenTransfer()
+        def wait():
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
 
-
-class BrokenTransfer(Transfer):
-    def __init__(self):
-        pass
-
-    def wait(self):
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
+        return [], wait
 
 
 @pytest.fixture

@@ -420,10 +420,10 @@ def test_a_goodbye_is_no_fault_unless_a_rank_waits_for_that_peer(net):
     a.close()
     b.send(2, 7, 0, 0, b"still here")
 
-    c.wait_for(1, lambda: received, nothing)  # rank 1 has not left
+    c.wait(lambda: received, nothing, peer=1)  # rank 1 has not left
 
     with pytest.raises(PeerLostError) as caught:
-        c.wait_for(0, lambda: False, lambda: "the order for step()")
+        c.wait(lambda: False, lambda: "the order for step()", peer=0)
     text = str(caught.value)
     assert caught.value.rank == 0
     assert "rank 0 has left the pipeline" in text
@@ -435,10 +435,10 @@ def test_a_condition_may_become_true_after_a_goodbye(net):
     a.close()
     answers = iter([False] * 20 + [True] * 2)
 
-    b.wait_for(0, lambda: next(answers), nothing, every_s=0.001, grace_s=10.0)
+    b.wait(lambda: next(answers), nothing, peer=0, every_s=0.001, grace_s=10.0)
 
     with pytest.raises(PeerLostError, match="rank 0 has left"):
-        b.wait_for(0, lambda: False, nothing, every_s=0.001, grace_s=0.01)
+        b.wait(lambda: False, nothing, peer=0, every_s=0.001, grace_s=0.01)
 
 
 def test_a_failure_behind_an_error_may_be_known_already(wired):
@@ -475,7 +475,7 @@ def test_frames_before_a_goodbye_are_delivered(net):
     a.send(1, 7, 0, 0, b"the loss")
     a.close()
 
-    b.wait_for(0, lambda: received, nothing)
+    b.wait(lambda: received, nothing, peer=0)
 
     assert received == [(0, 0, b"the loss")]
 
@@ -512,7 +512,7 @@ def test_a_forwarded_loss_of_a_peer_is_a_peer_lost_error(how):
     else:
         a.close()
     with pytest.raises(PeerLostError):
-        b.wait_for(0, lambda: False, nothing)
+        b.wait(lambda: False, nothing, peer=0)
 
     with pytest.raises(PeerLostError, match="killed" if how == "killed" else "has left") as caught:
         c.wait(lambda: False, nothing)
@@ -602,11 +602,11 @@ def test_closing_sends_a_goodbye_after_unsent_frames(net):
     closing = threading.Thread(target=lambda: (a.flush(), a.close()))
     closing.start()
 
-    b.wait_for(0, lambda: len(received) == 20, nothing)
+    b.wait(lambda: len(received) == 20, nothing, peer=0)
     closing.join()
 
     with pytest.raises(PeerLostError, match="has left"):
-        b.wait_for(0, lambda: False, nothing)
+        b.wait(lambda: False, nothing, peer=0)
 
 
 def test_closing_does_not_wait_for_a_peer_that_has_ended(net):
@@ -644,7 +644,7 @@ def test_no_socket_is_left_open(net):
     a, b = net(2)
     a.close()
     with pytest.raises(PeerLostError):
-        b.wait_for(0, lambda: False, nothing)
+        b.wait(lambda: False, nothing, peer=0)
     b.close()
 
     assert len(os.listdir("/proc/self/fd")) == before

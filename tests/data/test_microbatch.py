@@ -147,8 +147,8 @@ def test_target_is_split_like_the_input() -> None:
 def test_target_of_another_size() -> None:
     with pytest.raises(ValueError, match=r"target has 9 samples but the input has 10"):
         scatter_like(torch.arange(9), [3, 3, 3, 1])
-    with pytest.raises(ValueError, match=r"mask\['m'\] has 1 samples but the input has 4"):
-        scatter_like({"m": rows(1)}, [2, 2], what="mask")
+    with pytest.raises(ValueError, match=r"target\['m'\] has 1 samples but the input has 4"):
+        scatter_like({"m": rows(1)}, [2, 2])
     with pytest.raises(ValueError, match=r"target is a tensor without dimensions.*NoChunk"):
         scatter_like(torch.tensor(1), [1])
 

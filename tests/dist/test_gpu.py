@@ -145,7 +145,7 @@ stage = Stage(
 for _ in range(2):
     assert stage.step(torch.randn(8, 8), torch.randint(4, (8,))).isfinite()
 stage.fetch(stage(torch.randn(8, 8)))
-names = {{type(each).__name__ for each in stage._world._transports}}
+names = {{type(each).__name__ for each in stage._world.transports.opened}}
 stage.close()
 print(*names)
 """

@@ -25,7 +25,7 @@ stage = Stage(model, [2, 1], chunks=2, loss_fn=F.cross_entropy, devices={devices
 assert str(stage.device) == "cuda:0", stage.device
 loss = stage.step(input, target).item()
 assert abs(loss - truth) < 1e-5, (loss, truth)
-names = {{type(each).__name__ for each in stage._world._transports}}
+names = {{type(each).__name__ for each in stage._world.transports.opened}}
 assert names == {{"{transport}"}}, names
 print("trained on", stage.devices)
 """

@@ -37,7 +37,7 @@ F.mse_loss(copy.deepcopy(plain).to(stage.device)(x.to(stage.device)), y.to(stage
 with torch.no_grad():
     stage(x)
 torch.cuda.synchronize()
-(transport,) = stage._world._transports
+(transport,) = stage._world.transports.opened
 assert len(transport._groups) == {num_communicators}
 with held(torch.cuda.current_stream() if stage.rank == 0 else torch.cuda.Stream()):
     loss = stage.step(x, y)

@@ -71,7 +71,7 @@ def data(place: str, device: torch.device, replicas: int = 1) -> tuple[Any, Any]
 
 def slots_of(stage: Stage) -> list[list[int]]:
     """Return how often each slot was used, for each CUDA IPC channel that this rank sends on."""
-    transports = stage._world._transports or ()
+    transports = stage._world.transports.opened
     ours = [each for each in transports if isinstance(each, CudaIpcTransport)]
     channels = [slots for each in ours for slots in each._slots.values()]
     return [[slot.serial for slot in slots] for slots in channels]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.balance.profile import Timer
+from procpipe.balance.profile import seconds_of
 from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World
 from procpipe.launch.doctor import probe
@@ -34,7 +34,7 @@ def measured(bare: Any) -> dict[str, bool]:
     """Return which measurements waited for a slow device."""
     found = {}
     holds: list[threading.Event] = []
-    Timer(bare.device, time.monotonic).seconds(lambda: holds.append(hold_a_while()))
+    seconds_of(lambda: holds.append(hold_a_while()), bare.device, time.monotonic)
     found["a layer"] = holds[0].is_set()
 
     source = torch.ones(1 << 20, device=bare.device)
@@ -61,7 +61,7 @@ def has_message(world: World) -> bool:
     peer, mesh = 1 - world.rank, world.connect()
     routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
     name = "nccl" if num_gpus() > 1 else "cuda_ipc"
-    transport = world.open_transports(TransportChoice(name, ["", ""]), routes)[peer]
+    transport = world.transports.open(TransportChoice(name, ["", ""]), routes)[peer]
     line = probe.Line(mesh, peer, transport, world.device)
     if world.rank == 0:
         hold_a_while()
@@ -74,7 +74,7 @@ def has_message(world: World) -> bool:
         taken = line._take()
     found = world.rank == 0 or torch.cuda.current_stream().query()
     del taken  # freeing memory may queue work
-    world.drain()
+    world.transports.drain()
     world.close()
     return found
 

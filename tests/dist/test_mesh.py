@@ -6,19 +6,15 @@ parallelism add up in another order than autograd, so gradients may differ in th
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -28,97 +24,26 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from procpipe import Stage, state
-from procpipe.job.world import World
-from procpipe.losses import masked_cross_entropy
-from tests.dist.stages import assert_same
-
-TOLERANCE = 1e-12
+from procpipe import RemoteStageError, Stage, state
+from tests.dist.meshes import (
+    TOLERANCE,
+    Block,
+    assert_same_gradients,
+    error_of,
+    failing_all,
+    make_batch,
+    make_model,
+    mean_loss,
+    mesh_of,
+    stage_in,
+    sum_loss,
+    weighted_loss,
+    whole,
+)
+from tests.dist.stages import assert_same, world_of
 
 #: By the number of partitions a stage.
 BALANCES = {1: [2, 4], 2: [1, 1, 2, 2]}
-
-
-class Block(nn.Module):
-    """Two linear layers beside a residual connection."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.up = nn.Linear(size, 2 * size)
-        self.down = nn.Linear(2 * size, size)
-
-    def forward(self, input):
-        return input + self.down(torch.tanh(self.up(input)))
-
-
-class Head(nn.Linear):
-    """Classifies all tokens of all samples."""
-
-    def forward(self, input):
-        return super().forward(input.flatten(0, 1))
-
-
-def make_model():
-    """Make six layers: token numbers to the classes of all tokens."""
-    torch.manual_seed(1)
-    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), Head(6, 7)
-    return nn.Sequential(*layers).double()
-
-
-def make_batch(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 7, (2, size, 3), generator=generator)
-
-
-def mean_loss(output, target):
-    return F.cross_entropy(output, target.flatten())
-
-
-def sum_loss(output, target):
-    return masked_cross_entropy(output, target.flatten(), ignore_index=0)
-
-
-def weighted_loss(output, target):
-    return F.cross_entropy(output, target.flatten(), ignore_index=0)
-
-
-@contextmanager
-def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
-    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
-    store = dist.PrefixStore("default group", bare.store)
-    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
-    try:
-        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
-
-
-def stage_in(bare, mesh, name, model, balance, **options):
-    """Return a stage of the pipeline that this rank is in."""
-    ranks = tuple(mesh["pp"].mesh.tolist())
-    world = World(
-        rank=ranks.index(bare.rank),
-        num_ranks=len(ranks),
-        store=dist.PrefixStore(f"{name} {ranks}", bare.store),
-        device=bare.device,
-        numbers=ranks,
-        timeout_s=bare.timeout_s,
-    )
-    return Stage(copy.deepcopy(model), balance, world=world, **options)
-
-
-def whole(tensor):
-    """Return all of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
-    expected = dict(plain.named_parameters())
-    for name, parameter in stage.named_parameters():
-        assert isinstance(parameter, DTensor), f"{what}: {name} is not sharded"
-        found = None if parameter.grad is None else whole(parameter.grad)
-        assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
-
 
 FSDP_CASES = [
     *(
@@ -190,18 +115,6 @@ def test_fsdp_over_one_process_gives_the_plain_models_gradients(ranks):
     assert ranks(2).run(train_one_pipeline, world=False).values() == [None] * 2
 
 
-@contextmanager
-def failing_all(stage, name):
-    """Close a stage; a failure names the case, and no peer waits for this rank."""
-    try:
-        yield
-        stage.close()
-    except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {stage._world.job_rank}")
-        stage._calls.fail("the test", error)
-        raise
-
-
 def check_own_losses(bare, mesh):
     """Accumulate in ``no_sync()``, by losses of the user's own, with blocks sharded inside."""
     plain = make_model()
@@ -220,6 +133,8 @@ def check_own_losses(bare, mesh):
             torch.stack(losses).mean().backward()
             with stage.no_sync() if k < 2 else nullcontext():
                 mean_loss(stage(parts[dp][0]), parts[dp][1]).backward()
+            if k < 2:
+                stage.zero_grad()  # drops nothing: FSDP holds these gradients apart
         assert_same_gradients(stage, plain, "own loss")
 
 
@@ -465,23 +380,21 @@ def ask_for_what_cannot_be(bare):
             found[name] = error_of(lambda options=options: Stage(make_model(), **options))
         del os.environ["RANK"]
         found["environment"] = error_of(lambda: Stage(make_model(), mesh=mesh["pp"]))
+        for size in (1, 4):
+            found[f"replicas, shards of {size}"] = error_of(lambda size=size: beside(bare, size))
         found["balance"] = error_of(
             lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
         )
+        found["two for each"] = error_of(
+            lambda: stage_in(bare, mesh, "each", make_model(), [2, 4], schedule="zb-v")
+        )
+        found["few layers"] = error_of(lambda: stage_in(bare, mesh, "few", make_model()[:1], None))
         found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
         found["auto"] = error_of(lambda: shard(bare, mesh, "dp", "auto"))
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
     return found
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_late=False):
@@ -498,6 +411,18 @@ def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_
         stage(torch.zeros(2, 3, dtype=torch.long))
 
 
+def beside(bare, num_shards):
+    """Shard the layers of replicas, over each rank's own process or all ranks."""
+    options = {"replicas": 2, "world": world_of(bare, f"beside {num_shards}")}
+    stage = Stage(make_model(), [2, 4], loss_fn=mean_loss, **options)
+    ranks = [bare.rank] if num_shards == 1 else [*range(bare.num_ranks)]
+    mesh = DeviceMesh("cpu", ranks)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh)
+    with failing_all(stage, "beside replicas"):
+        stage.step(*make_batch(4, 1))
+
+
 def test_what_cannot_be_is_a_clear_error(ranks):
     for rank, found in enumerate(ranks(4).run(ask_for_what_cannot_be, world=False).values()):
         pipeline = [0, 1] if rank < 2 else [2, 3]
@@ -506,9 +431,13 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "no mesh": "TypeError: mesh is [0, 1]",
             "replicas": "ValueError: replicas=2 and mesh are given",
             "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
+            "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
+            "replicas, shards of 4": "give the pipeline one dimension of a DeviceMesh, as Stage(",
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
             "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
             f"pipeline has 2 ranks, {pipeline}",
+            "two for each": "for 2 stages, but schedule='zb-v' needs two partitions for each",
+            "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "auto": "ValueError: schedule='auto' with sharded layers",
             "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
@@ -516,6 +445,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
         }.items():
             assert words in found[name], (rank, name, found[name])
+        assert not any("give replicas=" in words for words in found.values()), found
 
 
 def fail_on_one_rank(bare):
@@ -536,3 +466,32 @@ def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
     assert (first, second) == ("", "")
     assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
     assert fourth == "RuntimeError: boom"
+
+
+def fail_in_torch_distributed(bare):
+    """Raise what a collective raises, within sharded layers; return the notes on it."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, "collective", make_model(), [2, 4], loss_fn=mean_loss)
+        for layer in stage:
+            fully_shard(layer, mesh=mesh["dp"])
+        for layer in stage:
+            layer.register_forward_hook(raise_lost_peer)
+        try:
+            stage.step(*make_batch(4, 1))
+        except dist.DistNetworkError as error:
+            return error.__notes__
+        except RemoteStageError:
+            return []
+
+
+def raise_lost_peer(module, input, output):
+    raise dist.DistNetworkError("connection reset")
+
+
+def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):
+    first, second, third, fourth = ranks(4).run(fail_in_torch_distributed, world=False).values()
+
+    note = "procpipe: the layers are sharded over ranks [0, 2]: another of these ranks has ended"
+    for notes in (first, third):
+        assert sum(each.startswith(note) for each in notes) == 1, notes
+    assert second == fourth == []

@@ -119,8 +119,40 @@ def check_norm_in_eval(bare):
             assert_same(buffer, expected[name], name, TOLERANCE)
 
 
+def check_together(bare):
+    """Many small buffers take one operation, and their versions stay: backward may need them."""
+    for deferred in False, True:
+        norms = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(4)]
+        model = nn.Sequential(*norms, nn.Linear(3, 3).double())
+        options = {"replicas": 2, "loss_fn": F.mse_loss, "deferred_batch_norm": deferred}
+        with stage_of(bare, f"together {deferred}", model, [4, 1], **options) as stage:
+            input = torch.randn(8, 3, dtype=torch.float64)
+            stage.step(input, ones(8, 3))
+            group = group_of(stage)
+            begin, begun = group._begin, list[int]()
+
+            def begin_and_note(given, *more, begin=begin, begun=begun):
+                begun.append(given.nbytes)
+                return begin(given, *more)
+
+            group._begin = begin_and_note
+            output = stage(input)
+            del group._begin
+            of_norm = (1 + 2 * 3) * 8 if deferred else (2 * 3 + 1) * 8  # moments, or buffers
+            flags = [] if deferred else [4 * 3 * len(norms)]
+            expected = [*flags, of_norm * len(norms)] if bare.rank % 2 == 0 else []
+            assert begun == expected
+            output.sum().backward()
+            for name, buffer in stage.named_buffers():
+                assert torch.equal(*group.gathered(buffer)), name
+
+
 @pytest.mark.parametrize(
-    "check", [check_new_tensors, check_caches, check_other_shape, check_norm_in_eval]
+    "check",
+    [
+        *(check_new_tensors, check_caches, check_other_shape, check_norm_in_eval),
+        check_together,
+    ],
 )
 def test_buffers_of_replicas(ranks, check):
     ranks(4).run(check, world=False).values()

@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import BalanceError, NoChunk, RemoteStageError, Stage, state
+from procpipe import (
+    BalanceError,
+    CallMismatchError,
+    NoChunk,
+    RemoteStageError,
+    RemoteValueError,
+    Stage,
+    state,
+)
 from procpipe.losses import masked_cross_entropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
@@ -384,6 +392,71 @@ def check_two_loops(bare):
         assert len(stage.fetch(output)) == 4
 
 
+def check_sharded_on_some_ranks(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+
+    def loop(name, sharded):
+        with stage_of(bare, name, layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            for input, target in stage.batches(items, sharded=sharded):
+                stage.step(input, target)
+            stage.step(*items[0])
+
+    for replica in 0, 1:
+        sharded = bare.rank // 2 == replica
+        with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
+            loop(f"sharded on replica {replica}", sharded)
+        words = str(caught.value)
+        assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
+
+
+def check_fetch_of_shares(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    shares = [(torch.ones(4, 3), torch.full((4, 2), float(bare.rank)))] * (1 + bare.rank // 2)
+    fetched = []
+
+    def fetch_all():
+        options = {"replicas": 2, "loss_fn": F.mse_loss}
+        with stage_of(bare, "fetch", layers, [1, 1], **options) as stage:
+            for _, target in stage.batches(shares, sharded=True):
+                fetched.append(stage.fetch(target).cpu())
+
+    with pytest.raises((RemoteValueError, RemoteStageError)) as caught:
+        fetch_all()
+    assert "fetch() of a value that no rank has whole" in str(caught.value)
+    (target,) = fetched  # that of rank 0, which has no second one
+    assert torch.equal(target, torch.zeros(4, 2))
+
+
+def check_loop_left(bare):
+    """Leave a loop whose iterator is kept: inputs are shares until it is closed."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
+    with stage_of(bare, "loop left", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        loop = stage.batches(items, sharded=True)
+        for _ in loop:
+            break
+        whole = torch.randn(4, 3), torch.zeros(4, 2)
+        stage.step(*whole)
+        assert stage.last_weight == 8
+        loop.close()
+        stage.step(*(whole if bare.rank == 0 else ()))
+        assert stage.last_weight == 4
+
+
+def check_zeroed(bare):
+    """Drop what was accumulated by zeros: nothing is still to be added up."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with stage_of(bare, "zeroed", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        with stage.no_sync():
+            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+        stage.zero_grad(set_to_none=False)
+        assert stage.clip_grad_norm_(1.0) == 0
+        F.mse_loss(model(torch.ones(2, 3)), torch.zeros(2, 2)).backward()
+        stage.step(torch.ones(2, 3), torch.zeros(2, 2))
+        assert_same_gradients(stage, model, "after zeros")
+
+
 def check_nothing_counts(bare):
     model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
     input, target = make_batch(4, 1)
@@ -400,6 +473,27 @@ def check_nothing_counts(bare):
             found = [str(warning.message) for warning in caught]
             assert len(found) == is_seen, found
             assert all("its loss and its gradients are 0" in text for text in found), found
+
+
+def check_target_on_the_last_stage(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    input, target = torch.ones(4, 3), torch.zeros(4, 2)
+
+    def step_with_a_target_on(rank):
+        with stage_of(bare, f"{rank}", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            stage.step(input, target=target if bare.rank == rank else None)
+
+    step_with_a_target_on(0)
+    with stage_of(bare, "none", layers, [1, 1], replicas=2, loss_fn=torch.sum) as stage:
+        for sharded in False, True:  # None is a placeholder elsewhere, which is no target
+            for item in stage.batches([(input, None)], sharded=sharded):
+                stage.step(*item)
+    for rank, replica in (1, 0), (3, 1):
+        with pytest.raises((ValueError, TypeError, RemoteStageError)) as caught:
+            step_with_a_target_on(rank)
+        if bare.rank == rank:
+            words = f"rank 0 gave none, and rank {rank} (stage 1 of replica {replica}) did"
+            assert words in str(caught.value)
 
 
 def check_unscale(bare):
@@ -423,7 +517,9 @@ def check_unscale(bare):
     "check",
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_nothing_counts, check_unscale),
+        *(check_two_loops, check_sharded_on_some_ranks, check_fetch_of_shares),
+        *(check_loop_left, check_zeroed, check_nothing_counts, check_target_on_the_last_stage),
+        check_unscale,
     ],
 )
 def test_cases_that_once_failed(ranks, check):

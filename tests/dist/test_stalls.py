@@ -60,7 +60,7 @@ def model_of(num_stages, origin, act):
 
 def train(world, origin, where, num_samples, act, replicas=1):
     """Train; one rank stops or is slow in the second step, in a layer or before the step."""
-    store = world._shared_store()
+    store = world._start.shared_store()
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pids = [int(store.get(f"pid/{rank}")) for rank in range(world.num_ranks)]
 

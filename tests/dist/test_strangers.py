@@ -166,7 +166,7 @@ def run_among_strangers(world, path):
     with torch.no_grad():
         stage(x)  # by gloo
     if world.rank == 0:
-        store = world._shared_store()
+        store = world._start.shared_store()
         while not hasattr(store, "port"):
             store = store.underlying_store
         addresses = {("127.0.0.1", store.port)} | listening()
@@ -177,8 +177,8 @@ def run_among_strangers(world, path):
     with torch.no_grad():
         stage(x)
     losses = losses_of(stage)
-    world._shared_store().set(f"well/{world.rank}", "yes")
-    assert world._shared_store().get(f"well/{(world.rank + 1) % world.num_ranks}") == b"yes"
+    world._start.shared_store().set(f"well/{world.rank}", "yes")
+    assert world._start.shared_store().get(f"well/{(world.rank + 1) % world.num_ranks}") == b"yes"
     strangers.close()
     return losses
 

@@ -175,6 +175,35 @@ def generated(bare):
     return found
 
 
+def test_replicas_generate_the_same(ranks):
+    tokens, mask = prompts_of("GPT-2")
+    stage = stage_in_one("GPT-2")
+    expected = []
+    for num, options in ((5, WAYS[0]), (5, WAYS[1]), (1, WAYS[0])):  # 1: a replica without any
+        torch.manual_seed(7)
+        given = {"attention_mask": mask[:num], "max_new_tokens": 6, **options}
+        expected.append(hf.generate(stage, tokens[:num], **given).tolist())
+
+    for found in ranks(4).run(generated_by_replicas, world=False, timeout_s=60).values():
+        assert found == expected * 2
+
+
+def generated_by_replicas(bare):
+    """Generate with two replicas, also while each of them reads data of its own."""
+    tokens, mask = prompts_of("GPT-2")
+    layers = hf.sequential(model_of("GPT-2"))
+    balance = [2, len(layers) - 2]
+    found = []
+    with stage_of(bare, "replicas", layers, balance, chunks=2, replicas=2) as stage:
+        for sharded in (False, True):
+            for _ in stage.batches([torch.ones(2)], sharded=sharded):
+                for num, options in ((5, WAYS[0]), (5, WAYS[1]), (1, WAYS[0])):
+                    torch.manual_seed(7 + bare.rank)
+                    given = {"attention_mask": mask[:num], "max_new_tokens": 6, **options}
+                    found.append(hf.generate(stage, tokens[:num], **given).tolist())
+    return found
+
+
 def test_logits_that_are_nan_end_generation_on_every_rank():
     stage = stage_in_one("GPT-2")
     tokens, _ = prompts_of("GPT-2")

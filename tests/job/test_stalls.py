@@ -111,6 +111,20 @@ def test_a_stall_report_names_processes_that_do_not_run(reports, peer, capfd):
     ]
 
 
+def test_a_stall_report_says_where_layers_are_sharded(reports, capfd):
+    reports._board.write_facts({"shards": [0, 2]})
+    reports.stalled("something", 1.0)
+    reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
+    reports.stalled("something", 3.0)
+
+    lines = [line for line in capfd.readouterr().err.splitlines() if "stage 0" in line]
+    assert [line.partition("; ")[2] for line in lines] == [
+        "it may wait for another of ranks [0, 2], over which its layers are sharded, and which "
+        "must make the same calls",
+        "",
+    ]
+
+
 def test_a_stall_report_names_peers_on_other_hosts(reports, capfd):
     ours, theirs = (socket.socket(socket.AF_INET) for _ in range(2))
     mesh = Mesh(0, {1: ours}, timeout_s=1.0, stall_timeout_s=1.0, reports=reports)

@@ -38,7 +38,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.open_transports(TransportChoice("gloo", [""]), []) == {}
+    assert world.transports.open(TransportChoice("gloo", [""]), []) == {}
     world.give_up("without peers")
     world.close()
 
@@ -121,9 +121,7 @@ def test_a_process_that_sees_one_gpu_takes_it(environment):
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
     """Each process that sees one GPU names it cuda:0: the wrong GPU would determine the cores."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: Properties(device.index)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
 
     environment(num_gpus=2)
@@ -199,11 +197,10 @@ def test_a_stuck_device_is_waited_for_once(environment):
     world = World.from_environment()
     world.connect()
     transport: Any = Stuck()
-    opened: Any = world._opened
-    opened.add_of_device(transport)
+    world.transports.add_of_device(transport)
 
     world.close()
     world.close()
 
-    assert world.is_device_stuck
+    assert world.transports.is_device_stuck
     assert transport.num_aborts == 1

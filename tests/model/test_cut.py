@@ -25,6 +25,10 @@ from tests.model.layers import model_of_many_layers
 def test_only_a_sequential_is_a_model() -> None:
     with pytest.raises(TypeError, match=r"a Linear: pass an nn\.Sequential"):
         check_model(nn.Linear(1, 1))
+    with pytest.raises(
+        TypeError, match=r"the model is a DataParallel, .* give Stage\(…, replicas="
+    ):
+        check_model(nn.DataParallel(nn.Sequential()))
     check_model(model_of_many_layers())
 
 
@@ -136,3 +140,9 @@ def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:
         check_enough_layers(5, 8, 2, lambda num_stages: 2 * num_stages)
     with pytest.raises(BalanceError, match=r"1 layers .*: start fewer, or divide"):
         check_enough_layers(1, 3, 1, lambda num_stages: 2 * num_stages)
+
+
+def test_more_partitions_than_layers_suggest_a_smaller_dimension_of_a_mesh() -> None:
+    words = r"the mesh of this pipeline has 4 ranks, \[4, 5, 6, 7\]: give a dimension of size 2, or"
+    with pytest.raises(BalanceError, match=words):
+        check_enough_layers(3, 4, 1, lambda num_stages: num_stages, range(4, 8))

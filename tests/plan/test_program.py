@@ -119,7 +119,6 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
         order = [transfer for fence in fences(plan, routes) for transfer in fence]
         made = programs(plan, routes, ahead=ahead)
         for stage, steps in enumerate(made):
-            assert steps == program(plan, routes, stage, ahead=ahead)
             runs = [step.task for step in steps if isinstance(step, Run)]
             sends = [step.transfer for step in steps if isinstance(step, Send)]
             receives = [step.transfer for step in steps if isinstance(step, Receive)]

@@ -163,4 +163,4 @@ def test_a_thousand_stages_are_simulated_in_seconds() -> None:
     assert timeline.total_s == 3 * (m + n - 1)
     assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
     assert timeline.peak_bytes(n - 1) == 2 * m
-    assert time.process_time() - start_s < 15  # 1 s on a quiet machine
+    assert time.process_time() - start_s < 15  # 4 s on a quiet machine

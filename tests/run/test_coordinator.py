@@ -70,8 +70,8 @@ def test_messages_of_rank_0_reach_all_in_order(controls):
 
 
 def test_messages_to_rank_0_are_kept_by_sender(controls):
-    controls[2].send_to_coordinator(b"from 2")
-    controls[1].send_to_coordinator(b"from 1")
+    controls[2].send(0, b"from 2")
+    controls[1].send(0, b"from 1")
 
     assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
 
@@ -225,7 +225,7 @@ def test_calls_without_a_plan_carry_their_detail(ranks):
         (Order("step", 0, is_grad_enabled=False), "rank 0 in training mode with gradients on"),
         (
             Order("step", 1),
-            "rank 1 calls step() of its pipeline 1, rank 0 calls step() of pipeline",
+            "rank 1 is in step() of its pipeline 1 while rank 0 is in step() of pipel",
         ),
     ],
 )

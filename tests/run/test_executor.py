@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.loss import Loss, MeanLoss
+from procpipe.data.loss import Loss
+from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import PlanError
 from procpipe.job.grid import Grid

@@ -527,8 +527,9 @@ def test_values_that_could_not_be_loaded_are_not_saved(tmp_path):
         def set_extra_state(self, state):
             pass
 
-    with pytest.raises(TypeError, match=r"model._extra_state cannot be saved so that it can be l"):
-        state.save(tmp_path, Odd(1, 1))
+    for asynchronous in (False, True):  # at once, also in the background
+        with pytest.raises(TypeError, match=r"model._extra_state cannot be saved so that it can b"):
+            state.save(tmp_path, Odd(1, 1), asynchronous=asynchronous)
     sparse = nn.Module()
     sparse.register_buffer("table", torch.ones(2).to_sparse())
     with pytest.raises(TypeError, match=r"model.table is a Tensor of torch.sparse_coo: only ordin"):

@@ -198,7 +198,7 @@ def test_the_keys_of_optimizer_state_are_torchs(make):
     theirs = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
-    ours = optimizers.values_of(optimizers.Names(model, [optimizer]), [optimizer])
+    ours = optimizers.values_of(optimizers.Names(model, optimizer))
 
     assert ours.keys() == {f"optimizer.{key}" for key in theirs}
     for key, value in theirs.items():

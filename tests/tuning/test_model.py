@@ -96,9 +96,9 @@ def test_skip_tensors_are_sent_once_to_each_partition() -> None:
     )
     model = Model((1,), (layer(),) * 4, skips=skips)
 
-    assert model.skip_routes([2, 2]) == model.skip_routes([3, 1]) == ((0, 1),)
-    assert model.skip_routes([4]) == ()
+    assert model.costs([4], 1, Link()).skip_bytes == {}
     assert model.costs([2, 2], 1, Link()).skip_bytes == {(0, 1): 12}
+    assert model.costs([3, 1], 1, Link()).skip_bytes == {(0, 1): 12}
     assert model.costs([1, 1, 1, 1], 1, Link()).skip_bytes == {(0, 2): 5, (0, 3): 5, (1, 3): 7}
     # A skip tensor within a partition is kept there by the layer that pops it.
     assert model.costs([4], 1, Link()).saved_bytes == (12,)
@@ -131,9 +131,8 @@ def test_what_layers_share_counts_once_on_each_stage() -> None:
         2 * whole - 4 * 50 - 10,
         2 * whole,
     )
-    assert model.tie_routes([2, 2]) == ((0, 1),)
-    assert model.tie_routes([1, 1, 1, 1]) == ((0, 1, 3),)
-    assert model.tie_routes([4]) == ()
+    assert model.costs([1, 1, 1, 1], 1, Link()).tied_bytes == {(0, 1, 3): 50}
+    assert model.costs([4], 1, Link()).tied_bytes == {}
     costs = model.costs([2, 2], 1, Link(0.5, 100.0))
     assert (costs.tied_bytes, costs.tied_s) == ({(0, 1): 50}, {(0, 1): 1.0})
 

@@ -1,5 +1,8 @@
 """Computes linear layers and convolutions: forward, input gradient and weight gradients apart.
 
+A rule gets the layer's input ``x`` and the gradient of its output. Under autocast both have a
+shorter dtype than ``weight`` and ``bias``.
+
 The results are bit by bit those of autograd for the stock layer, since the same kernels are called
 on the same layouts.
 """
@@ -7,29 +10,11 @@ on the same layouts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class Rule(Protocol):
-    """What a layer computes; ``gradient`` is that of its output.
-
-    Under autocast ``x`` and ``gradient`` have a shorter dtype than ``weight`` and ``bias``.
-    """
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output; no view, so that a later layer may change it in place."""
-
-    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of ``x``, whose values do not matter."""
-
-    def weight_gradients(
-        self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of weight and bias, whose values do not matter."""
 
 
 class _Linear:
@@ -93,7 +78,7 @@ class Convolution:
         return cls(layer.stride, padding, layer.dilation, layer.groups), x
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output, ``(batch, channels, …)``."""
+        """Return the output, ``(batch, channels, …)``; no view, so it may be changed in place."""
         convolve = _CONVOLVE[len(self.stride)]
         output: Tensor = convolve(
             x, weight, bias, self.stride, self.padding, self.dilation, self.groups
@@ -135,6 +120,9 @@ class Convolution:
             self.groups,
             mask,
         )
+
+
+Rule = _Linear | Convolution
 
 
 def _pads(layer: _ConvolutionLayer) -> list[int]:

@@ -139,7 +139,7 @@ class Splitter:
     @contextmanager
     def _into(self, put_off: PutOff) -> Iterator[None]:
         if self._found is None:  # once, as compiled code is compiled anew for other functions
-            self._found = [(layer, self._forward_of(layer)) for layer in _suited(self._layers)]
+            self._found = [(layer, self._forward_of(layer)) for layer in suited(self._layers)]
         put_off.num_tasks += 1
         self._put_off = put_off
         # A user may have put a forward of their own into a layer since.
@@ -191,7 +191,7 @@ class Splitter:
         weight, bias = layer.weight, layer.bias
         if not _can_be_put_off(layer, weight, bias, input):
             stock = conv_forward_of(type(layer))
-            assert stock is not None, "checked by _suited"
+            assert stock is not None, "checked by suited"
             return stock(layer, input, weight, bias)
         rule, x = Convolution.of(layer, input)
         call = _Call(rule, weight, bias)
@@ -363,7 +363,7 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         nodes += [following for following, _ in node.next_functions]
 
 
-def _suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
+def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with a stock forward that share no parameter with other modules.
 
     A shared one (of an embedding and the head, say) would get its gradient in two parts. Nor those

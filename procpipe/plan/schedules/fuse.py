@@ -18,16 +18,11 @@ from itertools import pairwise
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.simulate import Timeline, simulate
-from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
+from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 
 def fused(plan: Plan, costs: Costs) -> Plan:
-    """Fuse I and W into B wherever no other task starts later because of it.
-
-    Args:
-        plan: a plan that verifies.
-        costs: what its tasks and transfers cost.
-    """
+    """Fuse I and W of a plan that verifies into B wherever no other task starts later."""
     timeline = simulate(plan, costs)
     hops_s = (0.0, *costs.hops_s(plan.placement))
     rows = [
@@ -54,9 +49,9 @@ def _needed_s(i: int, j: int, timeline: Timeline) -> float:
     """Return when the previous partition starts to use the gradient of partition ``j``."""
     if j == 0:
         return math.inf
-    for kind in (INPUT_GRADIENT, BACKWARD):
+    for task in gradient_tasks(i, j - 1):
         try:
-            return timeline.start_s(Task(kind, i, j - 1))
+            return timeline.start_s(task)
         except KeyError:
             continue
     raise ValueError(f"micro-batch {i} has no backward in partition {j - 1}")

@@ -23,11 +23,10 @@ R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.rows import plan_of_rows
-from procpipe.plan.schedules.waves import Wave, Waves
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Cycle, Plan, Task
 
 
@@ -46,30 +45,16 @@ def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
     3         (2,1) (1,2)
     4               (2,2)
     """
-    return iter(Waves(_forward(m, n)))
+    return _wave([(FORWARD, i) for i in range(m)], range(n))
 
 
 def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator[Cycle]:
     """Yield the backward cycles: micro-batches in reverse, from the last stage to stage 0.
 
-        d: distance from the last stage, n - 1 - j
-        p: place of a task in the work of every stage, (R(i)) B(i) for i = m-1 … 0
-        k: clock cycle, p + d
-
-        k   stage 0   stage 1   stage 2          (m = 2, n = 3, recompute = {0, 1})
-        0                       R1
-        1             R1        B1
-        2   R1        B1        R0
-        3   B1        R0        B0
-        4   R0        B0
-        5   B0
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of stages.
-        recompute: the micro-batches to recompute right before their backward.
+    Each stage does R(i) B(i) for i = m-1 … 0, without R(i) where nothing is recomputed, and begins
+    as many cycles after the last stage as it is stages away from it.
     """
-    return iter(Waves(_backward(m, n, recompute)))
+    return _wave(_backward_work(m, recompute), range(n)[::-1])
 
 
 def gpipe(
@@ -83,9 +68,10 @@ def gpipe(
     """Plan a whole mini-batch, forward and then backward.
 
     Args:
-        m: the number of micro-batches.
+        m: the number of micro-batches, which may be less than ``n``.
         n: the number of stages.
-        recompute: the micro-batches to recompute; ``recomputed`` makes them from a mode.
+        recompute: the micro-batches to recompute right before their backward; ``recomputed`` makes
+            them from a mode.
         backward: whether to plan the backward pass, too.
         placement: the stage of each partition. A stage with several runs all micro-batches
             through one before the next.
@@ -115,15 +101,15 @@ def _plan(
     backward: bool,
 ) -> Plan:
     if placement in ((), tuple(range(n))):
-        waves = [_forward(m, n)] if forward else []
-        waves += [_backward(m, n, recompute)] if backward else []
-        return Plan(m, n, Waves(*waves))
+        cycles = list(clock_cycles(m, n)) if forward else []
+        cycles += backward_cycles(m, n, recompute) if backward else []
+        return Plan(m, n, tuple(cycles))
     rows: list[list[Task]] = []
     for stage in range(n):
         ours = partitions_of(placement, stage)
         row = [Task(FORWARD, i, j) for j in ours for i in range(m)] if forward else []
         if backward:
-            work = list(zip(*_backward_work(m, recompute), strict=True))
+            work = _backward_work(m, recompute)
             row += [Task(kind, i, j) for j in reversed(ours) for kind, i in work]
         rows.append(row)
     return plan_of_rows(m, rows, placement)
@@ -147,23 +133,24 @@ def recomputed(mode: str, m: int) -> frozenset[int]:
     return frozenset(range(counts[mode]))
 
 
-def _forward(m: int, n: int) -> Wave:
-    return Wave((FORWARD,) * m, range(m), n)
+def _wave(work: Sequence[tuple[str, int]], distances: Sequence[int]) -> Iterator[Cycle]:
+    """Yield the cycles in which each stage does the same work, of kinds and micro-batches.
+
+    In cycle ``k`` that is ``work[k - d]`` at distance ``d`` from the stage where the work begins.
+    """
+    num_cycles = len(work) + len(distances) - 1 if work else 0
+    for k in range(num_cycles):
+        yield tuple(
+            Task(*work[k - d], j) for j, d in enumerate(distances) if 0 <= k - d < len(work)
+        )
 
 
-def _backward(m: int, n: int, recompute: Collection[int]) -> Wave:
-    kinds, micro_batches = _backward_work(m, recompute)
-    return Wave(tuple(kinds), tuple(micro_batches), n, upwards=True)
-
-
-def _backward_work(m: int, recompute: Collection[int]) -> tuple[list[str], list[int]]:
+def _backward_work(m: int, recompute: Collection[int]) -> list[tuple[str, int]]:
     """List the kind and the micro-batch of each backward task of a partition, in order."""
     if strangers := sorted(set(recompute) - set(range(m))):
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
-    kinds: list[str] = []
-    micro_batches: list[int] = []
-    for i in reversed(range(m)):
-        work = (RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,)
-        kinds.extend(work)
-        micro_batches.extend([i] * len(work))
-    return kinds, micro_batches
+    return [
+        (kind, i)
+        for i in reversed(range(m))
+        for kind in ((RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,))
+    ]

@@ -36,14 +36,7 @@ from procpipe.plan.task import Plan, Task
 
 
 def interleaved(m: int, n: int, v: int, *, recompute: Collection[int] = ()) -> Plan:
-    """Plan a whole mini-batch.
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of stages.
-        v: the number of partitions on each stage; with one, this is ``one_f_one_b``.
-        recompute: the micro-batches to recompute right before their backward.
-    """
+    """Plan a mini-batch with ``v`` partitions a stage; with one, as ``one_f_one_b``."""
     if v == 1:
         return one_f_one_b(m, n, recompute=recompute)
     placement = looped(v * n, n)

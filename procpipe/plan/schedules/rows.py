@@ -15,7 +15,7 @@ its next task if the task's inputs were made in an earlier cycle, and idles othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from procpipe.plan.task import (
@@ -24,9 +24,9 @@ from procpipe.plan.task import (
     INPUT_GRADIENT,
     RECOMPUTE,
     WEIGHT_GRADIENT,
-    Cycle,
     Plan,
     Task,
+    gradient_tasks,
 )
 
 
@@ -35,8 +35,8 @@ def makers(task: Task, num_partitions: int) -> tuple[Task, ...]:
     kind, i, j = task
     if kind == FORWARD and j > 0:
         return (Task(FORWARD, i, j - 1),)
-    if kind in (BACKWARD, INPUT_GRADIENT) and j < num_partitions - 1:
-        return Task(BACKWARD, i, j + 1), Task(INPUT_GRADIENT, i, j + 1)
+    if task.makes_gradient and j < num_partitions - 1:
+        return gradient_tasks(i, j + 1)
     return ()
 
 
@@ -50,30 +50,34 @@ def plan_of_rows(m: int, rows: Sequence[Sequence[Task]], placement: tuple[int, .
     placement = placement or tuple(range(len(rows)))
     if faults := list(_faults(rows, placement)):
         raise ValueError(f"these rows are no plan: {'; '.join(faults)}")
-    p = len(placement)
+    cycles = tuple(tuple(cycle.values()) for cycle in cycles_of_rows(rows, len(placement)))
+    return Plan(m, len(rows), cycles, placement)
+
+
+def cycles_of_rows(
+    rows: Sequence[Sequence[Task]], num_partitions: int
+) -> Iterator[Mapping[int, Task]]:
+    """Yield what runs in each clock cycle: the task of each row that is not idle, by its index.
+
+    Raises:
+        ValueError: the rows would wait for each other forever.
+    """
     planned = {task for row in rows for task in row}
-    needs = {task: planned.intersection(makers(task, p)) for task in planned}
+    needs = {task: planned.intersection(makers(task, num_partitions)) for task in planned}
     done: set[Task] = set()
     places = [0] * len(rows)
-    cycles: list[Cycle] = []
     while len(done) < len(planned):
-        cycle = tuple(
-            row[place]
-            for row, place in zip(rows, places, strict=True)
-            if place < len(row) and needs[row[place]] <= done
-        )
+        next_ones = {k: row[places[k]] for k, row in enumerate(rows) if places[k] < len(row)}
+        cycle = {k: task for k, task in next_ones.items() if needs[task] <= done}
         if not cycle:
-            waits = [
-                f"stage {stage} waits at {row[place]}"
-                for stage, (row, place) in enumerate(zip(rows, places, strict=True))
-                if place < len(row)
-            ]
-            raise ValueError(f"these rows deadlock: {', '.join(waits)}")
-        for task in cycle:
-            places[placement[task.j]] += 1
-        done.update(cycle)
-        cycles.append(cycle)
-    return Plan(m, len(rows), tuple(cycles), placement)
+            waits = (f"stage {k} waits at {task}" for k, task in next_ones.items())
+            raise ValueError(
+                f"these rows deadlock, as they wait for each other: {', '.join(waits)}"
+            )
+        for k in cycle:
+            places[k] += 1
+        done.update(cycle.values())
+        yield cycle
 
 
 def one_forward_one_backward(

@@ -73,26 +73,14 @@ from procpipe.plan.task import (
 
 
 def zb_h1(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
-    """Plan a whole mini-batch with one partition a stage.
-
-    Args:
-        m: the number of micro-batches, which may be less than ``n``.
-        n: the number of stages.
-        recompute: the micro-batches to recompute right before their backward.
-    """
+    """Plan a mini-batch with one partition a stage; the arguments are those of ``gpipe``."""
     works = [[(i, j) for i in range(m)] for j in range(n)]
     rows = [one_forward_one_backward(w, w, n - 1 - j, recompute, j) for j, w in enumerate(works)]
     return plan_of_rows(m, [list(row) for row in rows])
 
 
 def zb_v(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
-    """Plan a whole mini-batch with two partitions a stage, placed by ``folded``.
-
-    Args:
-        m: the number of micro-batches.
-        n: the number of stages.
-        recompute: the micro-batches to recompute right before their backward.
-    """
+    """Plan a mini-batch with two partitions a stage, placed by ``folded``; else as ``zb_h1``."""
     rows = [list(_v_row(m, n, stage, recompute)) for stage in range(n)]
     return plan_of_rows(m, rows, folded(2 * n, n))
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from procpipe.job.pinning import Place, places_of_host
 from procpipe.launch.doctor import command as doctor
 from procpipe.launch.doctor import probe
-from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host
+from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
 from procpipe.launch.doctor.facts import (
     NO_LIMIT,
     Facts,
@@ -53,9 +53,13 @@ GOOD = Facts(
 def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
     return tuple(
         VisibleGpu(
-            "H200", None, free_bytes, 80 * GIB, tuple(range(num_gpus)) if peers is None else peers
+            "H200",
+            f"0000:{k:02x}:00.0",
+            free_bytes,
+            80 * GIB,
+            tuple(range(num_gpus)) if peers is None else peers,
         )
-        for _ in range(num_gpus)
+        for k in range(num_gpus)
     )
 
 
@@ -273,7 +277,8 @@ def measured(*gb_per_s, small_s=4e-5, device="cpu"):
         }
         for lower, speed in enumerate(gb_per_s)
     ]
-    return {"ranks": [{"device": device}] * (len(pairs) + 1), "pairs": pairs}
+    of_ranks = [[pair] for pair in pairs] + [[]]
+    return [{"device": device, "pairs": of_rank} for of_rank in of_ranks]
 
 
 def test_the_measured_channels_are_judged():
@@ -313,16 +318,12 @@ def probed(world):
 
 
 def test_the_probe_measures_every_pair(ranks):
-    report, *others = ranks(3).run(probed).values()
+    of_ranks = ranks(3).run(probed).values()
 
-    assert others == [report, report]
-    assert [(rank["rank"], rank["device"]) for rank in report["ranks"]] == [
-        (0, "cpu"),
-        (1, "cpu"),
-        (2, "cpu"),
-    ]
-    assert [pair["lower"] for pair in report["pairs"]] == [0, 1]
-    for pair in report["pairs"]:
+    assert [rank["device"] for rank in of_ranks] == ["cpu"] * 3
+    pairs = pairs_of(of_ranks)
+    assert [pair["lower"] for pair in pairs] == [0, 1]
+    for pair in pairs:
         assert 1e-6 < pair["small_latency_s"] < 1
         assert 1e-6 < pair["middle_latency_s"] < 1
         assert 1e6 < pair["down_bytes_per_s"] < 1e12
@@ -339,7 +340,7 @@ CHECKS = [
 
 
 def test_plain_text_has_a_line_a_check_and_its_advice():
-    assert doctor.plain_text(CHECKS, measured(2)["pairs"]).splitlines() == [
+    assert doctor.plain_text(CHECKS, pairs_of(measured(2))).splitlines() == [
         "ok       torch   2.13",
         "warning  memory  0.1 GiB available",
         "                 -> free some",
@@ -360,7 +361,7 @@ def test_a_terminal_shows_all_checks_and_measurements():
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=60, color_system=None)
 
-    doctor._print_rich(console, CHECKS, measured(2)["pairs"])
+    doctor._print_rich(console, CHECKS, pairs_of(measured(2)))
 
     for words in ("ok", "free some", "[no markup]", "4.00 GB/s"):
         assert words in written.getvalue()

@@ -18,7 +18,7 @@ from torch import nn
 from procpipe import hf
 from procpipe.balance import Inputs, Profile, profile_layers
 from procpipe.launch.main import main
-from procpipe.launch.plan.folder import attention_of_gpus, load_folder
+from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from tests.hf.cases import CASES, config_of
 
 
@@ -43,7 +43,7 @@ def estimated(folder: str, batch: int, length: int, *, of_gpus: bool = False) ->
     inputs, target = subject.micro_batch(batch)
     options = {"target": target, "loss_fn": subject.loss_fn, "flops_per_s": 1.0}
     if of_gpus:
-        with attention_of_gpus():
+        with AttentionOfGpus():
             return profile_layers(subject.model, inputs, **options)
     return profile_layers(subject.model, inputs, **options)
 

@@ -188,6 +188,24 @@ def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
     assert plan(*words, "--memory", f"{least - 1}B") == 1
 
 
+def test_if_nothing_fits_other_numbers_of_replicas_are_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--costs", "costs.json", "-n", "2", "--chunks", "4", "--optimizer", "none")
+    none, some = "Nor does anything with another number of replicas.\n", "something does.\n"
+
+    assert plan(*words, "--memory", "9MB", replicas=2) == 1
+    assert "With --replicas 1 something does.\nMore devices, " in capsys.readouterr().out
+    assert plan(*words, "--memory", "9MB", replicas=1) == 0
+    capsys.readouterr()
+    assert plan(*words, "--memory", "2MB", replicas=2) == 1
+    assert none in capsys.readouterr().out
+    assert plan(*words, "--memory", "2MB", replicas=None) == 1  # all of them are in a table
+    text = capsys.readouterr().out
+    assert none not in text
+    assert some not in text
+
+
 def test_saved_costs_give_the_same_proposal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,8 @@ ValueError: mine
 
 
 def end(rank, code, at_s=10.0, stderr="", recorded=None, reading=None):
-    logs = Logs(rank, Path(f"/logs/attempt_0/rank_{rank}"))
+    folder = Path(f"/logs/attempt_0/rank_{rank}")
+    logs = Logs(rank, folder / "stdout.log", folder / "stderr.log", folder / "error.json")
     error = recorded and Recorded("ValueError: mine", recorded, at_s - 1)
     return Rank(logs, code=code, at_s=at_s, reading=reading, recorded=error, stderr=stderr)
 
@@ -100,6 +101,27 @@ def test_ranks_of_replicas_are_named_by_replica_and_stage():
     assert headline == (
         "stage 1 of replica 1 (rank 3) failed in task F3 (micro-batch 3): ValueError: mine"
     )
+
+
+def sharer(rank, at_s=10.2):
+    note = "procpipe: the layers are sharded over ranks [0, 2]: another of these ranks has ended"
+    return end(rank, 1, at_s, f"{TRACEBACK}[rank{rank}]: {note}\n", recorded=TRACEBACK)
+
+
+def test_a_rank_that_waited_for_another_pipeline_is_first_only_if_no_other_is():
+    """Two pipelines, of ranks 0 and 1, and 2 and 3; ranks 0 and 2 share layers."""
+    first = victim(1, why="rank 0 failed in step(): ValueError: mine")
+    # Rank 2 was killed, and rank 0 has recorded its error before the launcher saw that.
+    ends = [sharer(0, 9.9), first, end(2, -9, 10.0), victim(3, why="rank 2 has ended")]
+    assert explain(ends).headline == "rank 2 was killed by SIGKILL"
+    # Rank 3 left early, with exit code 0, and rank 2 ended for it.
+    ends = [sharer(0), first, victim(2, why="rank 3 has left the pipeline"), end(3, 0)]
+    failure = explain(ends)
+    assert failure.headline == "rank 3 has left the pipeline"
+    assert failure.body.startswith("rank 3 ended with exit code 0.\n")
+    # The other pipeline has made fewer steps, and has ended well.
+    ends = [sharer(0), first, end(2, 0), end(3, 0)]
+    assert explain(ends).headline == "rank 0 failed: ValueError: mine"
 
 
 @pytest.mark.parametrize("code", [-15, -9], ids=["terminated", "killed, as it did not end"])

@@ -23,10 +23,11 @@ class Clock:
 
 
 def attempt_of(*boards):
-    ranks = tuple(Rank(Logs(k, Path("x")), board=board) for k, board in enumerate(boards))
+    files = (Path("x"),) * 3
+    ranks = tuple(Rank(Logs(k, *files), board=board) for k, board in enumerate(boards))
     for rank in ranks:
         rank.pid = os.getpid()
-    return Attempt(0, len(ranks), ranks)
+    return Attempt(len(ranks), ranks)
 
 
 def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
@@ -34,9 +35,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
         board.start_mini_batch(4)
         board.start_task("F", 3)
         board.end_task()
-        board.end_program(
-            samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9), held_bytes=0
-        )
+        board.end_program(samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9))
 
 
 def test_rates_are_of_the_time_between_readings():
@@ -165,6 +164,33 @@ def test_replicas_are_blocks():
     size = r"[\d.]+ [MG]iB"  # of this process
     assert re.search(rf"memory {size} {size} \| {size} {size};", line), line
     assert re.search(r"; stage 0 of replica 1 waits .* from stage 1 of replica 1$", line), line
+
+
+def test_stages_of_several_pipelines_are_named_with_their_ranks():
+    boards = [Board.create(rank, 2, place=rank % 2) for rank in range(4)]
+    for board in boards:
+        board.write_facts({"device": "cpu", "layers": []})
+        do_steps(board, 1, samples=8, step_s=2.0)
+    boards[2].start_wait("gradient from stage 1 (rank 3)", 1)
+    attempt, clock = attempt_of(*boards), Clock()
+    reader = RowReader(attempt, clock)
+    reader.rows()
+    clock.now_s += 2.0
+    for board in boards:
+        do_steps(board, 1, samples=8, step_s=2.0)
+    rows = reader.rows()
+
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(live_table(rows, 160))
+    header, *lines = capture.get().splitlines()
+    assert header.split()[:2] == ["rank", "stage"]
+    assert [line.split()[:2] for line in lines] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    assert lines[2].rstrip().endswith(" s for gradient from stage 1 (rank 3)")
+    line = plain_line(rows, "0:30")
+    assert line.startswith("0:30: step 2, 4 samples/s a pipeline, busy ")
+    assert re.search(r"; stage 0 \(rank 2\) waits .* s for gradient from stage 1 \(rank 3\)$", line)
+    assert summary(attempt) == "2 steps, 8 samples/s a pipeline in steps"
 
 
 def test_a_summary_has_the_steps_and_their_rate():

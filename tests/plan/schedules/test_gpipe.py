@@ -12,7 +12,7 @@ from procpipe.plan.schedules.gpipe import (
     gpipe,
     recomputed,
 )
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Task
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 
@@ -120,20 +120,6 @@ def test_a_plan_is_forward_and_then_backward(m: int, n: int) -> None:
     parts = [*forward_plan(m, n).cycles, *backward_plan(m, n, again).cycles]
     assert list(whole.cycles) == parts
     assert gpipe(m, n, backward=False) == forward_plan(m, n)
-
-
-@for_each(("m", "n"), SIZES)
-def test_cycles_by_index_are_those_of_the_iteration(m: int, n: int) -> None:
-    plan = gpipe(m, n, recompute={0})
-    cycles = list(plan.cycles)
-    assert len(plan.cycles) == len(cycles)
-    assert [plan.cycles[k] for k in range(len(cycles))] == cycles
-    assert plan.cycles[-1] == cycles[-1]
-    assert plan.cycles[1:-1:2] == tuple(cycles[1:-1:2])
-    with pytest.raises(IndexError):
-        plan.cycles[len(cycles)]
-    kept = Plan(m, n, tuple(cycles))
-    assert all(list(kept.row(j)) == list(plan.row(j)) for j in range(n))
 
 
 def test_the_modes_choose_what_to_recompute() -> None:

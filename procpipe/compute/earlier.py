@@ -1,8 +1,8 @@
-"""Multiplies what one call adds to gradients by a number that is known only at its end.
+"""Keeps gradients of earlier calls apart from those of the call that runs, which may be corrected.
 
 begin            the gradients of earlier calls are set aside, before the first backward task
-end(0.98)        those of this call * 0.98, added to them
-end(None)        those of this call, added to them
+correct(0.98)    those of this call are multiplied by a number that is known only at its end
+end              those of this call are added to the earlier ones
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from procpipe.torch_internals import has_gradient_hooks
 
 
-class Correction:
-    """Corrects the gradients of one call at a time."""
+class Earlier:
+    """The gradients of earlier calls, during one call at a time."""
 
     def __init__(self) -> None:
         self._set_aside: dict[nn.Parameter, Tensor | None] = {}
@@ -26,35 +26,19 @@ class Correction:
         if self._set_aside:
             return
         for parameter in parameters:
-            if parameter not in self._set_aside and parameter.requires_grad:
+            if parameter not in self._set_aside:
                 self._set_aside[parameter] = parameter.grad
                 parameter.grad = None
 
-    def end(self, factor: Tensor | None, input_gradients: dict[int, list[Tensor | None]]) -> None:
-        """Multiply this call's gradients, and add them to those of earlier calls.
+    def correct(self, factor: Tensor, input_gradients: dict[int, list[Tensor | None]]) -> None:
+        """Multiply this call's gradients, and those of micro-batches' inputs, by a 0-dim factor.
 
         Not in place: a gradient may be that of several inputs, have its memory in common with
         another, or be under way to another stage.
 
-        Args:
-            factor: 0-dim; None where they are right.
-            input_gradients: of each micro-batch, those of the model's inputs; replaced here.
-
         Raises:
             RuntimeError: hooks have used a parameter's gradient already.
         """
-        if factor is not None:
-            self._check_hooks()
-            for i, gradients in input_gradients.items():
-                input_gradients[i] = [_product(gradient, factor) for gradient in gradients]
-        for parameter, before in self._set_aside.items():
-            gradient = parameter.grad if factor is None else _product(parameter.grad, factor)
-            if before is not None:
-                gradient = before if gradient is None else before.add_(gradient)
-            parameter.grad = gradient
-        self._set_aside.clear()
-
-    def _check_hooks(self) -> None:
         for parameter in self._set_aside:
             if has_gradient_hooks(parameter):
                 raise RuntimeError(
@@ -63,6 +47,18 @@ class Correction:
                     "is called before (register_post_accumulate_grad_hook): give step() a "
                     "total_weight, Stage a loss_weight, or use schedule='gpipe'"
                 )
+        for i, gradients in input_gradients.items():
+            input_gradients[i] = [_product(gradient, factor) for gradient in gradients]
+        for parameter in self._set_aside:
+            parameter.grad = _product(parameter.grad, factor)
+
+    def end(self) -> None:
+        """Add this call's gradients to those of earlier calls."""
+        for parameter, before in self._set_aside.items():
+            if before is not None:
+                gradient = parameter.grad
+                parameter.grad = before if gradient is None else before.add_(gradient)
+        self._set_aside.clear()
 
     def abandon(self) -> None:
         """Put back what was set aside, if a call has failed."""

@@ -1,0 +1,64 @@
+"""The modules of a layer that FSDP gathers, and where their parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Unit(NamedTuple):
+    """A module that FSDP gathers as one, and where its parameters are: by module and key."""
+
+    module: Any
+    places: list[tuple[nn.Module, str]]
+
+    def parameters(self) -> list[Any]:
+        """Return the parameters, as they are now: shards, or gathered."""
+        return [owner._parameters[key] for owner, key in self.places]
+
+
+def roots_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the outermost modules that FSDP gathers."""
+    if _is_of_fsdp(module):
+        if next(module.parameters(), None) is not None:
+            yield module
+        return
+    for child in module.children():
+        yield from roots_of(child)
+
+
+def units_of(root: nn.Module) -> Iterator[Unit]:
+    """Yield the modules below that FSDP gathers, and have parameters."""
+    for module in root.modules():
+        if _is_of_fsdp(module):
+            places = list(_places_of(module))
+            if places:
+                yield Unit(module, places)
+
+
+def num_gathered(root: nn.Module) -> int:
+    """Return how many modules FSDP gathers, this one and those inside."""
+    return sum(map(_is_of_fsdp, root.modules()))
+
+
+def set_last(root: Any) -> None:
+    """Set FSDP to reduce the gradients of a module, and to shard it again, in its next pass."""
+    root.set_requires_gradient_sync(True)
+    root.set_reshard_after_backward(True)
+    root.set_is_last_backward(True)
+
+
+def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where the parameters are that FSDP gathers with a module."""
+    for key, parameter in module._parameters.items():
+        if hasattr(parameter, "device_mesh"):
+            yield module, key
+    for child in module.children():
+        if not _is_of_fsdp(child):
+            yield from _places_of(child)
+
+
+def _is_of_fsdp(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")

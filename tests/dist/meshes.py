@@ -1,0 +1,123 @@
+"""Models, mini-batches and stages for the tests of pipelines in a DeviceMesh, on four ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from procpipe import Stage
+from procpipe.job.world import World
+from procpipe.losses import masked_cross_entropy
+from tests.dist.stages import assert_same
+
+TOLERANCE = 1e-12
+
+
+class Block(nn.Module):
+    """Two linear layers beside a residual connection."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
+
+    def forward(self, input):
+        return input + self.down(torch.tanh(self.up(input)))
+
+
+class Head(nn.Linear):
+    """Classifies all tokens of all samples."""
+
+    def forward(self, input):
+        return super().forward(input.flatten(0, 1))
+
+
+def make_model():
+    """Make six layers: token numbers to the classes of all tokens."""
+    torch.manual_seed(1)
+    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), Head(6, 7)
+    return nn.Sequential(*layers).double()
+
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 7, (2, size, 3), generator=generator)
+
+
+def mean_loss(output, target):
+    return F.cross_entropy(output, target.flatten())
+
+
+def sum_loss(output, target):
+    return masked_cross_entropy(output, target.flatten(), ignore_index=0)
+
+
+def weighted_loss(output, target):
+    return F.cross_entropy(output, target.flatten(), ignore_index=0)
+
+
+@contextmanager
+def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
+    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+    store = dist.PrefixStore("default group", bare.store)
+    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
+    try:
+        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+def stage_in(bare, mesh, name, model, balance, **options):
+    """Return a stage of the pipeline that this rank is in."""
+    ranks = tuple(mesh["pp"].mesh.tolist())
+    world = World(
+        rank=ranks.index(bare.rank),
+        num_ranks=len(ranks),
+        store=dist.PrefixStore(f"{name} {ranks}", bare.store),
+        device=bare.device,
+        numbers=ranks,
+        timeout_s=bare.timeout_s,
+    )
+    return Stage(copy.deepcopy(model), balance, world=world, **options)
+
+
+def whole(tensor):
+    """Return all of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
+    expected = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert isinstance(parameter, DTensor), f"{what}: {name} is not sharded"
+        found = None if parameter.grad is None else whole(parameter.grad)
+        assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
+
+
+@contextmanager
+def failing_all(stage, name):
+    """Close a stage; a failure names the case, and no peer waits for this rank."""
+    try:
+        yield
+        stage.close()
+    except BaseException as error:
+        error.add_note(f"in the case {name!r} on rank {stage._world.job_rank}")
+        stage._calls.fail("the test", error)
+        raise
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
