@@ -72,7 +72,7 @@ MAY_IMPORT = {
         *("channel", "compute", "data", "job", "plan", "run"),
         *("batchnorm", "torch_internals", "tree"),
     },
-    "sharded": {"compute", "data", "errors", "model", "plan", "run", "torch_internals"},
+    "sharded": {"compute", "data", "errors", "model", "plan", "run", "torch_internals", "tree"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
     "hf": {"data", "losses", "skip", "stage", "state"},
 }

@@ -29,7 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor, nn
-from torch.distributed import DistError
 
 from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
@@ -157,7 +156,8 @@ class Sharded(Replicas):
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, DistError) or "gloo/transport" in str(error):
+            names = {base.__name__ for base in type(error).__mro__}
+            if "DistError" in names or "gloo/transport" in str(error):
                 error.add_note(
                     f"procpipe: the layers are sharded over ranks {self._ranks}: another of these "
                     "ranks has ended or does not answer; has it failed before, or does its "
