@@ -34,19 +34,13 @@ _FROZEN = False
 
 @dataclass(frozen=True)
 class Copy:
-    """This stage's copy of a parameter or buffer that other stages have, too.
+    """This stage's copy of a parameter or buffer that other stages have, too."""
 
-    Attributes:
-        name: its first name in the full model.
-        all_names: all its names there, in order.
-        stages: all that have it, ascending.
-        places: where this stage has it: by its name in the full model, the module and its name
-            there; at least one.
-    """
-
-    name: str
-    all_names: tuple[str, ...]
-    stages: tuple[int, ...]
+    name: str  # its first name in the full model
+    all_names: tuple[str, ...]  # all its names there, in order
+    stages: tuple[int, ...]  # all that have it, ascending
+    #: Where this stage has it: by its name in the full model, the module and its name there; at
+    #: least one.
     places: Mapping[str, tuple[nn.Module, str]]
 
     @property

@@ -136,18 +136,14 @@ class MeanLoss:
 
 
 class LossPart(NamedTuple):
-    """What one last stage knows of a mini-batch's loss.
+    """What one last stage knows of a mini-batch's loss."""
 
-    Attributes:
-        sum: of weighted means, divided by the total already; or of the sums that ``loss_fn``
-            returned. 0-dim.
-        weight: what the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages
-            know it.
-        divisor: of sums, what gradients were divided by, 0-dim, if that was not the total.
-    """
-
+    #: Of weighted means, divided by the total already; or of the sums that ``loss_fn`` returned.
+    #: 0-dim.
     sum: Tensor
+    #: What the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages know it.
     weight: Tensor | float | None = None
+    #: Of sums, what gradients were divided by, 0-dim, if that was not the total.
     divisor: Tensor | None = None
 
 

@@ -41,22 +41,18 @@ Channel = tuple[str, int, int]
 
 
 class Transfer(NamedTuple):
-    """One message from one partition to another.
+    """One message from one partition to another."""
 
-    Attributes:
-        payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
-            ``TIED_GRADIENT``.
-        i: the micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
-            number of the micro-batch that completes them.
-        source: the partition whose stage sends it.
-        destination: the partition whose stage receives it. What goes from one stage to another,
-            not between partitions, is of the first partition of each: the gradients of tied
-            parameters; and the loss goes to the first partition of each other stage.
-    """
-
+    #: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
+    #: ``TIED_GRADIENT``.
     payload: str
+    #: The micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
+    #: number of the micro-batch that completes them.
     i: int
-    source: int
+    source: int  # the partition whose stage sends it
+    #: The partition whose stage receives it. What goes from one stage to another, not between
+    #: partitions, is of the first partition of each: the gradients of tied parameters; and the loss
+    #: goes to the first partition of each other stage.
     destination: int
 
     def __str__(self) -> str:
@@ -89,24 +85,19 @@ class Transfer(NamedTuple):
 class Routes:
     """Which partitions of a model exchange tensors.
 
-    Attributes:
-        num_stages: ``n``.
-        skips: pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is
-            used in partition ``b``.
-        target: whether the target goes from stage 0 to the last partition's stage.
-        loss: whether the last partition's stage sends the loss to every other.
-        ties: sets of partitions, ascending: each uses a parameter in common.
-        placement: the stage of each partition; one partition a stage if left out.
-
     Raises:
         ValueError: a skip is not a pair of partitions in order, or is given twice.
     """
 
-    num_stages: int
+    num_stages: int  # ``n``
+    #: Pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is used in
+    #: partition ``b``.
     skips: tuple[tuple[int, int], ...] = ()
-    target: bool = False
-    loss: bool = False
+    target: bool = False  # whether the target goes from stage 0 to the last partition's stage
+    loss: bool = False  # whether the last partition's stage sends the loss to every other
+    #: The stage of each partition; one partition a stage if left out.
     placement: tuple[int, ...] = ()
+    #: Sets of partitions, ascending: each uses a parameter in common.
     ties: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

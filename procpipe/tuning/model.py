@@ -61,19 +61,12 @@ class Skip:
 
 @dataclass(frozen=True)
 class TiedLayers:
-    """Layers that use one parameter or buffer.
+    """Layers that use one parameter or buffer."""
 
-    Attributes:
-        name: its first name in the model.
-        layers: the layers, in order, at least two.
-        num_bytes: its size, which each of the layers has in its ``parameter_bytes``.
-        is_trained: whether it is in their ``trained_bytes``, too.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    num_bytes: int
-    is_trained: bool = True
+    name: str  # its first name in the model
+    layers: tuple[int, ...]  # the layers, in order, at least two
+    num_bytes: int  # its size, which each of the layers has in its ``parameter_bytes``
+    is_trained: bool = True  # whether it is in their ``trained_bytes``, too
 
 
 @dataclass(frozen=True)
@@ -104,29 +97,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """The costs of a model.
+    """The costs of a model."""
 
-    Attributes:
-        samples: the sizes of the measured micro-batches, ascending, at least one.
-        layers: the layers, in order.
-        loss: the loss function as a layer of the last partition, if it was measured.
-        skips: the skip tensors.
-        input_bytes: the model's input, for each size.
-        target_bytes: the target, for each size; empty if there is none.
-        start_s: seconds of a forward task and of a backward task in addition to the layers'.
-        shared: first and last of layers that must be in one partition.
-        ties: the parameters and buffers that several layers use.
-    """
-
-    samples: tuple[int, ...]
-    layers: tuple[Layer, ...]
+    samples: tuple[int, ...]  # the sizes of the measured micro-batches, ascending, at least one
+    layers: tuple[Layer, ...]  # the layers, in order
+    #: The loss function as a layer of the last partition, if it was measured.
     loss: Layer | None = None
-    skips: tuple[Skip, ...] = ()
-    input_bytes: tuple[float, ...] = ()
-    target_bytes: tuple[float, ...] = ()
+    skips: tuple[Skip, ...] = ()  # the skip tensors
+    input_bytes: tuple[float, ...] = ()  # the model's input, for each size
+    target_bytes: tuple[float, ...] = ()  # the target, for each size; empty if there is none
+    #: Seconds of a forward task and of a backward task in addition to the layers'.
     start_s: tuple[float, float] = (0.0, 0.0)
+    #: First and last of layers that must be in one partition.
     shared: tuple[tuple[int, int], ...] = ()
-    ties: tuple[TiedLayers, ...] = ()
+    ties: tuple[TiedLayers, ...] = ()  # the parameters and buffers that several layers use
 
     @property
     def groups(self) -> tuple[int, ...]:
