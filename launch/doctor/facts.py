@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from procpipe.job.devices import pci_of
-from procpipe.job.pinning import Place, places_of_host
+from procpipe.job.pinning import ProcessPlace, places_of_host
 from procpipe.job.topology import read_topology
 
 #: A driver that has to start takes seconds; a broken one never answers.
@@ -251,7 +251,7 @@ class Facts:
     gpus: tuple[VisibleGpu, ...]
     gpu_error: str
     topology: str
-    places: tuple[Place, ...]  # where each process would run
+    places: tuple[ProcessPlace, ...]  # where each process would run
 
     python: str = field(default_factory=platform.python_version)
     #: GPUs that the kernel's driver has, whether or not torch can use them.

@@ -3,7 +3,7 @@
     stage 0   [F0][F1]  ·····wait·····  [──B1──][──B0──]      Ran: a task, when and where
                   └─ hop ─┐    ┌─ hop ─┘
     stage 1   ··wait··  [F0][F1][──B1──][──B0──]              Hop: a message, at both its ends
-                                          └ sum ─────         AllReduce: with other replicas
+                                          └ sum ─────         Summed: with other replicas
 
 All times are seconds on one clock, from the start of the first recorded step. A recording comes
 from the ranks (``merging.py``) or from a file (``chrome.py``).
@@ -57,7 +57,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class Summed:
     """A sum over all replicas, of gradients or losses, as one rank took part in it."""
 
     rank: int  # the rank
@@ -94,7 +94,7 @@ class Step:
     schedule: str = ""
     shares: tuple[tuple[int, ...], ...] = ()  # the ``sizes`` of each replica, if there are several
     #: What was added up over replicas; those of a rank in the order of the waits for them.
-    sums: tuple[AllReduce, ...] = ()
+    sums: tuple[Summed, ...] = ()
 
     @property
     def num_ranks(self) -> int:
