@@ -418,8 +418,8 @@ def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_
 
 def beside(bare, num_shards):
     """Shard the layers of replicas, over each rank's own process or all ranks."""
-    options = {"replicas": 2, "world": world_of(bare, f"beside {num_shards}")}
-    stage = Stage(make_model(), [2, 4], loss_fn=mean_loss, **options)
+    world = world_of(bare, f"beside {num_shards}")
+    stage = Stage(make_model(), [2, 4], loss_fn=mean_loss, replicas=2, world=world)
     ranks = [bare.rank] if num_shards == 1 else [*range(bare.num_ranks)]
     mesh = DeviceMesh("cpu", ranks)
     for layer in stage:
@@ -513,7 +513,11 @@ def train_different_models(bare):
         plain = [make_model(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()][
             dp
         ]
-        options = {"schedule": ("1f1b", "gpipe")[dp], "chunks": 2 + dp, "checkpoint": "never"}
+        options: dict[str, Any] = {
+            "schedule": ("1f1b", "gpipe")[dp],
+            "chunks": 2 + dp,
+            "checkpoint": "never",
+        }
         options["loss_fn"] = (mean_loss, F.mse_loss)[dp]
         stage = stage_in(bare, mesh, "different", plain, ([2, 4], [1, 2])[dp], **options)
         with failing_all(stage, "different"):

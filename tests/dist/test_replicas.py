@@ -433,7 +433,7 @@ def check_loop_left(bare):
     layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
     with stage_of(bare, "loop left", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        loop = stage.batches(items, sharded=True)
+        loop: Any = stage.batches(items, sharded=True)
         for _ in loop:
             break
         whole = torch.randn(4, 3), torch.zeros(4, 2)
