@@ -10,6 +10,7 @@ import os
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
