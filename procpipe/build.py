@@ -64,23 +64,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asks for besides model and balance, checked.
+    """What the user asks for besides model and balance, checked."""
 
-    Attributes:
-        grid: this rank's place among stages and replicas.
-        schedule: the plan of each step, or how it is found.
-        limits_bytes: the most that each stage may hold, for a measured schedule.
-        transport: the name of one, or None for the best.
-        defers_batch_norm: whether batch normalisation is replaced.
-        trace: where rank 0 writes a timeline; rank 0's counts.
-    """
-
-    grid: Grid
-    schedule: Schedule
-    limits_bytes: list[int] | None
-    transport: str | None
-    defers_batch_norm: bool
-    trace: str | os.PathLike[str] | None
+    grid: Grid  # this rank's place among stages and replicas
+    schedule: Schedule  # the plan of each step, or how it is found
+    limits_bytes: list[int] | None  # the most that each stage may hold, for a measured schedule
+    transport: str | None  # the name of one, or None for the best
+    defers_batch_norm: bool  # whether batch normalisation is replaced
+    trace: str | os.PathLike[str] | None  # where rank 0 writes a timeline; rank 0's counts
 
     @classmethod
     def checked(
@@ -110,29 +101,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cut:
-    """The model, cut into partitions, and this rank's layers of it.
+    """The model, cut into partitions, and this rank's layers of it."""
 
-    Attributes:
-        balance: number of layers in each partition.
-        placement: the stage of each partition.
-        layers: this rank's layers by partition and name, on its device.
-        elsewhere: the names of all other layers.
-        skips: which skip tensors cross partitions.
-        ties: the parameters and buffers that several partitions use.
-        shared: the names of each parameter that several layers of one of these partitions use.
-        facts: a line about each layer of the full model.
-        keys: the model's attribute ``keys``, a map of its keys to those in files, or None.
-    """
-
-    balance: list[int]
-    placement: tuple[int, ...]
+    balance: list[int]  # number of layers in each partition
+    placement: tuple[int, ...]  # the stage of each partition
+    #: This rank's layers by partition and name, on its device.
     layers: dict[int, dict[str, nn.Module]]
-    elsewhere: set[str]
-    skips: SkipLayout
-    ties: list[Tie]
+    elsewhere: set[str]  # the names of all other layers
+    skips: SkipLayout  # which skip tensors cross partitions
+    ties: list[Tie]  # the parameters and buffers that several partitions use
+    #: The names of each parameter that several layers of one of these partitions use.
     shared: list[tuple[str, ...]]
-    facts: list[str]
-    keys: Any = None
+    facts: list[str]  # a line about each layer of the full model
+    keys: Any = None  # the model's attribute ``keys``, a map of its keys to those in files, or None
 
     @classmethod
     def of(

@@ -42,19 +42,13 @@ Form = Any
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container taken apart.
+    """A container taken apart."""
 
-    Attributes:
-        name: its class, as ``module:qualified name``.
-        form: what else is needed to rebuild it; ``in_words`` compares two of a class.
-        labels: where each child is, in Python's notation: ``.loss``, ``['x']``, ``[0]``.
-        children: nested values.
-    """
-
-    name: str
-    form: Form
+    name: str  # its class, as ``module:qualified name``
+    form: Form  # what else is needed to rebuild it; ``in_words`` compares two of a class
+    #: Where each child is, in Python's notation: ``.loss``, ``['x']``, ``[0]``.
     labels: tuple[str, ...]
-    children: list[Any]
+    children: list[Any]  # nested values
 
     @property
     def in_words(self) -> str:

@@ -45,15 +45,9 @@ class StageScaler(CheckedScaler):
     ) -> dict[torch.device, Tensor]:
         """Check this rank's gradients; return 1 if any rank found an inf or NaN in its own, else 0.
 
-        Every rank calls it, and it waits for all of them and once for the device.
-
-        Args:
-            check: returns what this rank has found, by device; nothing without gradients.
-            zero: 0-dim, on the scale's device.
-
-        Returns:
-            The result, on the CPU, so that ``step`` does not wait for the device again; nothing if
-            no rank has a gradient.
+        Every rank calls it, and it waits for all of them and once for the device. The result is on
+        the CPU, so that ``step`` does not wait for the device again; there is none if no rank has a
+        gradient.
 
         Raises:
             DisagreementError: the scale differs between ranks; on every rank.

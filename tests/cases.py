@@ -30,7 +30,7 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     indices = list(product(*(range(len(axis)) for axis in values)))
 
     def pairs_of(case: tuple[int, ...]) -> set[Any]:
-        return set(combinations(enumerate(case), 2))
+        return set(combinations(enumerate(case), min(2, len(case))))
 
     missing = set().union(*map(pairs_of, indices))
     found = []

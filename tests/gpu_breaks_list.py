@@ -453,7 +453,7 @@ BREAKS = [
         "profile-sync",
         "a layer's time ends before its kernels",
         "procpipe/balance/profile.py",
-        "            torch.cuda.synchronize(self._device)\n",
+        "            torch.cuda.synchronize(device)\n",
         "            pass\n",
         TIMES,
     ),

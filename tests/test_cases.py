@@ -23,3 +23,4 @@ def test_pairs_are_few_combinations_and_have_every_pair(axes):
 
 def test_pairs_are_of_the_values():
     assert pairs("ab", [None]) == [("a", None), ("b", None)]
+    assert pairs("ab") == [("a",), ("b",)]

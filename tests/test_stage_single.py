@@ -663,3 +663,46 @@ def test_an_input_may_be_sparse():
     loss = stage.step(x, NoChunk(adjacency), target=torch.zeros(3, 1))
 
     assert loss.item() == pytest.approx(expected.item())
+
+
+class Temperature(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output * self.factor, target)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("left_out", [0, 3])
+def test_a_loss_is_trained_after_a_frozen_model_and_a_micro_batch_that_is_left_out(
+    stage_of, mode, left_out
+):
+    """Only the micro-batches that count require a gradient, which recomputation must predict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double().requires_grad_(False)
+    loss_fn, expected = Temperature(), Temperature()
+    inputs, target = torch.randn(8, 4).double(), torch.randint(4, (8,))
+    rows = slice(2 * left_out, 2 * left_out + 2)
+    counted = [k for k in range(8) if k not in range(8)[rows]]
+    weight = torch.ones(8)
+    weight[rows] = 0
+    stage = stage_of(
+        model,
+        [2],
+        chunks=4,
+        checkpoint=mode,
+        loss_fn=lambda output, both: loss_fn(output, both[0]),
+        loss_weight=lambda both: both[1].sum(),
+    )
+
+    for _ in range(2):
+        loss = stage.step(inputs, (target, weight))
+        truth = expected(model(inputs[counted]), target[counted])
+        truth.backward()
+
+        torch.testing.assert_close(loss, truth.detach())
+        torch.testing.assert_close(loss_fn.factor.grad, expected.factor.grad)

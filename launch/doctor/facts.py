@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from procpipe.job.devices import pci_of
-from procpipe.job.pinning import Place, places_of_host
+from procpipe.job.pinning import ProcessPlace, places_of_host
 from procpipe.job.topology import read_topology
 
 #: A driver that has to start takes seconds; a broken one never answers.
@@ -170,7 +170,7 @@ def _shared_memory() -> tuple[int, int] | None:
 def _try_memfd() -> str:
     try:
         os.close(os.memfd_create("procpipe-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except (OSError, AttributeError) as error:  # no such call outside Linux
+    except OSError as error:
         return _error_text(error)
     return ""
 
@@ -251,7 +251,7 @@ class Facts:
     gpus: tuple[VisibleGpu, ...]
     gpu_error: str
     topology: str
-    places: tuple[Place, ...]  # where each process would run
+    places: tuple[ProcessPlace, ...]  # where each process would run
 
     python: str = field(default_factory=platform.python_version)
     #: GPUs that the kernel's driver has, whether or not torch can use them.

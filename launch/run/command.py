@@ -128,17 +128,21 @@ def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int)
 
 def _job(options: argparse.Namespace, folder: Path) -> Job:
     grace = os.environ.get(_GRACE_VARIABLE, "")
+    least, most = options.nnodes
     return Job(
-        num_processes=options.nproc,
-        command=_command(options),
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=options.nproc,
         run_id=options.rdzv_id or (folder.name if not options.rdzv_endpoint else "procpipe"),
-        num_hosts=options.nnodes,
-        endpoint=options.rdzv_endpoint,
-        is_endpoint_host=None if options.node_rank is None else options.node_rank == 0,
-        local_address=options.local_addr,
+        rdzv_endpoint=options.rdzv_endpoint or "localhost:0",  # a free port
+        # By default the agent finds out from its name whether the endpoint is on this host.
+        rdzv_configs={} if options.node_rank is None else {"is_host": options.node_rank == 0},
         max_restarts=options.max_restarts,
+        # Without it the agent looks up this host's name, which may take seconds.
+        local_addr=options.local_addr if options.rdzv_endpoint else "127.0.0.1",
         grace_s=int(grace) if grace.isdigit() else _GRACE_S,
         numa_binding=options.numa_binding,
+        command=_command(options),
         folder=folder,
     )
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
@@ -29,22 +28,25 @@ from procpipe.launch.run.ranks import Logs
 OnAttempt = Callable[[Sequence[Logs], int, int], object]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the agent is to run."""
+@dataclass
+class Job(LaunchConfig):  # type: ignore[misc, unused-ignore]
+    """What the agent is to run: torch's settings, some with other defaults, and more."""
 
-    num_processes: int  # how many on this host
-    command: tuple[str, ...]  # what to run in Python: ["train.py", …] or ["-m", "package.train", …]
-    run_id: str  # name of the run; the same on all hosts
-    num_hosts: tuple[int, int]  # how many hosts there must be, and how many there may be
-    endpoint: str  # "host:port" where the hosts meet; "" for one host
-    #: Whether the endpoint is on this host; None to find out from its name.
-    is_endpoint_host: bool | None
-    local_address: str | None  # this host's address for the others; None to find out
-    max_restarts: int  # how often the ranks are started again after a failure
-    grace_s: int  # how long ranks may take to end after a signal
-    numa_binding: str  # torch's own binding to NUMA nodes; "" for none
-    folder: Path  # where the logs go
+    rdzv_backend: str = "c10d"
+    monitor_interval: float = 0.1
+    signals_to_handle: str = "SIGQUIT"  # the launcher handles the others itself
+    grace_s: int = 5  # how long ranks may take to end after a signal
+    numa_binding: str = ""  # torch's own binding to NUMA nodes; "" for none
+    command: tuple[str, ...] = ()  # what Python runs: ("train.py", …) or ("-m", "package.train", …)
+    folder: Path = Path()  # where the logs go
+    on_attempt: OnAttempt | None = None
+
+    def __post_init__(self) -> None:
+        self.logs_specs = _LogFolders(self)
+        self.shutdown_timeout = self.grace_s  # torch 2.11 has no such setting
+        if self.numa_binding:
+            self.numa_options = NumaOptions(AffinityMode(self.numa_binding))
+        super().__post_init__()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,12 @@ def run_job(job: Job, on_attempt: OnAttempt) -> JobOutcome:
         Stopped: a signal handler raised it; the ranks have been signalled, and given ``grace_s``.
     """
     _log_to(job.folder / "launcher.log")
-    if job.num_hosts[1] > 1:
+    job.on_attempt = on_attempt
+    if job.max_nodes > 1:
         # Else a host that comes back never finds the store.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        launch_agent(_config(job, on_attempt), sys.executable, ["-u", *job.command])
+        launch_agent(job, sys.executable, ["-u", *job.command])
     except ChildFailedError as error:
         return JobOutcome({rank: failure.exitcode for rank, failure in error.failures.items()})
     except Stopped:
@@ -92,49 +95,22 @@ def run_job(job: Job, on_attempt: OnAttempt) -> JobOutcome:
     return JobOutcome({})
 
 
-def _config(job: Job, on_attempt: OnAttempt) -> LaunchConfig:
-    meeting: dict[str, Any] = {}
-    if job.is_endpoint_host is not None:
-        meeting["is_host"] = job.is_endpoint_host
-    arguments: dict[str, Any] = {
-        "min_nodes": job.num_hosts[0],
-        "max_nodes": job.num_hosts[1],
-        "nproc_per_node": job.num_processes,
-        "run_id": job.run_id,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": job.endpoint or "localhost:0",  # a free port
-        "rdzv_configs": meeting,
-        "max_restarts": job.max_restarts,
-        "monitor_interval": 0.1,
-        # Without it the agent looks up this host's name, which may take seconds.
-        "local_addr": job.local_address if job.endpoint else "127.0.0.1",
-        "logs_specs": _LogFolders(job.folder, on_attempt),
-        "signals_to_handle": "SIGQUIT",  # the launcher handles the others itself
-    }
-    if hasattr(LaunchConfig, "shutdown_timeout"):  # not in torch 2.11
-        arguments["shutdown_timeout"] = job.grace_s
-    if job.numa_binding:
-        arguments["numa_options"] = NumaOptions(AffinityMode(job.numa_binding))
-    return LaunchConfig(**arguments)
-
-
 class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
     """Gives each rank of each attempt a folder: ``attempt_0/rank_2/stdout.log``."""
 
-    def __init__(self, folder: Path, on_attempt: OnAttempt) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
-        self._on_attempt = on_attempt
+    def __init__(self, job: Job) -> None:
+        super().__init__(str(job.folder))
+        self._job = job
         self._num_attempts = 0
 
     @property
     def root_log_dir(self) -> str:
         """Return the run's folder."""
-        return str(self._folder)
+        return str(self._job.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders of an attempt that begins; ``envs`` is each rank's environment."""
-        attempt = self._folder / f"attempt_{self._num_attempts}"
+        attempt = self._job.folder / f"attempt_{self._num_attempts}"
         self._num_attempts += 1
         logs = {}
         for local, environment in envs.items():
@@ -144,7 +120,8 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
             logs[local] = Logs(rank, *files)
             environment["TORCHELASTIC_ERROR_FILE"] = str(logs[local].error)
         num_ranks, num_restarts = envs[0]["WORLD_SIZE"], envs[0]["TORCHELASTIC_RESTART_COUNT"]
-        self._on_attempt(list(logs.values()), int(num_ranks), int(num_restarts))
+        assert self._job.on_attempt is not None
+        self._job.on_attempt(list(logs.values()), int(num_ranks), int(num_restarts))
         return LogsDest(
             stdouts={local: str(files.stdout) for local, files in logs.items()},
             stderrs={local: str(files.stderr) for local, files in logs.items()},

@@ -208,14 +208,13 @@ def _give_key(job: Job) -> None:
     Not on several hosts, whose launchers would make different keys; a user's file may have one.
     """
     os.environ.pop("PROCPIPE_KEY", None)  # of a run that has started this one
-    if job.num_hosts[1] == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
+    if job.max_nodes == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
         os.environ["PROCPIPE_KEY"] = secrets.token_hex(32)
 
 
 def _adopt_orphans() -> None:
     """Let orphaned descendants become children of this process, so that all can be found."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap() -> None:

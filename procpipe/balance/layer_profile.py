@@ -48,78 +48,47 @@ _LOSS = "(loss)"  # no layer of a user has brackets in its name
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs on one micro-batch.
+    """What one layer costs on one micro-batch."""
 
-    Attributes:
-        name: its name in the model.
-        type: its class.
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward, which adds to existing gradients.
-        input_gradient_s: seconds of it without the weights' gradients that can be deferred; all of
-            it if none can.
-        output_bytes: its output.
-        kept_bytes: what autograd saves that is neither input nor output nor a skip tensor.
-        kept_input_bytes: what autograd saves of its input.
-        kept_output_bytes: what autograd saves of its output.
-        put_off_bytes: what is kept until deferred weights' gradients are computed: inputs of linear
-            and convolution layers and of the projections of attentions, and gradients of their
-            outputs.
-        is_in_place: whether its output is in the memory of its input.
-        parameter_bytes: its parameters and buffers.
-        trained_bytes: parameters that get a gradient.
-    """
-
-    name: str
-    type: str
-    forward_s: float
-    backward_s: float
+    name: str  # its name in the model
+    type: str  # its class
+    forward_s: float  # seconds of its forward
+    backward_s: float  # seconds of its backward, which adds to existing gradients
+    #: Seconds of it without the weights' gradients that can be deferred; all of it if none can.
     input_gradient_s: float
-    output_bytes: int
-    kept_bytes: int
-    kept_input_bytes: int
-    kept_output_bytes: int
+    output_bytes: int  # its output
+    kept_bytes: int  # what autograd saves that is neither input nor output nor a skip tensor
+    kept_input_bytes: int  # what autograd saves of its input
+    kept_output_bytes: int  # what autograd saves of its output
+    #: What is kept until deferred weights' gradients are computed: inputs of linear and convolution
+    #: layers and of the projections of attentions, and gradients of their outputs.
     put_off_bytes: int
-    is_in_place: bool
-    parameter_bytes: int
-    trained_bytes: int
+    is_in_place: bool  # whether its output is in the memory of its input
+    parameter_bytes: int  # its parameters and buffers
+    trained_bytes: int  # parameters that get a gradient
 
 
 @dataclass(frozen=True)
 class SkipProfile:
-    """A skip tensor of one micro-batch.
+    """A skip tensor of one micro-batch."""
 
-    Attributes:
-        source: the index of the layer that stashes it.
-        destinations: the indices of the layers that pop it.
-        tensor_bytes: its size.
-        kept_bytes: what autograd saves of it where it is popped.
-    """
-
-    source: int
-    destinations: tuple[int, ...]
-    tensor_bytes: int
-    kept_bytes: int
+    source: int  # the index of the layer that stashes it
+    destinations: tuple[int, ...]  # the indices of the layers that pop it
+    tensor_bytes: int  # its size
+    kept_bytes: int  # what autograd saves of it where it is popped
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a model costs on one micro-batch.
+    """What a model costs on one micro-batch."""
 
-    Attributes:
-        layers: its layers.
-        loss: the loss function, as a last layer; None if none was given.
-        skips: its skip tensors.
-        input_bytes: the micro-batch's input.
-        target_bytes: its target.
-        start_s: seconds of an empty forward and of an empty backward, which are subtracted from
-            the layers' seconds.
-    """
-
-    layers: tuple[LayerProfile, ...]
-    loss: LayerProfile | None
-    skips: tuple[SkipProfile, ...]
-    input_bytes: int
-    target_bytes: int
+    layers: tuple[LayerProfile, ...]  # its layers
+    loss: LayerProfile | None  # the loss function, as a last layer; None if none was given
+    skips: tuple[SkipProfile, ...]  # its skip tensors
+    input_bytes: int  # the micro-batch's input
+    target_bytes: int  # its target
+    #: Seconds of an empty forward and of an empty backward, which are subtracted from the layers'
+    #: seconds.
     start_s: tuple[float, float] = (0.0, 0.0)
 
 

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from procpipe.errors import RecomputeError
 
 #: Where a buffer is: the module, and its name there. It may be None until a forward sets it.
-Place = tuple[nn.Module, str]
+BufferPlace = tuple[nn.Module, str]
 
 #: Copies of changing buffers.
-BufferCopies = dict[Place, Tensor | None]
+BufferCopies = dict[BufferPlace, Tensor | None]
 
 
 class Buffers:
     """The buffers of a partition's layers, which are given by their names in the full model."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self._names: dict[Place, str] = {}
-        self._changing: set[Place] = set()
+        self._names: dict[BufferPlace, str] = {}
+        self._changing: set[BufferPlace] = set()
         self._first: BufferCopies | None = None
-        self._steady: list[tuple[Place, Tensor | None, int]] = []
+        self._steady: list[tuple[BufferPlace, Tensor | None, int]] = []
         for layer_name, layer in layers.items():
             for module_name, module in layer.named_modules(prefix=layer_name):
                 for name in module._buffers:
@@ -89,26 +89,26 @@ class Buffers:
             for (module, name), buffer in owned.items():
                 module._buffers[name] = buffer
 
-    def versions(self) -> dict[Place, tuple[int, int]]:
+    def versions(self) -> dict[BufferPlace, tuple[int, int]]:
         """Return which tensor each buffer is now, and its version."""
         return {place: (id(_buffer(place)), _version(place)) for place in self._names}
 
-    def name_of(self, place: Place) -> str:
+    def name_of(self, place: BufferPlace) -> str:
         """Return a buffer's name in the full model."""
         return self._names[place]
 
 
-def _buffer(place: Place) -> Tensor | None:
+def _buffer(place: BufferPlace) -> Tensor | None:
     module, name = place
     return module._buffers[name]
 
 
-def _version(place: Place) -> int:
+def _version(place: BufferPlace) -> int:
     buffer = _buffer(place)
     return -1 if buffer is None else buffer._version
 
 
-def _copies(places: Iterable[Place]) -> BufferCopies:
+def _copies(places: Iterable[BufferPlace]) -> BufferCopies:
     """Copy buffers; one that is in several places has one copy."""
     copies: dict[Tensor | None, Tensor | None] = {None: None}
     for place in places:

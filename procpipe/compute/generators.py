@@ -38,7 +38,7 @@ _MAX_ENTRIES = 1000
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
-class Source(NamedTuple):
+class RandomSource(NamedTuple):
     """One generator, by how its state is read and set."""
 
     get: Callable[[], Any]
@@ -51,33 +51,33 @@ class Generators:
     def __init__(self, device: torch.device) -> None:
         self.modules: Sequence[nn.Module] = ()
         python = _Python()
-        self._global = [*generators_of_torch(device), Source(python.get, python.set)]
+        self._global = [*generators_of_torch(device), RandomSource(python.get, python.set)]
         self._has_numpy = False
-        self._sources: list[Source] | None = None
+        self._sources: list[RandomSource] | None = None
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
         """Start a mini-batch, before which layers may have been given other generators."""
         self.modules = modules
         self._sources = None
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[RandomSource]:
         """Return the generators that layers may draw from in this mini-batch."""
         if self._sources is None:
             if not self._has_numpy and "numpy" in sys.modules:
                 # Loads numpy.random, 9 ms: a forward that did so first could not be repeated.
                 numpy = _NumPy(sys.modules["numpy"].random)
-                self._global.append(Source(numpy.get, numpy.set))
+                self._global.append(RandomSource(numpy.get, numpy.set))
                 self._has_numpy = True
             self._sources = [*self._global, *_held_by(self.modules)]
         return self._sources
 
 
-def generators_of_torch(device: torch.device) -> list[Source]:
+def generators_of_torch(device: torch.device) -> list[RandomSource]:
     """Return torch's own generators: the CPU's, and a GPU's."""
-    sources = [Source(torch.get_rng_state, torch.set_rng_state)]
+    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
-        sources.append(Source(get, partial(torch.cuda.set_rng_state, device=device)))
+        sources.append(RandomSource(get, partial(torch.cuda.set_rng_state, device=device)))
     return sources
 
 
@@ -163,7 +163,7 @@ class _NumPy(_Twister):
         return (None if state["has_gauss"] else memory), state
 
 
-def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:
+def _held_by(modules: Iterable[nn.Module]) -> Iterator[RandomSource]:
     """Find the generators among the modules' attributes, each once."""
     numpy_random = sys.modules.get("numpy.random")
     classes: tuple[type, ...] = (torch.Generator, random.Random)
@@ -181,12 +181,12 @@ def _held_by(modules: Iterable[nn.Module]) -> Iterator[Source]:
                 found |= {id(entry): entry for entry in entries if isinstance(entry, classes)}
     for generator in found.values():
         if isinstance(generator, torch.Generator):
-            yield Source(generator.get_state, generator.set_state)
+            yield RandomSource(generator.get_state, generator.set_state)
         elif isinstance(generator, random.Random):
             if not isinstance(generator, random.SystemRandom):  # which has no state
-                yield Source(generator.getstate, generator.setstate)
+                yield RandomSource(generator.getstate, generator.setstate)
         elif hasattr(generator, "get_state"):  # a numpy.random.RandomState
-            yield Source(partial(generator.get_state, legacy=False), generator.set_state)
+            yield RandomSource(partial(generator.get_state, legacy=False), generator.set_state)
         else:
             bits = getattr(generator, "bit_generator", generator)
-            yield Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+            yield RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))

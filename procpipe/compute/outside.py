@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
 
-from procpipe.compute.buffers import Buffers, Place
+from procpipe.compute.buffers import BufferPlace, Buffers
 
 
 class OutsideChanges:
@@ -43,7 +43,7 @@ class OutsideChanges:
         if is_repeated or self._noted is not None:
             self._noted = self._now()
 
-    def fault(self, lent: Container[Place]) -> str:
+    def fault(self, lent: Container[BufferPlace]) -> str:
         """Return in words what was changed since the last forward, but for ``lent`` buffers."""
         assert self._noted is not None, "noted by the first forward"
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
@@ -92,4 +92,4 @@ def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 #: Parameters' versions, and whether they require gradients; buffers.
-_State = tuple[list[int], list[bool], dict[Place, tuple[int, int]]]
+_State = tuple[list[int], list[bool], dict[BufferPlace, tuple[int, int]]]

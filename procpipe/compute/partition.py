@@ -75,16 +75,12 @@ class _Learned(NamedTuple):
 
 
 class Partition:
-    """The local layers, run task by task.
+    """The local layers, by their names in the full model, run task by task.
 
-    Args:
-        layers: the partition's layers by their names in the full model.
-        device: the stage's device, on which every tensor at the partition's edges must be.
-        is_first: whether the first layer is the model's, which takes several inputs.
-        is_last: whether the output leaves the pipeline, and need not travel.
-        skips: where skip tensors enter and leave. Where any do, an input is the tuple of what
-            comes from the partition before and of each source's skip tensors, and an output the
-            tuple of what goes to the next partition and of each destination's.
+    The model's first layer takes several inputs; the output of the last partition need not travel.
+    Where skip tensors enter, an input is the tuple of what comes from the partition before and of
+    each source's skip tensors; where they leave, an output likewise. Every tensor at the edges must
+    be on ``device``.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from procpipe.compute.generators import Source, generators_of_torch
+from procpipe.compute.generators import RandomSource, generators_of_torch
 
 _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
@@ -87,17 +87,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Ambient:
-    """The state of random number generators, of autocast and of modules at one moment.
-
-    Attributes:
-        random_states: generators and their states.
-        modes: modules, and whether each is in training mode.
-        autocasts: ``(device type, enabled, dtype, cache enabled)`` of the CPU and the device.
-    """
+    """The state of random number generators, of autocast and of modules at one moment."""
 
     device: torch.device
-    random_states: tuple[tuple[Source, Any], ...]
-    modes: tuple[Sequence[nn.Module], list[bool]]
+    random_states: tuple[tuple[RandomSource, Any], ...]  # generators and their states
+    modes: tuple[Sequence[nn.Module], list[bool]]  # modules, and whether each is in training mode
+    #: ``(device type, enabled, dtype, cache enabled)`` of the CPU and the device.
     autocasts: tuple[tuple[str, bool, torch.dtype, bool], ...]
 
     @property
@@ -109,7 +104,7 @@ class Ambient:
     def now(
         cls,
         device: torch.device,
-        sources: Iterable[Source] | None = None,
+        sources: Iterable[RandomSource] | None = None,
         modules: Sequence[nn.Module] = (),
     ) -> Ambient:
         """Return the present state, of the generators of torch if no others are given."""

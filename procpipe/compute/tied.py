@@ -34,19 +34,13 @@ _FROZEN = False
 
 @dataclass(frozen=True)
 class Copy:
-    """This stage's copy of a parameter or buffer that other stages have, too.
+    """This stage's copy of a parameter or buffer that other stages have, too."""
 
-    Attributes:
-        name: its first name in the full model.
-        all_names: all its names there, in order.
-        stages: all that have it, ascending.
-        places: where this stage has it: by its name in the full model, the module and its name
-            there; at least one.
-    """
-
-    name: str
-    all_names: tuple[str, ...]
-    stages: tuple[int, ...]
+    name: str  # its first name in the full model
+    all_names: tuple[str, ...]  # all its names there, in order
+    stages: tuple[int, ...]  # all that have it, ascending
+    #: Where this stage has it: by its name in the full model, the module and its name there; at
+    #: least one.
     places: Mapping[str, tuple[nn.Module, str]]
 
     @property
@@ -135,10 +129,8 @@ class Tied:
     ) -> None:
         """Check the copies here, and compare all; all stages call it before each training call.
 
-        Args:
-            agree: brings values of all stages together, see ``Control.agree``.
-            always: whether to compare each time, and raise; else before the calls 2, 4, 8, …, with
-                a warning on stage 0.
+        ``always`` compares each time, and raises; else this is before the calls 2, 4, 8, …, with a
+        warning on stage 0. ``agree`` brings values of all stages together, see ``Control.agree``.
 
         Raises:
             RuntimeError: they differ; on every stage. Or :meth:`_check_parameters` raises it, here.

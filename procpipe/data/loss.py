@@ -25,22 +25,17 @@ class Loss:
 
     A micro-batch of weight 0 is left out: its loss may be NaN (a mean over no tokens), and 0 times
     NaN is NaN. The loss function is called all the same, as it may count or log.
-
-    Attributes:
-        function: ``loss_fn`` of the ``Stage``.
-        weight: ``loss_weight`` of the ``Stage``.
-        must_be_finite: whether a loss that is NaN or infinite is an error; on a GPU, looking
-            waits for the device.
-        is_sum: whether the function returns a sum and its weight; None before the first step.
-        weight_per_sample: of sums, what a sample counted in the newest step; 0-dim.
-        scale: multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     """
 
-    function: Callable[..., Any] | None
-    weight: Callable[[Any], Any] | None
+    function: Callable[..., Any] | None  # ``loss_fn`` of the ``Stage``
+    weight: Callable[[Any], Any] | None  # ``loss_weight`` of the ``Stage``
+    #: Whether a loss that is NaN or infinite is an error; on a GPU, looking waits for the device.
     must_be_finite: bool = False
+    #: Whether the function returns a sum and its weight; None before the first step.
     is_sum: bool | None = field(default=None, init=False)
+    #: Of sums, what a sample counted in the newest step; 0-dim.
     weight_per_sample: Tensor | None = field(default=None, init=False)
+    #: Multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     _last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
@@ -112,12 +107,9 @@ class Loss:
     def weights(
         self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_share: bool = False
     ) -> tuple[float, ...]:
-        """Return what each micro-batch counts.
+        """Return what each micro-batch counts, from its target, if it has one, and its size.
 
-        Args:
-            targets: of each micro-batch; None where there are none.
-            sizes: samples in each.
-            is_share: whether other replicas have more of the mini-batch: see ``warn_of_weights``.
+        ``is_share``: whether other replicas have more of the mini-batch, see ``warn_of_weights``.
         """
         if self.weight is None:
             return tuple(map(float, sizes))

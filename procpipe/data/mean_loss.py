@@ -136,30 +136,22 @@ class MeanLoss:
 
 
 class LossPart(NamedTuple):
-    """What one last stage knows of a mini-batch's loss.
+    """What one last stage knows of a mini-batch's loss."""
 
-    Attributes:
-        sum: of weighted means, divided by the total already; or of the sums that ``loss_fn``
-            returned. 0-dim.
-        weight: what the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages
-            know it.
-        divisor: of sums, what gradients were divided by, 0-dim, if that was not the total.
-    """
-
+    #: Of weighted means, divided by the total already; or of the sums that ``loss_fn`` returned.
+    #: 0-dim.
     sum: Tensor
+    #: What the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages know it.
     weight: Tensor | float | None = None
+    #: Of sums, what gradients were divided by, 0-dim, if that was not the total.
     divisor: Tensor | None = None
 
 
 def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a mini-batch and what its gradients are to be multiplied by.
+    """Return the loss of a mini-batch and what its gradients are to be multiplied by, both 0-dim.
 
-    Args:
-        part: that of the last stage; with replicas, of all of them.
-        total_weight: the user's, or None.
-
-    Returns:
-        Both 0-dim; no second where gradients are right.
+    There is no second where gradients are right. ``part`` is that of the last stage; with replicas,
+    of all of them. ``total_weight`` is the user's, or None.
     """
     if not isinstance(part.weight, Tensor):
         return part.sum, None

@@ -49,15 +49,11 @@ def inputs_of(values: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
 def inputs_and_target(
     values: tuple[Any, ...], named: dict[str, Any], target: Any, *, is_read: bool
 ) -> tuple[Inputs, Any]:
-    """Return the inputs and the target of a ``step``.
+    """Return the inputs and the target of a ``step``, from what it was given.
 
-    Args:
-        values: what ``step`` was given by position; if there is no other target, the second of two
-            is it.
-        named: what it was given by name; if there is no other target, ``labels`` is it.
-        target: the target, or the name of a named value, or of one of the only value, a mapping;
-            ``UNSET`` where none was given.
-        is_read: whether this rank's inputs count; others may give any values.
+    The target is ``target``, or the value that this names, among the named ones or in the only one,
+    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
+    ones. ``is_read``: whether this rank's inputs count; others may give any values.
 
     Raises:
         TypeError: more than two positional values, of which the last may be an input too; a target
@@ -90,17 +86,12 @@ def inputs_and_target(
 
 @dataclass(frozen=True)
 class Ingoing:
-    """The inputs of a mini-batch, scattered.
+    """The inputs of a mini-batch, scattered."""
 
-    Attributes:
-        sizes: samples in each micro-batch.
-        inputs: each micro-batch's inputs, detached, on stage 0's device.
-        requiring: of each micro-batch, the tensors that require a gradient, as the user gave them;
-            with replicas, on rank 0, of the micro-batches of all.
-    """
-
-    sizes: tuple[int, ...]
-    inputs: list[Flat]
+    sizes: tuple[int, ...]  # samples in each micro-batch
+    inputs: list[Flat]  # each micro-batch's inputs, detached, on stage 0's device
+    #: Of each micro-batch, the tensors that require a gradient, as the user gave them; with
+    #: replicas, on rank 0, of the micro-batches of all.
     requiring: list[list[Tensor]]
 
     @classmethod
@@ -139,53 +130,41 @@ class Ingoing:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the program of one stage works on.
+    """What the program of one stage works on."""
 
-    Attributes:
-        inputs: on the first stage, each micro-batch's inputs.
-        targets: each micro-batch's target, where the user gave it: on stage 0 if it is routed,
-            else on the stage of the last partition.
-        loss: on that stage, in a ``step``: makes the loss of those of the micro-batches.
-        keep: whether backward tasks follow, in this program or a later one.
-        total_weight: what the loss is divided by, if the user says it.
-        may_correct: whether gradients may have to be multiplied by the correction of ``mean_of``.
-        reduces: whether gradients are added up over replicas, if there are several.
-        is_backward: whether gradients of parameters are made.
-        is_step: whether a loss is computed, here or on other stages.
-        expected: with replicas, if ``loss_fn`` returns a sum and its weight, what gradients are
-            divided by before the total is known; 0-dim.
-        output_gradients: on the stage of the last partition, for a program that begins with
-            backward tasks: each micro-batch's gradients of the output tensors that want one.
-    """
-
-    inputs: Sequence[Flat] | None = None
+    inputs: Sequence[Flat] | None = None  # on the first stage, each micro-batch's inputs
+    #: Each micro-batch's target, where the user gave it: on stage 0 if it is routed, else on the
+    #: stage of the last partition.
     targets: Sequence[Any] | None = None
+    #: On that stage, in a ``step``: makes the loss of those of the micro-batches.
     loss: MeanLoss | None = None
-    keep: bool = False
-    total_weight: float | None = None
+    keep: bool = False  # whether backward tasks follow, in this program or a later one
+    total_weight: float | None = None  # what the loss is divided by, if the user says it
+    #: Whether gradients may have to be multiplied by the correction of ``mean_of``.
     may_correct: bool = False
-    reduces: bool = True
-    is_backward: bool = False
-    is_step: bool = False
+    reduces: bool = True  # whether gradients are added up over replicas, if there are several
+    is_backward: bool = False  # whether gradients of parameters are made
+    is_step: bool = False  # whether a loss is computed, here or on other stages
+    #: With replicas, if ``loss_fn`` returns a sum and its weight, what gradients are divided by
+    #: before the total is known; 0-dim.
     expected: Tensor | None = None
+    #: On the stage of the last partition, for a program that begins with backward tasks: each
+    #: micro-batch's gradients of the output tensors that want one.
     output_gradients: Sequence[list[Tensor | None]] | None = None
 
 
 @dataclass
 class Outcome:
-    """What a program leaves on one stage.
+    """What a program leaves on one stage."""
 
-    Attributes:
-        outputs: on the stage of the last partition, each micro-batch's output (or loss), detached.
-        loss: the loss of the mini-batch, on every rank whose program has a loss in it.
-        weight: what the mini-batch counts, if the order does not say it: a tensor where
-            ``loss_fn`` returns it.
-        input_gradients: on the first stage, each micro-batch's gradients of inputs that want one.
-    """
-
+    #: On the stage of the last partition, each micro-batch's output (or loss), detached.
     outputs: dict[int, Flat] = field(default_factory=dict)
+    #: The loss of the mini-batch, on every rank whose program has a loss in it.
     loss: Tensor | None = None
+    #: What the mini-batch counts, if the order does not say it: a tensor where ``loss_fn`` returns
+    #: it.
     weight: Tensor | float | None = None
+    #: On the first stage, each micro-batch's gradients of inputs that want one.
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 

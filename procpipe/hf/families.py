@@ -15,21 +15,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Family:
-    """In what a class of models differs from the general rules.
+    """In what a class of models differs from the general rules."""
 
-    Attributes:
-        stack: the name of the stack, if it is not the base model's.
-        encoder: the name of a stack that runs before it, and whose output each of its blocks takes.
-        adds: modules whose result the stack's forward adds to the hidden states.
-        twice: modules without parameters that the forward calls before and after the blocks.
-        shared: the path in a block of a module that only the first block has, and the forward
-            passes its result on to the others; with the attribute that says that a block has it.
-    """
-
-    stack: str = ""
+    stack: str = ""  # the name of the stack, if it is not the base model's
+    #: The name of a stack that runs before it, and whose output each of its blocks takes.
     encoder: str = ""
-    adds: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()  # modules whose result the stack's forward adds to the hidden states
+    #: Modules without parameters that the forward calls before and after the blocks.
     twice: tuple[str, ...] = ()
+    #: The path in a block of a module that only the first block has, and the forward passes its
+    #: result on to the others; with the attribute that says that a block has it.
     shared: tuple[str, str] | None = None
 
 

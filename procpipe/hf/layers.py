@@ -75,7 +75,7 @@ class Stack:
         return copied(self.model, {**children, self.name: shell} | dict.fromkeys(before_stack))
 
 
-class Layer(nn.Module):
+class ModelLayer(nn.Module):
     """A layer of a model, which holds some of its modules under the model's own names."""
 
     def __init__(self, stack: Stack, modules: dict[str, nn.Module | None]) -> None:
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         _initialise(self, self._model[0])
 
 
-class ShellLayer(Layer):
+class ShellLayer(ModelLayer):
     """A layer that runs the shell of one part of a stack."""
 
     def __init__(self, stack: Stack, part: int | str) -> None:
@@ -177,7 +177,7 @@ class Block(ShellLayer):
         return state
 
 
-class Head(Layer):
+class Head(ModelLayer):
     """The last layer: everything after the blocks, by the forward of the whole model.
 
     Attributes:
@@ -231,7 +231,7 @@ def model_of(stage: nn.Sequential) -> Any:
         TypeError: the stage was not made of ``hf.sequential``.
     """
     for layer in stage.children():
-        if isinstance(layer, Layer):
+        if isinstance(layer, ModelLayer):
             return layer._model[0]
     raise TypeError("the model of the stage was not made by hf.sequential: make it so")
 

@@ -68,7 +68,7 @@ def end_with_launcher() -> None:
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         if "PROCPIPE_RUN" not in os.environ:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _check_launcher()

@@ -27,23 +27,22 @@ class OpenTransports:
     returns the thread that makes the calls of the pipeline.
 
     Attributes:
-        mesh: set once the ranks are connected, before any transport is opened.
+        mesh, device: set once the ranks are connected, before any transport is opened.
         opened: those that are open.
         is_device_stuck: whether some transfers on the device could not be ended, so that waiting
             for the device would never end.
     """
 
     mesh: Mesh
+    device: torch.device
 
     def __init__(
         self,
         start: Start,
-        device: torch.device,
         pids: Mapping[int, int],
         caller: Callable[[], threading.Thread],
     ) -> None:
         self._start = start
-        self._device = device
         self._pids = pids
         self._caller = caller
         self.opened: list[Opened] = []
@@ -82,7 +81,7 @@ class OpenTransports:
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            cuda_ipc = CudaIpcTransport(Gpu(self._device), self._pids)
+            cuda_ipc = CudaIpcTransport(Gpu(self.device), self._pids)
             self.add_of_device(cuda_ipc)
             return cuda_ipc
         store = start.shared_store().under("transport/", check=mesh.poll)
@@ -90,7 +89,7 @@ class OpenTransports:
             with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
                 from procpipe.channel.nccl import NcclTransport
 
-            nccl = NcclTransport(mesh.rank, self._device)
+            nccl = NcclTransport(mesh.rank, self.device)
             self.add_of_device(nccl)
             nccl.connect(store.bare(), channels)
             return nccl

@@ -38,7 +38,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where a process of this host runs."""
 
     local_rank: int
@@ -51,7 +51,7 @@ class Place:
 
 def places(
     topology: Topology, num_processes: int, devices: Sequence[Device | None] = ()
-) -> list[Place]:
+) -> list[ProcessPlace]:
     """Divide a host's cores among its processes; pure.
 
     ``devices`` holds each process's GPU; None, or a shorter list, where there is none or it is
@@ -61,16 +61,16 @@ def places(
     names = ["CPU" if device is None else f"GPU {device.pci}" for device in devices]
     if len(topology.cores) < num_processes:
         why = f"not pinned: {num_processes} processes, and {topology.summary()}"
-        return [Place(rank, (), 0, None, name, why) for rank, name in enumerate(names)]
+        return [ProcessPlace(rank, (), 0, None, name, why) for rank, name in enumerate(names)]
     wanted = [device.node if device is not None else None for device in devices]
     domains = _domains(topology, wanted)
     chosen = _choose_domains(domains, wanted)
-    found: dict[int, Place] = {}
+    found: dict[int, ProcessPlace] = {}
     for index, domain in enumerate(domains):
         ranks = [rank for rank in range(num_processes) if chosen[rank] == index]
         for rank, cores in zip(ranks, _divide(domain, len(ranks)), strict=True):
             nodes = {core.node for core in cores}
-            found[rank] = Place(
+            found[rank] = ProcessPlace(
                 local_rank=rank,
                 cpus=tuple(sorted(cpu for core in cores for cpu in core.cpus)),
                 num_cores=len(cores),
@@ -81,7 +81,9 @@ def places(
     return [found[rank] for rank in range(num_processes)]
 
 
-def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -> list[Place]:
+def places_of_host(
+    num_processes: int, device_pcis: Sequence[str | None] = ()
+) -> list[ProcessPlace]:
     """Divide this host's cores, those this process may use, among ``num_processes`` processes.
 
     ``device_pcis`` holds the PCI address of each process's GPU; None, or a shorter list, for none.
@@ -95,7 +97,7 @@ def places_of_host(num_processes: int, device_pcis: Sequence[str | None] = ()) -
     return found
 
 
-def pin(place: Place) -> None:
+def pin(place: ProcessPlace) -> None:
     """Restrict all threads of this process, and those they start, to a place's CPUs."""
     done: set[str] = set()
     # A thread started meanwhile inherits the old CPUs: repeat until there is no new one.
@@ -108,7 +110,7 @@ def pin(place: Place) -> None:
         done |= threads
 
 
-def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
+def pin_this_process(device_pcis: Sequence[str | None] = ()) -> ProcessPlace | None:
     """Pin this process to its share of the host's cores; return it, or None if nothing was done.
 
     ``World.from_environment`` calls it once in each process that a launcher has started, before
@@ -138,7 +140,7 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> Place | None:
     return place
 
 
-def table(found: Sequence[Place]) -> str:
+def table(found: Sequence[ProcessPlace]) -> str:
     """Return the places as a table, a line per process."""
     rows = [("process", "device", "cores", "CPUs", "NUMA node", "why")]
     for place in found:

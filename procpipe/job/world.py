@@ -107,9 +107,7 @@ class World:
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
         self.caller = threading.main_thread()
-        self.transports = OpenTransports(
-            self._start, device, self._stalls.pids, lambda: self.caller
-        )
+        self.transports = OpenTransports(self._start, self._stalls.pids, lambda: self.caller)
         give_up_in_children(self)
 
     @classmethod
@@ -193,7 +191,7 @@ class World:
             ranks=self.grid.numbers,
         )
         self._mesh.name_of = self.grid.rank_name
-        self.transports.mesh = self._mesh
+        self.transports.mesh, self.transports.device = self._mesh, self.device
         self._stalls.find_boards(self._mesh)  # fills pids
         return self._mesh
 

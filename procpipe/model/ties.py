@@ -18,18 +18,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter or buffer that layers of several partitions use.
+    """A parameter or buffer that layers of several partitions use."""
 
-    Attributes:
-        names: its first name in each partition that uses it, by partition; names are those in the
-            full model.
-        all_names: all its names in the full model, in order.
-        is_parameter: whether it is a parameter.
-    """
-
+    #: Its first name in each partition that uses it, by partition; names are those in the full
+    #: model.
     names: dict[int, str]
-    all_names: tuple[str, ...]
-    is_parameter: bool
+    all_names: tuple[str, ...]  # all its names in the full model, in order
+    is_parameter: bool  # whether it is a parameter
 
     @property
     def partitions(self) -> tuple[int, ...]:

@@ -24,18 +24,12 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Bucket(NamedTuple):
-    """Gradients of one stage that are added up together.
+    """Gradients of one stage that are added up together."""
 
-    Attributes:
-        num_bytes: their size.
-        seconds: of their all-reduce.
-        final: the partitions that they are of, each with the share of its last B or W task after
-            which they are final, from 0 to 1; empty for those of parameters that other stages have,
-            too.
-    """
-
-    num_bytes: int
-    seconds: float
+    num_bytes: int  # their size
+    seconds: float  # of their all-reduce
+    #: The partitions that they are of, each with the share of its last B or W task after which they
+    #: are final, from 0 to 1; empty for those of parameters that other stages have, too.
     final: tuple[tuple[int, float], ...]
 
 

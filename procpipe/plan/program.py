@@ -44,19 +44,16 @@ class Run:
     """Take in what the task needs, waiting for it if it must, and run the task.
 
     All but the task is for the stage's executor, and left out of comparisons.
-
-    Attributes:
-        task: the task.
-        takes: what it uses of other partitions, those of its own stage included, in order.
-        makes: what it makes for other partitions, those of its own stage included, in order.
-        is_recomputed: of a forward task, whether its recompute task follows.
-        is_split: of a forward task, whether its backward will be two tasks, I and W.
     """
 
-    task: Task
+    task: Task  # the task
+    #: What it uses of other partitions, those of its own stage included, in order.
     takes: tuple[Transfer, ...] = field(default=(), compare=False)
+    #: What it makes for other partitions, those of its own stage included, in order.
     makes: tuple[Transfer, ...] = field(default=(), compare=False)
+    #: Of a forward task, whether its recompute task follows.
     is_recomputed: bool = field(default=False, compare=False)
+    #: Of a forward task, whether its backward will be two tasks, I and W.
     is_split: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import BACKWARD, FORWARD, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
 
 ACTIVATION = "activation"
@@ -42,22 +41,18 @@ Channel = tuple[str, int, int]
 
 
 class Transfer(NamedTuple):
-    """One message from one partition to another.
+    """One message from one partition to another."""
 
-    Attributes:
-        payload: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
-            ``TIED_GRADIENT``.
-        i: the micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
-            number of the micro-batch that completes them.
-        source: the partition whose stage sends it.
-        destination: the partition whose stage receives it. What goes from one stage to another,
-            not between partitions, is of the first partition of each: the gradients of tied
-            parameters; and the loss goes to the first partition of each other stage.
-    """
-
+    #: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
+    #: ``TIED_GRADIENT``.
     payload: str
+    #: The micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
+    #: number of the micro-batch that completes them.
     i: int
-    source: int
+    source: int  # the partition whose stage sends it
+    #: The partition whose stage receives it. What goes from one stage to another, not between
+    #: partitions, is of the first partition of each: the gradients of tied parameters; and the loss
+    #: goes to the first partition of each other stage.
     destination: int
 
     def __str__(self) -> str:
@@ -90,24 +85,19 @@ class Transfer(NamedTuple):
 class Routes:
     """Which partitions of a model exchange tensors.
 
-    Attributes:
-        num_stages: ``n``.
-        skips: pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is
-            used in partition ``b``.
-        target: whether the target goes from stage 0 to the last partition's stage.
-        loss: whether the last partition's stage sends the loss to every other.
-        ties: sets of partitions, ascending: each uses a parameter in common.
-        placement: the stage of each partition; one partition a stage if left out.
-
     Raises:
         ValueError: a skip is not a pair of partitions in order, or is given twice.
     """
 
-    num_stages: int
+    num_stages: int  # ``n``
+    #: Pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is used in
+    #: partition ``b``.
     skips: tuple[tuple[int, int], ...] = ()
-    target: bool = False
-    loss: bool = False
+    target: bool = False  # whether the target goes from stage 0 to the last partition's stage
+    loss: bool = False  # whether the last partition's stage sends the loss to every other
+    #: The stage of each partition; one partition a stage if left out.
     placement: tuple[int, ...] = ()
+    #: Sets of partitions, ascending: each uses a parameter in common.
     ties: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -195,16 +185,8 @@ class Routes:
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send tensors to this one."""
-        last = len(self.placement) - 1
-        sources: set[int] = set()
-        for j in partitions_of(self.placement, stage):
-            sources |= {j - 1, j + 1, *self.skips_into(j), *self.skips_from(j)}
-            if self.target and j == last:
-                sources.add(0)
-        if self.loss:
-            sources.add(last)
-        stages = {self.placement[j] for j in sources if 0 <= j <= last}
-        return sorted((stages | self.tied_with.get(stage, {}).keys()) - {stage})
+        place = self.placement
+        return sorted({place[a] for _, a, b in self.channels() if place[b] == stage})
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""

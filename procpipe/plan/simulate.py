@@ -72,20 +72,14 @@ class _Rule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each task of a plan starts and ends, from 0 to ``total_s``.
-
-    Attributes:
-        total_s: seconds of the step.
-        exposed_s: the part of it in which only gradients are added up over replicas.
-        all_reduces: when each stage does that, by stage and in order.
-    """
+    """When each task of a plan starts and ends, from 0 to ``total_s``."""
 
     plan: Plan
     costs: Costs
     routes: Routes
-    total_s: float
-    exposed_s: float
-    all_reduces: tuple[AllReduce, ...]
+    total_s: float  # seconds of the step
+    exposed_s: float  # the part of it in which only gradients are added up over replicas
+    all_reduces: tuple[AllReduce, ...]  # when each stage does that, by stage and in order
     _tracks: Mapping[str, _Track] = field(repr=False)
     _busy_s: tuple[float, ...] = field(repr=False)
 

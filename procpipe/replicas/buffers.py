@@ -48,7 +48,7 @@ class _Noted:
         return _UNCHANGED if is_same and (now.version is not None or not now.form) else _CHANGED
 
 
-class Buffers:
+class ReplicaBuffers:
     """The buffers of one stage.
 
     Args:

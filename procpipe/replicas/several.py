@@ -27,7 +27,7 @@ from procpipe.job.grid import Grid
 from procpipe.plan.all_reduce import last_additions
 from procpipe.plan.program import Program, Run
 from procpipe.plan.task import Task
-from procpipe.replicas.buffers import Buffers
+from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group
 from procpipe.replicas.reduction import Reduction
 from procpipe.run.messages import Order
@@ -61,7 +61,7 @@ class Several(Replicas):
         self._output_stage = output_stage
         self._group = group
         self._reduction = Reduction(group, device)
-        self._buffers = Buffers(group)
+        self._buffers = ReplicaBuffers(group)
         self._final: dict[Task, set[nn.Parameter]] = {}
         self._send = send
         self._take = take

@@ -79,12 +79,9 @@ class Calls(Leaving):
             raise
 
     def issue_or_follow(self, call: str, *, is_training: bool, **decided: Any) -> Order:
-        """Issue the order of a call on rank 0, and wait for it elsewhere.
+        """Issue the order of a call, by its method's name, on rank 0, and wait for it elsewhere.
 
-        Args:
-            call: the method the user called.
-            is_training: whether the stage is in training mode; must be the same on every rank.
-            decided: what rank 0 decides, see ``Order``.
+        ``decided`` is what rank 0 decides, see ``Order``.
         """
         assert self._pipeline is not None, "an order is part of a call"
         # A backward pass runs with gradients off on the rank where autograd calls it.

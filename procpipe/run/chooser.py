@@ -16,19 +16,12 @@ from procpipe.plan.task import Plan
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of the next training step.
+    """The plan of the next training step."""
 
-    Attributes:
-        plan: the plan.
-        schedule: the plan's name, for people; "" where the schedule has only one.
-        measure: what every rank measures in the step (see ``tuning.auto``); "" for nothing.
-        name: the plan's name among those that were considered.
-    """
-
-    plan: Plan
-    schedule: str = ""
-    measure: str = ""
-    name: str = ""
+    plan: Plan  # the plan
+    schedule: str = ""  # the plan's name, for people; "" where the schedule has only one
+    measure: str = ""  # what every rank measures in the step (see ``tuning.auto``); "" for nothing
+    name: str = ""  # the plan's name among those that were considered
 
 
 class Chooser(Protocol):

@@ -60,17 +60,11 @@ class Channels:
 
 @dataclass(slots=True)
 class _Passage:
-    """One micro-batch in one partition, from its forward task to its backward task.
+    """One micro-batch in one partition, from its forward task to its backward task."""
 
-    Attributes:
-        held: what its forward task took and holds until then.
-        num_wanted: of each input, how many tensors want a gradient.
-        wants: of each output, which tensors want a gradient.
-    """
-
-    held: Sequence[Transfer]
-    num_wanted: list[int]
-    wants: list[tuple[bool, ...]]
+    held: Sequence[Transfer]  # what its forward task took and holds until then
+    num_wanted: list[int]  # of each input, how many tensors want a gradient
+    wants: list[tuple[bool, ...]]  # of each output, which tensors want a gradient
 
 
 class Executor:

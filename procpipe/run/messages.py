@@ -22,44 +22,29 @@ ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
 
 @dataclass(frozen=True)
 class StepDetail:
-    """What a training step under a chosen plan needs to say besides.
+    """What a training step under a chosen plan needs to say besides."""
 
-    Attributes:
-        schedule: the plan's name, for people.
-        measure: what every rank measures in the step; "" for nothing.
-        lacks: stage, bytes needed and bytes allowed of each stage that lacks memory, if no plan
-            keeps to the limits; then there is no step.
-    """
-
-    schedule: str = ""
-    measure: str = ""
+    schedule: str = ""  # the plan's name, for people
+    measure: str = ""  # what every rank measures in the step; "" for nothing
+    #: Stage, bytes needed and bytes allowed of each stage that lacks memory, if no plan keeps to
+    #: the limits; then there is no step.
     lacks: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class BatchDetail:
-    """An item of rank 0's loader.
+    """An item of rank 0's loader."""
 
-    Attributes:
-        form: plain JSON, see ``data.batches``; None if the loader has ended.
-        is_delivered: whether the item's target is sent to the last stage.
-        is_sharded: whether the first rank of each replica reads a loader of its own.
-    """
-
-    form: Any = None
-    is_delivered: bool = False
-    is_sharded: bool = False
+    form: Any = None  # plain JSON, see ``data.batches``; None if the loader has ended
+    is_delivered: bool = False  # whether the item's target is sent to the last stage
+    is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
 
 
 @dataclass(frozen=True)
 class FetchDetail:
-    """Where a value is that every rank gets.
+    """Where a value is that every rank gets."""
 
-    Attributes:
-        holder: the rank that has it.
-    """
-
-    holder: int = 0
+    holder: int = 0  # the rank that has it
 
 
 Detail = StepDetail | BatchDetail | FetchDetail
@@ -73,47 +58,31 @@ _DETAILS: dict[str, type[Detail]] = {
 
 @dataclass(frozen=True)
 class Order:
-    """One call that all ranks make together, as rank 0 made it.
+    """One call that all ranks make together, as rank 0 made it."""
 
-    Attributes:
-        call: the method: "step", "forward", "backward", "batches", …
-        stage_number: which of the script's pipelines is meant, counted from 0.
-        is_training: whether rank 0's stage is in training mode.
-        is_grad_enabled: whether gradients are recorded on rank 0.
-        plan: digest of the plan, or "".
-        plan_text: the plan itself, the first time it is named.
-        sizes: samples of each micro-batch.
-        input_bytes: the model's input of the largest micro-batch.
-        weights: what each micro-batch counts in the loss of the mini-batch; empty if only the last
-            stage knows.
-        total_weight: what the loss is divided by; None for the sum of the weights.
-        recompute: the micro-batches that are recomputed.
-        target: where the last stage finds the target (ROUTED, LOCAL, DELIVERED).
-        shares: of each replica, the samples of its micro-batches, and which are recomputed; empty
-            with one replica, whose ``sizes`` and ``recompute`` these are.
-        is_sharded: whether each replica's first rank has its own share of the mini-batch.
-        whole: what the mini-batch of all replicas counts in the loss, or its samples.
-        reduces: whether gradients are added up over replicas.
-        detail: what else this call needs to say, if it does.
-    """
-
-    call: str
-    stage_number: int
-    is_training: bool = True
-    is_grad_enabled: bool = True
-    plan: str = ""
-    plan_text: str = ""
-    sizes: tuple[int, ...] = ()
-    input_bytes: int = 0
+    call: str  # the method: "step", "forward", "backward", "batches", …
+    stage_number: int  # which of the script's pipelines is meant, counted from 0
+    is_training: bool = True  # whether rank 0's stage is in training mode
+    is_grad_enabled: bool = True  # whether gradients are recorded on rank 0
+    plan: str = ""  # digest of the plan, or ""
+    plan_text: str = ""  # the plan itself, the first time it is named
+    sizes: tuple[int, ...] = ()  # samples of each micro-batch
+    input_bytes: int = 0  # the model's input of the largest micro-batch
+    #: What each micro-batch counts in the loss of the mini-batch; empty if only the last stage
+    #: knows.
     weights: tuple[float, ...] = ()
+    #: What the loss is divided by; None for the sum of the weights.
     total_weight: float | None = None
-    recompute: tuple[int, ...] = ()
-    target: str = LOCAL
+    recompute: tuple[int, ...] = ()  # the micro-batches that are recomputed
+    target: str = LOCAL  # where the last stage finds the target (ROUTED, LOCAL, DELIVERED)
+    #: Of each replica, the samples of its micro-batches, and which are recomputed; empty with one
+    #: replica, whose ``sizes`` and ``recompute`` these are.
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    #: Whether each replica's first rank has its own share of the mini-batch.
     is_sharded: bool = False
-    whole: float = 0.0
-    reduces: bool = True
-    detail: Detail | None = None
+    whole: float = 0.0  # what the mini-batch of all replicas counts in the loss, or its samples
+    reduces: bool = True  # whether gradients are added up over replicas
+    detail: Detail | None = None  # what else this call needs to say, if it does
 
     @property
     def keeps_graph(self) -> bool:

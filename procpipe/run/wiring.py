@@ -41,25 +41,15 @@ _VALUE_NUMBER = 63
 
 @dataclass
 class Wires:
-    """One rank's connections.
+    """One rank's connections."""
 
-    Attributes:
-        device: this stage's.
-        mesh: the sockets.
-        control: small messages between rank 0 and the others.
-        channels: of the plan.
-        choice: which transport is between which ranks.
-        values_to: channels beside the plan, by destination.
-        values_from: the same by source.
-    """
-
-    device: torch.device
-    mesh: Mesh
-    control: Control
-    channels: Channels
-    choice: TransportChoice
-    values_to: dict[int, Sender]
-    values_from: dict[int, Receiver]
+    device: torch.device  # this stage's
+    mesh: Mesh  # the sockets
+    control: Control  # small messages between rank 0 and the others
+    channels: Channels  # of the plan
+    choice: TransportChoice  # which transport is between which ranks
+    values_to: dict[int, Sender]  # channels beside the plan, by destination
+    values_from: dict[int, Receiver]  # the same by source
 
     def send_value(self, destination: int, value: Any) -> None:
         """Send a nested value of tensors to a rank, beside the plan.

@@ -17,15 +17,12 @@ from procpipe.skip.skippable import declared
 
 @dataclass(frozen=True)
 class SkipLayout:
-    """The skip tensors that cross partitions.
+    """The skip tensors that cross partitions."""
 
-    Attributes:
-        keys: for each pair of partitions ``(a, b)``, ``a < b``: the skip tensors stashed on ``a``
-            and popped on ``b``, each once, in the order in which the model stashes them.
-        num_pops: for each pair, how many layers of ``b`` pop each of its keys.
-    """
-
+    #: For each pair of partitions ``(a, b)``, ``a < b``: the skip tensors stashed on ``a`` and
+    #: popped on ``b``, each once, in the order in which the model stashes them.
     keys: dict[tuple[int, int], tuple[SkipKey, ...]] = field(default_factory=dict)
+    #: For each pair, how many layers of ``b`` pop each of its keys.
     num_pops: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod

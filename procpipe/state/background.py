@@ -50,21 +50,14 @@ _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDicti
 
 @dataclass
 class Target:
-    """Where all ranks write one saved state.
+    """Where all ranks write one saved state."""
 
-    Attributes:
-        draft: rank 0's; None elsewhere.
-        path: the draft's folder.
-        final_path: its name when it is whole.
-        keep: how many saved states to leave.
-    """
-
-    draft: Draft | None
-    path: Path
-    final_path: Path
+    draft: Draft | None  # rank 0's; None elsewhere
+    path: Path  # the draft's folder
+    final_path: Path  # its name when it is whole
     rank: int
     num_ranks: int
-    keep: int | None
+    keep: int | None  # how many saved states to leave
     _hold: Hold | None = None
 
     def write(self, values: dict[str, Any]) -> None:

@@ -141,15 +141,10 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a saved state holds.
+    """What a saved state holds."""
 
-    Attributes:
-        folder: where it is.
-        entries: its values by key.
-    """
-
-    folder: Path
-    entries: dict[str, IndexEntry]
+    folder: Path  # where it is
+    entries: dict[str, IndexEntry]  # its values by key
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:

@@ -38,7 +38,7 @@ _MAX_TRIES = 1000
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class SavedState:
     """One saved state; later ones are larger."""
 
     number: int
@@ -46,21 +46,21 @@ class Entry:
     path: Path
 
 
-def saved_in(root: Path) -> list[Entry]:
+def saved_in(root: Path) -> list[SavedState]:
     """Return the saved states of a run, oldest first."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match:
             number, step = match.groups()
-            found.append(Entry(int(number), None if step is None else int(step), path))
+            found.append(SavedState(int(number), None if step is None else int(step), path))
     return sorted(found, key=lambda entry: entry.number)
 
 
-def find(path: Path, step: int | None = None) -> Entry | None:
+def find(path: Path, step: int | None = None) -> SavedState | None:
     """Return the newest saved state of a run; or ``path`` itself, if it is one saved state."""
     if step is None and (path / METADATA).is_file():
-        return Entry(0, None, path)
+        return SavedState(0, None, path)
     fitting = [entry for entry in saved_in(path) if step is None or entry.step == step]
     return fitting[-1] if fitting else None
 

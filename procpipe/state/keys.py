@@ -29,18 +29,13 @@ MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class FileKeys:
-    """What the values of a module are called in a file.
+    """What the values of a module are called in a file."""
 
-    Attributes:
-        own: the key in the file by own key, in the order of the module's state dict.
-        names: by own key, all names of its tensor in the full model, in order. Only of tensors that
-            have several.
-        to_file: from any key of the full model to the key in the file.
-    """
-
-    own: dict[str, str]
+    own: dict[str, str]  # the key in the file by own key, in the order of the module's state dict
+    #: By own key, all names of its tensor in the full model, in order. Only of tensors that have
+    #: several.
     names: dict[str, tuple[str, ...]]
-    to_file: Callable[[str], str]
+    to_file: Callable[[str], str]  # from any key of the full model to the key in the file
 
     @classmethod
     def of(cls, module: nn.Module, keys: Keys | None = ()) -> FileKeys:

@@ -34,17 +34,11 @@ from procpipe.state.weights import all_faults, read_weights, weights_faults
 
 @dataclass(frozen=True)
 class Saved:
-    """A saved state that was loaded.
+    """A saved state that was loaded."""
 
-    Attributes:
-        path: its folder.
-        step: what ``save`` was given as ``step``.
-        num_stages: on how many stages it was saved; None if plain PyTorch wrote it.
-    """
-
-    path: Path
-    step: int | None
-    num_stages: int | None
+    path: Path  # its folder
+    step: int | None  # what ``save`` was given as ``step``
+    num_stages: int | None  # on how many stages it was saved; None if plain PyTorch wrote it
 
 
 @overload

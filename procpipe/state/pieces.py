@@ -56,15 +56,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Place:
-    """Where the elements of a tensor are in a file, one after the other.
+    """Where the elements of a tensor are in a file, one after the other."""
 
-    Attributes:
-        path: the file.
-        offset: of the first byte.
-    """
-
-    path: Path
-    offset: int
+    path: Path  # the file
+    offset: int  # of the first byte
     dtype: torch.dtype
     shape: tuple[int, ...]
 

@@ -34,18 +34,13 @@ Shapes = dict[str, "tuple[tuple[int, ...], torch.dtype | None] | None"]
 
 @dataclass(frozen=True)
 class Source:
-    """What a file or folder holds.
+    """What a file or folder holds."""
 
-    Attributes:
-        shapes: of its values by key.
-        read: ``read(into)`` returns the values of the keys of ``into``, each in the tensor that it
-            has for the key, if any.
-        is_own: whether ``save`` wrote it, under the model's own keys.
-    """
-
-    shapes: Shapes
+    shapes: Shapes  # of its values by key
+    #: ``read(into)`` returns the values of the keys of ``into``, each in the tensor that it has for
+    #: the key, if any.
     read: Callable[[Mapping[str, Tensor | None]], dict[str, Any]]
-    is_own: bool = False
+    is_own: bool = False  # whether ``save`` wrote it, under the model's own keys
 
 
 def open_source(path: Path) -> Source:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import Any
 
 from procpipe.plan.task import Task
-from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran, Recording, Step
+from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
 
 #: The file format; the number increases when older readers cannot read it: 2 with replicas.
 FORMAT = "procpipe timeline 1"
@@ -185,7 +185,7 @@ def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
     yield {**arrow, "ph": "f", "bp": "e", **_place(hop.destination, _TRANSFERS), "ts": arrival_us}
 
 
-def _sum_events(step: Step, number: int, one: AllReduce) -> Iterator[Event]:
+def _sum_events(step: Step, number: int, one: Summed) -> Iterator[Event]:
     """Yield the events of a sum over replicas: its beginning and end, and the wait for it."""
     name = f"all-reduce {one.what}"
     told = {"step": step.number, "sum": number, "what": one.what, "bytes": one.num_bytes}
@@ -235,7 +235,7 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
     hops: dict[int, list[Hop]] = {number: [] for number in tasks}
     for both in ends.values():
         hops[both["transfer"]["args"]["step"]].append(_hop(both["transfer"], both["wait"]))
-    sums: dict[int, list[AllReduce]] = {number: [] for number in tasks}
+    sums: dict[int, list[Summed]] = {number: [] for number in tasks}
     for three in of_sums.values():
         sums[three["b"]["args"]["step"]].append(_sum(three["b"], three["e"], three["X"]))
     known = {"format", "num_steps", "kept", "is_closed", "clock_error_s", "clocks",
@@ -255,7 +255,7 @@ def _step(
     told: Event,
     tasks: dict[int, list[Ran]],
     hops: dict[int, list[Hop]],
-    sums: dict[int, list[AllReduce]],
+    sums: dict[int, list[Summed]],
 ) -> Step:
     number = told["step"]
     return Step(
@@ -281,9 +281,9 @@ def _hop(sent: Event, taken: Event) -> Hop:
     )  # fmt: skip
 
 
-def _sum(begin: Event, end: Event, wait: Event) -> AllReduce:
+def _sum(begin: Event, end: Event, wait: Event) -> Summed:
     told = begin["args"]
-    return AllReduce(
+    return Summed(
         begin["pid"] - _FIRST_PID, told["what"], told["bytes"],
         begin["ts"] / 1e6, end["ts"] / 1e6, *_times(wait),
     )  # fmt: skip

@@ -35,17 +35,11 @@ _TIME = struct.Struct("<q")
 
 
 class ClockReading(NamedTuple):
-    """One comparison of a rank's clock with rank 0's, in nanoseconds.
+    """One comparison of a rank's clock with rank 0's, in nanoseconds."""
 
-    Attributes:
-        at_ns: when, on the rank's own clock.
-        offset_ns: how far that clock is ahead of rank 0's.
-        error_ns: how far off the offset may be.
-    """
-
-    at_ns: int
-    offset_ns: int
-    error_ns: int
+    at_ns: int  # when, on the rank's own clock
+    offset_ns: int  # how far that clock is ahead of rank 0's
+    error_ns: int  # how far off the offset may be
 
     @classmethod
     def of(cls, pings: Sequence[tuple[int, int, int]]) -> ClockReading:

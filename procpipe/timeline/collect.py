@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -78,20 +77,17 @@ class Kept:
 
     def __init__(self) -> None:
         self.num_added = 0
-        self._first: list[bytes] = []
-        self._last: deque[bytes] = deque(maxlen=LAST)
+        self._records: list[bytes] = []
 
     def add(self, record: bytes) -> None:
         """Add a record, and drop one in the middle if there are too many."""
         self.num_added += 1
-        if len(self._first) < FIRST:
-            self._first.append(record)
-        else:
-            self._last.append(record)
+        self._records.append(record)
+        if len(self._records) > FIRST + LAST:
+            del self._records[FIRST]
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._first
-        yield from self._last
+        return iter(self._records)
 
 
 class Tracing(Observer):

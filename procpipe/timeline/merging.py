@@ -18,7 +18,7 @@ from typing import Any
 from procpipe.plan.routes import LOSS
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading, drift_ppm, offset_at
-from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran, Recording, Step
+from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
 
 #: What a rank records of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
@@ -103,7 +103,7 @@ def merged_step(
         schedule=first.get("schedule", ""),
         shares=shares if num_replicas > 1 else (),
         sums=tuple(
-            AllReduce(rank, what, num_bytes, *((base_ns + at_ns) / 1e9 for at_ns in times_ns))
+            Summed(rank, what, num_bytes, *((base_ns + at_ns) / 1e9 for at_ns in times_ns))
             for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
             for what, num_bytes, *times_ns in record.get("sums", ())
         ),

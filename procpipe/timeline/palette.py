@@ -13,17 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Look:
-    """How the tasks of one kind are drawn.
+    """How the tasks of one kind are drawn."""
 
-    Attributes:
-        name: the kind in words.
-        fill: colour of the box.
-        ink: colour of its text.
-    """
-
-    name: str
-    fill: str
-    ink: str
+    name: str  # the kind in words
+    fill: str  # colour of the box
+    ink: str  # colour of its text
 
 
 LOOKS = {

@@ -3,7 +3,7 @@
     stage 0   [F0][F1]  ·····wait·····  [──B1──][──B0──]      Ran: a task, when and where
                   └─ hop ─┐    ┌─ hop ─┘
     stage 1   ··wait··  [F0][F1][──B1──][──B0──]              Hop: a message, at both its ends
-                                          └ sum ─────         AllReduce: with other replicas
+                                          └ sum ─────         Summed: with other replicas
 
 All times are seconds on one clock, from the start of the first recorded step. A recording comes
 from the ranks (``merging.py``) or from a file (``chrome.py``).
@@ -35,29 +35,17 @@ class Ran:
 
 @dataclass(frozen=True)
 class Hop:
-    """A message from one stage to another.
+    """A message from one stage to another."""
 
-    Attributes:
-        payload: what it carried: "activation", "gradient", …
-        i: the micro-batch.
-        source: the rank that sent it.
-        destination: the rank that received it.
-        num_bytes: of its tensors.
-        posted_s: when the sender began to send it.
-        sent_s: when the sender continued.
-        asked_s: when the receiver began to wait for it.
-        taken_s: when the receiver had it.
-    """
-
-    payload: str
-    i: int
-    source: int
-    destination: int
-    num_bytes: int
-    posted_s: float
-    sent_s: float
-    asked_s: float
-    taken_s: float
+    payload: str  # what it carried: "activation", "gradient", …
+    i: int  # the micro-batch
+    source: int  # the rank that sent it
+    destination: int  # the rank that received it
+    num_bytes: int  # of its tensors
+    posted_s: float  # when the sender began to send it
+    sent_s: float  # when the sender continued
+    asked_s: float  # when the receiver began to wait for it
+    taken_s: float  # when the receiver had it
 
     @property
     def waited_s(self) -> float:
@@ -69,26 +57,16 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """A sum over all replicas, of gradients or losses, as one rank took part in it.
+class Summed:
+    """A sum over all replicas, of gradients or losses, as one rank took part in it."""
 
-    Attributes:
-        rank: the rank.
-        what: "gradients 0" for the first bucket, "loss", …
-        num_bytes: of its tensor.
-        start_s: when the rank began it.
-        end_s: when the rank first saw that it was over: all others had begun it, too.
-        asked_s: when the rank began to wait for it.
-        taken_s: when the rank had it.
-    """
-
-    rank: int
-    what: str
-    num_bytes: int
-    start_s: float
-    end_s: float
-    asked_s: float
-    taken_s: float
+    rank: int  # the rank
+    what: str  # "gradients 0" for the first bucket, "loss", …
+    num_bytes: int  # of its tensor
+    start_s: float  # when the rank began it
+    end_s: float  # when the rank first saw that it was over: all others had begun it, too
+    asked_s: float  # when the rank began to wait for it
+    taken_s: float  # when the rank had it
 
     @property
     def waited_s(self) -> float:
@@ -101,33 +79,22 @@ class Step:
     """One run of a plan on all stages, of all replicas if there are several.
 
     A rank is the index of a stage, plus that of its replica times the number of stages.
-
-    Attributes:
-        number: counted from 0 over all runs of a plan, including evaluation.
-        call: the method that ran it: "step", "forward" or "backward".
-        plan: the digest of its plan; of replica 0, if there are several.
-        sizes: samples of each micro-batch; of replica 0, if there are several.
-        begins_s: when each rank began.
-        ends_s: when each rank ended.
-        tasks: what ran; those of a rank in order.
-        hops: the messages, in the order in which they were sent.
-        schedule: the schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the
-            run has only one.
-        shares: the ``sizes`` of each replica, if there are several.
-        sums: what was added up over replicas; those of a rank in the order of the waits for them.
     """
 
-    number: int
-    call: str
-    plan: str
-    sizes: tuple[int, ...]
-    begins_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
-    tasks: tuple[Ran, ...]
-    hops: tuple[Hop, ...]
+    number: int  # counted from 0 over all runs of a plan, including evaluation
+    call: str  # the method that ran it: "step", "forward" or "backward"
+    plan: str  # the digest of its plan; of replica 0, if there are several
+    sizes: tuple[int, ...]  # samples of each micro-batch; of replica 0, if there are several
+    begins_s: tuple[float, ...]  # when each rank began
+    ends_s: tuple[float, ...]  # when each rank ended
+    tasks: tuple[Ran, ...]  # what ran; those of a rank in order
+    hops: tuple[Hop, ...]  # the messages, in the order in which they were sent
+    #: The schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the run has
+    #: only one.
     schedule: str = ""
-    shares: tuple[tuple[int, ...], ...] = ()
-    sums: tuple[AllReduce, ...] = ()
+    shares: tuple[tuple[int, ...], ...] = ()  # the ``sizes`` of each replica, if there are several
+    #: What was added up over replicas; those of a rank in the order of the waits for them.
+    sums: tuple[Summed, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -177,44 +144,31 @@ class Step:
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock, compared with that of rank 0.
+    """A rank's clock, compared with that of rank 0."""
 
-    Attributes:
-        stage: the rank, which is the index of the stage unless there are replicas.
-        offset_s: how far it is ahead, as measured last; all times are corrected for it. 0 if it is
-            less than its error.
-        error_s: the possible error of the offset: half of the shortest round trip.
-        drift_ppm: how much faster it runs, in parts per million; None if measured only once.
-    """
-
-    stage: int
+    stage: int  # the rank, which is the index of the stage unless there are replicas
+    #: How far it is ahead, as measured last; all times are corrected for it. 0 if it is less than
+    #: its error.
     offset_s: float
-    error_s: float
+    error_s: float  # the possible error of the offset: half of the shortest round trip
+    #: How much faster it runs, in parts per million; None if measured only once.
     drift_ppm: float | None
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The recorded steps of a run.
+    """The recorded steps of a run."""
 
-    Attributes:
-        steps: in order; those in the middle of a long run are left out.
-        num_steps: how many steps every stage ended.
-        plans: the plans' texts by digest.
-        facts: the arguments of the ``Stage``: "balance", "chunks", "checkpoint", "schedule",
-            "layers", versions.
-        clocks: one a rank.
-        layer_s: mean forward seconds of each layer for one micro-batch; empty if unknown.
-        is_closed: whether the run closed its stages, and did not fail.
-    """
-
-    steps: tuple[Step, ...]
-    num_steps: int
-    plans: Mapping[str, str]
+    steps: tuple[Step, ...]  # in order; those in the middle of a long run are left out
+    num_steps: int  # how many steps every stage ended
+    plans: Mapping[str, str]  # the plans' texts by digest
+    #: The arguments of the ``Stage``: "balance", "chunks", "checkpoint", "schedule", "layers",
+    #: versions.
     facts: Mapping[str, Any]
-    clocks: tuple[Clock, ...]
+    clocks: tuple[Clock, ...]  # one a rank
+    #: Mean forward seconds of each layer for one micro-batch; empty if unknown.
     layer_s: tuple[float, ...] = ()
-    is_closed: bool = True
+    is_closed: bool = True  # whether the run closed its stages, and did not fail
 
     @property
     def clock_error_s(self) -> float:

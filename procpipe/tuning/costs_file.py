@@ -52,21 +52,13 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class Measured:
-    """What a file of costs holds.
+    """What a file of costs holds."""
 
-    Attributes:
-        model: the costs.
-        batch: samples in a mini-batch.
-        link: what carries messages.
-        device: where it was measured.
-        replica_link: what carries gradients between replicas, if not the link.
-    """
-
-    model: Model
-    batch: int
-    link: Link
-    device: str = ""
-    replica_link: Link | None = None
+    model: Model  # the costs
+    batch: int  # samples in a mini-batch
+    link: Link  # what carries messages
+    device: str = ""  # where it was measured
+    replica_link: Link | None = None  # what carries gradients between replicas, if not the link
 
 
 def to_text(measured: Measured) -> str:

@@ -65,19 +65,14 @@ _SAME_S = 1e-12
 
 @dataclass(frozen=True)
 class ListRule:
-    """How stages choose their next task.
+    """How stages choose their next task."""
 
-    Attributes:
-        in_two: whether backward is split in I and W.
-        window: what is added to the windows; None for no windows.
-        patience: a task does not start if a more urgent one arrives within this share of its time.
-        deep_first: whether, among equally urgent tasks, later partitions come first; otherwise
-            older micro-batches.
-    """
-
-    in_two: bool = False
-    window: int | None = 0
+    in_two: bool = False  # whether backward is split in I and W
+    window: int | None = 0  # what is added to the windows; None for no windows
+    #: A task does not start if a more urgent one arrives within this share of its time.
     patience: float = 0.0
+    #: Whether, among equally urgent tasks, later partitions come first; otherwise older
+    #: micro-batches.
     deep_first: bool = True
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -61,19 +61,12 @@ class Skip:
 
 @dataclass(frozen=True)
 class TiedLayers:
-    """Layers that use one parameter or buffer.
+    """Layers that use one parameter or buffer."""
 
-    Attributes:
-        name: its first name in the model.
-        layers: the layers, in order, at least two.
-        num_bytes: its size, which each of the layers has in its ``parameter_bytes``.
-        is_trained: whether it is in their ``trained_bytes``, too.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    num_bytes: int
-    is_trained: bool = True
+    name: str  # its first name in the model
+    layers: tuple[int, ...]  # the layers, in order, at least two
+    num_bytes: int  # its size, which each of the layers has in its ``parameter_bytes``
+    is_trained: bool = True  # whether it is in their ``trained_bytes``, too
 
 
 @dataclass(frozen=True)
@@ -104,29 +97,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Model:
-    """The costs of a model.
+    """The costs of a model."""
 
-    Attributes:
-        samples: the sizes of the measured micro-batches, ascending, at least one.
-        layers: the layers, in order.
-        loss: the loss function as a layer of the last partition, if it was measured.
-        skips: the skip tensors.
-        input_bytes: the model's input, for each size.
-        target_bytes: the target, for each size; empty if there is none.
-        start_s: seconds of a forward task and of a backward task in addition to the layers'.
-        shared: first and last of layers that must be in one partition.
-        ties: the parameters and buffers that several layers use.
-    """
-
-    samples: tuple[int, ...]
-    layers: tuple[Layer, ...]
+    samples: tuple[int, ...]  # the sizes of the measured micro-batches, ascending, at least one
+    layers: tuple[Layer, ...]  # the layers, in order
+    #: The loss function as a layer of the last partition, if it was measured.
     loss: Layer | None = None
-    skips: tuple[Skip, ...] = ()
-    input_bytes: tuple[float, ...] = ()
-    target_bytes: tuple[float, ...] = ()
+    skips: tuple[Skip, ...] = ()  # the skip tensors
+    input_bytes: tuple[float, ...] = ()  # the model's input, for each size
+    target_bytes: tuple[float, ...] = ()  # the target, for each size; empty if there is none
+    #: Seconds of a forward task and of a backward task in addition to the layers'.
     start_s: tuple[float, float] = (0.0, 0.0)
+    #: First and last of layers that must be in one partition.
     shared: tuple[tuple[int, int], ...] = ()
-    ties: tuple[TiedLayers, ...] = ()
+    ties: tuple[TiedLayers, ...] = ()  # the parameters and buffers that several layers use
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -139,7 +123,7 @@ class Model:
         """Return the costs of each partition, for micro-batches of ``num_samples``."""
         parts = self._parts(balance)
         output_bytes = tuple(self._count(part[-1].output_bytes, num_samples) for part in parts)
-        at = _Line(self.samples, num_samples)
+        at = _line(self.samples, num_samples)
         start_f_s, start_b_s = self.start_s
         forward_s = tuple(start_f_s + sum(at(layer.forward_s) for layer in p) for p in parts)
         backward_s = tuple(start_b_s + sum(at(layer.backward_s) for layer in p) for p in parts)
@@ -225,7 +209,7 @@ class Model:
 
     def layer_seconds(self, num_samples: int, *, is_recomputed: bool = False) -> list[float]:
         """List the seconds of each layer's forward, backward and, if wanted, recomputation."""
-        at = _Line(self.samples, num_samples)
+        at = _line(self.samples, num_samples)
         num_forwards = 2 if is_recomputed else 1
         layers_s = [num_forwards * at(la.forward_s) + at(la.backward_s) for la in self.layers]
         if self.loss is not None:
@@ -234,7 +218,7 @@ class Model:
 
     def layer_bytes(self, num_samples: int, states: float, num_held: int) -> list[float]:
         """Estimate the bytes of each layer: static ones, and of ``num_held`` micro-batches."""
-        at = _Line(self.samples, num_samples)
+        at = _line(self.samples, num_samples)
         return [
             layer.parameter_bytes
             + (1 + states) * layer.trained_bytes
@@ -255,7 +239,7 @@ class Model:
         return parts
 
     def _count(self, measured: Sequence[float], num_samples: int) -> int:
-        return math.ceil(_Line(self.samples, num_samples)(measured))
+        return math.ceil(_line(self.samples, num_samples)(measured))
 
     def _crossing(self, balance: Sequence[int], num_samples: int) -> dict[tuple[int, int], int]:
         """Return the bytes of skip tensors between each pair of partitions."""
@@ -303,7 +287,7 @@ class Model:
 
     def _backward_shares(self, balance: Sequence[int], num_samples: int) -> list[float]:
         """Return the share of its partition's backward after which each layer's is done."""
-        at = _Line(self.samples, num_samples)
+        at = _line(self.samples, num_samples)
         shares: list[float] = []
         for count, part in zip(balance, self._parts(balance), strict=True):
             done_s = list(accumulate(at(layer.backward_s) for layer in reversed(part)))
@@ -322,25 +306,23 @@ def _partition_of(balance: Sequence[int]) -> list[int]:
     return [j for j, count in enumerate(balance) for _ in range(count)]
 
 
-class _Line:
-    """Interpolates measured numbers at another size."""
+#: Returns what a number that was measured at some sizes is at another.
+_Line = Callable[[Sequence[float]], float]
 
-    def __init__(self, samples: Sequence[int], num_samples: int) -> None:
-        self._last = min(max(1, bisect_left(samples, num_samples)), len(samples) - 1)
-        if len(samples) == 1:
-            self._share = num_samples / samples[0]
-        else:
-            low, high = samples[self._last - 1], samples[self._last]
-            self._share = (num_samples - low) / (high - low)
 
-    def __call__(self, measured: Sequence[float]) -> float:
-        """Return the number; proportional to the size if one size was measured."""
+def _line(samples: Sequence[int], num_samples: int) -> _Line:
+    """Interpolate from one measured size to the next; of one size, in proportion."""
+    sizes = samples if len(samples) > 1 else (0, *samples)
+    last = min(max(1, bisect_left(sizes, num_samples)), len(sizes) - 1)
+    share = (num_samples - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
+
+    def at(measured: Sequence[float]) -> float:
         if not measured:
             return 0.0
-        if len(measured) == 1:
-            return measured[0] * self._share
-        low, high = measured[self._last - 1], measured[self._last]
-        return max(0.0, low + (high - low) * self._share)
+        low, high = (measured if len(measured) > 1 else (0.0, *measured))[last - 1 : last + 1]
+        return max(0.0, low + (high - low) * share)
+
+    return at
 
 
 def _first_half_s(layer: Layer) -> tuple[float, ...]:

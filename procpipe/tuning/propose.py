@@ -57,29 +57,18 @@ _MOST_CHUNKS_A_DEVICE = 8
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan for.
+    """What to plan for."""
 
-    Attributes:
-        num_devices: the number of devices, one stage of one replica each.
-        batch: samples in a mini-batch, of all replicas.
-        memory_bytes: of each device; None for no limit.
-        states: bytes of optimizer states for each byte of trained parameters.
-        chunks: the numbers of chunks of a replica to try; by default powers of two.
-        link: between devices.
-        num_replicas: pipelines of the same model.
-        replica_link: between replicas; by default as between devices.
-        least_samples: of a micro-batch.
-    """
-
-    num_devices: int
-    batch: int
-    memory_bytes: int | None = None
-    states: float = 2.0
+    num_devices: int  # the number of devices, one stage of one replica each
+    batch: int  # samples in a mini-batch, of all replicas
+    memory_bytes: int | None = None  # of each device; None for no limit
+    states: float = 2.0  # bytes of optimizer states for each byte of trained parameters
+    #: The numbers of chunks of a replica to try; by default powers of two.
     chunks: tuple[int, ...] = ()
-    link: Link = field(default_factory=Link)
-    num_replicas: int = 1
-    replica_link: Link | None = None
-    least_samples: int = 1
+    link: Link = field(default_factory=Link)  # between devices
+    num_replicas: int = 1  # pipelines of the same model
+    replica_link: Link | None = None  # between replicas; by default as between devices
+    least_samples: int = 1  # of a micro-batch
 
     def __post_init__(self) -> None:
         for name, count in (("devices", self.num_devices), ("samples", self.batch)):
@@ -117,26 +106,19 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """One way to run the model, with its predicted time and memory.
-
-    Attributes:
-        balance: the number of layers in each partition.
-        micro_batch: samples in each micro-batch; the last may have fewer.
-        held_bytes: the most that each stage holds for backward passes.
-        static_bytes: each stage's parameters, gradients and optimizer states.
-    """
+    """One way to run the model, with its predicted time and memory."""
 
     schedule: str
-    balance: tuple[int, ...]
+    balance: tuple[int, ...]  # the number of layers in each partition
     chunks: int
-    micro_batch: int
+    micro_batch: int  # samples in each micro-batch; the last may have fewer
     checkpoint: str
     plan: Plan = field(repr=False)
     costs: Costs = field(repr=False)
     routes: Routes = field(repr=False)
     total_s: float
-    held_bytes: tuple[int, ...]
-    static_bytes: tuple[int, ...]
+    held_bytes: tuple[int, ...]  # the most that each stage holds for backward passes
+    static_bytes: tuple[int, ...]  # each stage's parameters, gradients and optimizer states
     num_replicas: int = 1
 
     @property

@@ -35,22 +35,18 @@ from procpipe.plan.task import (
 
 @dataclass
 class Report:
-    """What one rank reports of a step.
+    """What one rank reports of a step."""
 
-    Attributes:
-        step_s: seconds of the step.
-        seconds: for a kind of task and a partition, the median of its seconds.
-        gaps_s: for a partition and a micro-batch, the gaps above and below.
-        sizes: for a payload, its source and destination, the bytes of the largest message.
-        saved: for a partition, what autograd keeps inside its layers; of each micro-batch.
-        put_off: for a partition, what is kept between the halves of a backward; of each one.
-    """
-
-    step_s: float = 0.0
+    step_s: float = 0.0  # seconds of the step
+    #: For a kind of task and a partition, the median of its seconds.
     seconds: list[tuple[str, int, float]] = field(default_factory=list)
+    #: For a partition and a micro-batch, the gaps above and below.
     gaps_s: list[tuple[int, int, float, float]] = field(default_factory=list)
+    #: For a payload, its source and destination, the bytes of the largest message.
     sizes: list[tuple[str, int, int, int]] = field(default_factory=list)
+    #: For a partition, what autograd keeps inside its layers; of each micro-batch.
     saved: list[tuple[int, int]] = field(default_factory=list)
+    #: For a partition, what is kept between the halves of a backward; of each one.
     put_off: list[tuple[int, int]] = field(default_factory=list)
 
 

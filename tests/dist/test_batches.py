@@ -572,12 +572,17 @@ def check_interleaved(bare, balance):
 
 
 def check_deferred(bare, balance):
-    """DeferredBatchNorm's statistics are those of the whole mini-batch, for every size."""
-    for mode in MODES:
+    """DeferredBatchNorm's statistics are those of the whole mini-batch, for every size.
+
+    Also in schedules that recompute some micro-batches before the forward tasks of others.
+    """
+    cases = [("gpipe", mode) for mode in MODES]
+    for schedule, mode in [*cases, ("1f1b", "always"), ("zb-h1", "except_last")]:
         model = make_model(nn.BatchNorm1d)
         whole = copy.deepcopy(model)[1]
-        options: Any = {"checkpoint": mode, "loss_fn": F.cross_entropy, "deferred_batch_norm": True}
-        with stage_of(bare, mode, model, balance, chunks=5, **options) as stage:
+        options: Any = {"checkpoint": mode, "schedule": schedule, "loss_fn": F.cross_entropy}
+        options["deferred_batch_norm"] = True
+        with stage_of(bare, f"{schedule} {mode}", model, balance, chunks=5, **options) as stage:
             for size in (10, 4, 12, 15):
                 inputs, target = make_batch(size)
                 whole(model[0](inputs))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import Remote, Stage, is_checkpointing, is_recomputing
+from tests.cases import pairs
 from tests.dist.devices import some_of
 from tests.dist.stages import (
     MODES,
@@ -264,14 +265,15 @@ def seed_all(layers):
 def check_random_layers(bare, balance):
     """Each stage has its own generators, so the plain model is run and seeded stage by stage."""
     inputs, target = make_batch()
-    for mode, kind in some_of(product(MODES, KINDS)):
+    for kind, mode, schedule in some_of(pairs(KINDS, MODES, ("gpipe", "1f1b", "zb-h1"))):
         torch.manual_seed(1)
         layers = [nn.Linear(4, 4), Drop(kind), nn.Tanh(), Drop(kind), nn.Linear(4, 3), nn.Tanh()]
         plain = nn.Sequential(*layers).double()
-        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
-        with stage_of(bare, f"{kind} {mode}", plain, balance, **options) as stage:
+        options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
+        options["loss_fn"] = F.cross_entropy
+        with stage_of(bare, f"{kind} {mode} {schedule}", plain, balance, **options) as stage:
             for style in ("step", "forward", "step"):
-                what = f"{kind} {mode} {style}"
+                what = f"{kind} {mode} {schedule} {style}"
                 plain.zero_grad()
                 stage.zero_grad()
                 outputs = list(inputs.chunk(3))
@@ -287,7 +289,7 @@ def check_random_layers(bare, balance):
                         F.cross_entropy(output, y) * (len(y) / 10)
                         for output, y in zip(outputs, target.chunk(3), strict=True)
                     ]
-                    for loss in reversed(losses):
+                    for loss in reversed(losses) if schedule == "gpipe" else losses:
                         loss.backward()
                     stage.step(inputs, target)
                 else:
@@ -407,11 +409,13 @@ def check_autocast_gradients(bare, balance):
 def check_unfreezing(bare, balance):
     """Layers are frozen and unfrozen between steps, and parameters are replaced."""
     inputs, target = make_batch()
-    for mode in MODES:
+    for schedule, mode in [*product(["gpipe"], MODES), ("zb-h1", "always")]:
         plain = make_model()
         plain.requires_grad_(False)
-        options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": F.cross_entropy}
-        with stage_of(bare, mode, plain, balance, **options) as stage:
+        options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
+        options["loss_fn"] = F.cross_entropy
+        is_reversed = schedule == "gpipe"
+        with stage_of(bare, f"{schedule} {mode}", plain, balance, **options) as stage:
             for name, requires_grad, is_replaced in (
                 ("", False, False),
                 ("0", True, True),
@@ -430,8 +434,10 @@ def check_unfreezing(bare, balance):
                             change(layer, requires_grad, is_replaced)
                 plain.zero_grad()
                 stage.zero_grad()
-                expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
-                what = f"{mode}, layer {name!r} {requires_grad}:"
+                expected = plain_step(
+                    plain, (inputs,), target, 3, F.cross_entropy, is_backward_reversed=is_reversed
+                )
+                what = f"{schedule} {mode}, layer {name!r} {requires_grad}:"
                 assert_same(stage.step(inputs, target), expected, what)
                 assert_same_gradients(stage, plain, what)
 

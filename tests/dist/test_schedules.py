@@ -235,7 +235,14 @@ def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) 
 
 @pytest.mark.parametrize(
     ("schedule", "num_ranks", "partitions_per_stage"),
-    [("zb-h1", 3, 1), ("interleaved", 2, 3), ("interleaved", 3, 2), ("zb-v", 2, 2), ("zb-v", 3, 2)],
+    [
+        ("1f1b", 3, 1),
+        ("zb-h1", 3, 1),
+        ("interleaved", 2, 3),
+        ("interleaved", 3, 2),
+        ("zb-v", 2, 2),
+        ("zb-v", 3, 2),
+    ],
 )
 def test_every_schedule_holds_the_simulated_bytes(ranks, schedule, num_ranks, partitions_per_stage):
     ranks(num_ranks).run(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from procpipe.job.pinning import (
-    Place,
+    ProcessPlace,
     pin,
     pin_this_process,
     places,
@@ -53,7 +53,7 @@ def gpus(*nodes):
     return [Device(f"0000:{k:02x}:00.0", node) for k, node in enumerate(nodes)]
 
 
-def drawn(found: list[Place], num_cpus: int) -> str:
+def drawn(found: list[ProcessPlace], num_cpus: int) -> str:
     """Draw the local rank that has each CPU."""
     owner = {cpu: str(place.local_rank) for place in found for cpu in place.cpus}
     return "".join(owner.get(cpu, ".") for cpu in range(num_cpus))
@@ -235,7 +235,7 @@ def pinned(_, changes=(), mask=None):
         thread.join()
         os.environ.clear()
         os.environ.update(environment_before)
-        pin(Place(0, tuple(cpus_before), 0, None, "CPU", "where it was"))
+        pin(ProcessPlace(0, tuple(cpus_before), 0, None, "CPU", "where it was"))
 
 
 def test_a_process_is_pinned_with_all_its_threads(ranks):

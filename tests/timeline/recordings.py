@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from procpipe.plan.task import Task
-from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran, Recording, Step
+from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
 
 #: Equal stages, a forward of 1 s and a backward of 2 s; each message takes 0.5 s.
 EQUAL = """
@@ -29,10 +29,10 @@ REPLICAS = f"""{EQUAL.rstrip()}
 
 #: Their sums: those of stage 1 end beside tasks, those of stage 0 1.5 s after the last task.
 SUMS = (
-    AllReduce(0, "gradients 0", 4000, start_s=9.5, end_s=12.5, asked_s=10, taken_s=12.5),
-    AllReduce(1, "gradients 0", 1000, start_s=7, end_s=9, asked_s=7.5, taken_s=9),
-    AllReduce(2, "gradients 0", 4000, start_s=11, end_s=12.25, asked_s=11, taken_s=12.25),
-    AllReduce(3, "gradients 0", 1000, start_s=8, end_s=9, asked_s=8.5, taken_s=9),
+    Summed(0, "gradients 0", 4000, start_s=9.5, end_s=12.5, asked_s=10, taken_s=12.5),
+    Summed(1, "gradients 0", 1000, start_s=7, end_s=9, asked_s=7.5, taken_s=9),
+    Summed(2, "gradients 0", 4000, start_s=11, end_s=12.25, asked_s=11, taken_s=12.25),
+    Summed(3, "gradients 0", 1000, start_s=8, end_s=9, asked_s=8.5, taken_s=9),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading
 from procpipe.timeline.merging import merged, merged_step
-from procpipe.timeline.recording import AllReduce, Clock, Hop, Ran
+from procpipe.timeline.recording import Clock, Hop, Ran, Summed
 
 S = 1_000_000_000
 
@@ -113,5 +113,5 @@ def test_replicas_keep_their_messages_and_sums_apart() -> None:
         *(("activation", 0, 1), ("target", 0, 1), ("loss", 1, 0)),
         *(("activation", 2, 3), ("target", 2, 3), ("loss", 3, 2)),
     }
-    assert step.sums == (AllReduce(3, "gradients 0", 64, 2, 4, 3, 4),)  # it began after 1 s
+    assert step.sums == (Summed(3, "gradients 0", 64, 2, 4, 3, 4),)  # it began after 1 s
     assert step.name_of(3) == "stage 1 of replica 1"

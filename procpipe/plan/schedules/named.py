@@ -21,23 +21,16 @@ PlanAt = Callable[[int, tuple[int, ...], Collection[int]], Plan]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to run mini-batches of any number of micro-batches on any number of stages.
+    """A way to run mini-batches of any number of micro-batches on any number of stages."""
 
-    Attributes:
-        name: its name for users.
-        plan: plans a mini-batch.
-        placement: returns the stage of each partition, from the numbers of partitions and stages.
-        partitions_per_stage: the only number that it supports; None for any number.
-        count: returns the default number of partitions, from the number of stages.
-        is_measured: whether ``tuning.auto`` chooses its plans by measurements instead.
-    """
-
-    name: str
-    plan: PlanAt
+    name: str  # its name for users
+    plan: PlanAt  # plans a mini-batch
+    #: Returns the stage of each partition, from the numbers of partitions and stages.
     placement: Callable[[int, int], tuple[int, ...]] = looped
-    partitions_per_stage: int | None = 1
+    partitions_per_stage: int | None = 1  # the only number that it supports; None for any number
+    #: Returns the default number of partitions, from the number of stages.
     count: Callable[[int], int] = lambda num_stages: num_stages
-    is_measured: bool = False
+    is_measured: bool = False  # whether ``tuning.auto`` chooses its plans by measurements instead
 
     def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
         """Return the stage of each partition.

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from procpipe.job.pinning import Place, places_of_host
+from procpipe.job.pinning import ProcessPlace, places_of_host
 from procpipe.launch.doctor import command as doctor
 from procpipe.launch.doctor import probe
 from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
@@ -33,7 +33,7 @@ GOOD = Facts(
     gpus=(),
     gpu_error="",
     topology="8 cores, 1 package, 1 NUMA node",
-    places=tuple(Place(rank, (rank,), 4, 0, "CPU", "") for rank in range(2)),
+    places=tuple(ProcessPlace(rank, (rank,), 4, 0, "CPU", "") for rank in range(2)),
     limits=GroupLimits(),
     available_bytes=16 * GIB,
     swapped_bytes=0,
@@ -64,7 +64,7 @@ def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
 
 
 WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
-UNPINNED = tuple(Place(rank, (), 0, None, "CPU", "") for rank in range(2))
+UNPINNED = tuple(ProcessPlace(rank, (), 0, None, "CPU", "") for rank in range(2))
 
 
 def test_a_good_host_passes_all_checks():

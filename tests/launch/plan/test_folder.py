@@ -108,7 +108,7 @@ def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     losses = {"Llama, tied": "hf.causal_lm_loss", "T5": "masked_cross_entropy"}
     for case, loss in {**losses, "BERT": "F.cross_entropy"}.items():
         write(case, case)
-        words = ("--hf", case, "-n", "2", "--chunks", "4", "--memory", "1GiB", "--device", "cpu")
+        words = ("--hf", case, "-n", "2", "--chunks", "2", "--memory", "1GiB", "--device", "cpu")
 
         assert main(["plan", *words, "--save", "costs.json"]) == 0, case
 
@@ -119,7 +119,7 @@ def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert match, printed
         assert (match[1], match[3]) == ("hf.sequential(model)", loss)
         assert sum(map(int, match[2].split(","))) == len(costs["layers"])
-        assert (costs["batch"], costs["samples"]) == (8, [1, 2])  # of two replicas, and of one
+        assert (costs["batch"], costs["samples"]) == (8, [2, 4])  # of two replicas, and of one
         assert {"2 x 1", "1 x 2"} == set(re.findall(r"\n  (\d x \d)", printed))
         assert "times are estimated, not measured" in printed
         assert "a product of two float32 matrices on one CPU thread" in printed
