@@ -175,7 +175,7 @@ BREAKS = [
         "ipc-filled-wait",
         "a slot is read before it was filled",
         IPC,
-        "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n",
+        "        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)\n",
         "",
         IPC_ORDER,
     ),
@@ -192,9 +192,9 @@ BREAKS = [
         "ipc-taken-early",
         "a slot is called taken before the copies",
         IPC,
-        "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n",
-        "        gpu.wait(stream, slot.address + _FILLED, told.serial)\n"
-        "        gpu.write(stream, slot.address + _TAKEN, told.serial)\n",
+        "        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)\n",
+        "        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)\n"
+        "        gpu.write(stream, slot.address + _TAKEN, sent_note.serial)\n",
         SLOTS,
     ),
     Break(

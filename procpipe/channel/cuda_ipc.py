@@ -169,21 +169,21 @@ class CudaIpcTransport:
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Queue the copies of a message out of its slot, into new tensors."""
-        gpu, told = self._gpu, Note.unpack(note)
-        self._closing += [self._opened.pop((peer, number)) for number in told.dropped]
+        gpu, sent_note = self._gpu, Note.unpack(note)
+        self._closing += [self._opened.pop((peer, number)) for number in sent_note.dropped]
         self._close_unused()
-        if told.handle:
-            self._opened[peer, told.number] = self._open(peer, told)
-        slot = self._opened[peer, told.number]
+        if sent_note.handle:
+            self._opened[peer, sent_note.number] = self._open(peer, sent_note)
+        slot = self._opened[peer, sent_note.number]
         stream = self._receiving[peer, channel_id]
         tensors = gpu.new_tensors(meta, stream)
-        gpu.wait(stream, slot.address + _FILLED, told.serial)
+        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)
         address = slot.address + _TENSORS
         offsets, _ = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
-        gpu.write(stream, slot.address + _TAKEN, told.serial)
+        gpu.write(stream, slot.address + _TAKEN, sent_note.serial)
         slot.copied = stream.record_event()
         slot.flags[slot.number] = _FREE  # only once the write is queued
         return tensors, partial(_wait_received, gpu, tensors, slot.copied)

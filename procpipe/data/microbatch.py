@@ -189,8 +189,8 @@ def _inside(value: Any, where: str) -> _Inside | None:
     if of is dict:
         keys = tuple(value)
         children = {f"[{key!r}]": child for key, child in value.items()}
-        told = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
-        return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), told)
+        form = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
+        return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), form)
     if isinstance(value, Tensor) or of in (NoChunk, *PLAIN_TYPES):
         return None
     container = opened(value, where)

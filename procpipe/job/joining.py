@@ -263,8 +263,8 @@ def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> No
     if ours != first:
         finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
         raise ValueError(
-            f"rank {numbers[finding]} was told that rank {numbers[0]} finds the {found}, but rank "
-            f"{numbers[other]} was not: give every rank the same arguments"
+            f"rank {numbers[finding]} has arguments by which rank {numbers[0]} finds the {found}, "
+            f"but rank {numbers[other]} has not: give every rank the same arguments"
         )
 
 

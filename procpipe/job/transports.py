@@ -45,15 +45,15 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
     """Return the best transports that every rank can use, or the one that was asked for; pure.
 
     Raises:
-        IndexError: ranks would share a GPU without having been told to.
+        IndexError: ranks would share a GPU without being allowed to.
         ValueError: ranks cannot use the one that is wanted, or none.
     """
     common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
     if not common:
-        told = "; ".join(
+        lists = "; ".join(
             f"rank {rank} {' or '.join(offer.names)}" for rank, offer in enumerate(offers)
         )
-        raise ValueError(f"no transport can be used by all ranks: {told}")
+        raise ValueError(f"no transport can be used by all ranks: {lists}")
     if wanted not in (None, *common):
         without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
         raise ValueError(

@@ -123,18 +123,18 @@ def fit_balance(
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
     others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
     are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
-    told = (
+    fault = (
         f"balance {parts} makes {n} partitions, but there {are}{replicas}, and "
         f"each runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
         f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
     if of_mesh is not None:
-        told = (
+        fault = (
             f"balance {parts} makes {n} partitions, but the mesh of this pipeline has {num_ranks} "
             f"ranks, {list(of_mesh)}, and each runs one: give a dimension of size {n}, or a "
             f"balance like {_even(num_layers, num_ranks)}"
         )
-    raise IndexError(told) if len(parts) > num_ranks else BalanceError(told)
+    raise IndexError(fault) if len(parts) > num_ranks else BalanceError(fault)
 
 
 def replicas_for(

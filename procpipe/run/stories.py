@@ -33,14 +33,14 @@ def in_a_line(error: BaseException) -> str:
 def story_of(error: BaseException) -> str:
     """Return an exception with its traceback, causes and notes, shortened in the middle."""
     try:
-        told = "".join(traceback.format_exception(error))
+        story = "".join(traceback.format_exception(error))
     except BaseException as another:  # its notes or causes cannot be read
-        told = (
+        story = (
             "Traceback (most recent call last):\n"
             f"{''.join(traceback.format_tb(error.__traceback__))}{in_a_line(error)}\n"
             f"(its notes and causes are not known: reading them raised {type(another).__name__})\n"
         )
-    if len(told) > _STORY_LENGTH:  # all peers must receive it before this process ends
+    if len(story) > _STORY_LENGTH:  # all peers must receive it before this process ends
         half = _STORY_LENGTH // 2
-        told = f"{told[:half]}\n… {len(told) - 2 * half} characters …\n{told[-half:]}"
-    return told
+        story = f"{story[:half]}\n… {len(story) - 2 * half} characters …\n{story[-half:]}"
+    return story

@@ -144,15 +144,17 @@ def verify_skippables(module: nn.Sequential) -> None:
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
-    if others := [told for name, layer in module.named_modules() for told in _others(name, layer)]:
+    if others := [
+        other for name, layer in module.named_modules() for other in _others(name, layer)
+    ]:
         raise TypeError(
             f"{'; '.join(others)}: a pipeline of procpipe carries the skip tensors of its own "
             "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
             "these layers are defined"
         )
     if faults := list(_PairCheck(module).faults()):
-        told = "".join(f"\n  - {fault}" for fault in faults)
-        raise TypeError(f"some skip tensors are not stashed and popped in pairs:{told}")
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        raise TypeError(f"some skip tensors are not stashed and popped in pairs:{lines}")
 
 
 def _others(name: str, module: nn.Module) -> Iterator[str]:

@@ -234,10 +234,10 @@ class _Maker:
         if id(storage) in self._made:
             found: Tensor = self._made[id(storage)][0]
             return found
-        told = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
-        if type(told) is not tuple or len(told) != 5 or told[0] != "storage":
+        named = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
+        if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
             raise SavedStateError("a tensor has no bytes")
-        _, of, key, _, _ = told
+        _, of, key, _, _ = named
         of_dtype = _STORAGES.get(of) if type(of) is Name else None
         if dtype is not None and of in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
             of_dtype = _constant(dtype)

@@ -198,8 +198,8 @@ class Saving:
 
     def _mark_failure(self, error: BaseException) -> None:
         target = self._target
-        told = "".join(traceback.format_exception(error))
-        note = json.dumps({"rank": target.rank, "story": told})
+        story = "".join(traceback.format_exception(error))
+        note = json.dumps({"rank": target.rank, "story": story})
         mark = target.path / f"failed-{target.rank}.json"
         try:
             mark.with_suffix(".tmp").write_text(note)
@@ -215,8 +215,8 @@ class Saving:
             return False
         for name in names:
             if name.startswith("failed-") and name.endswith(".json"):
-                told = json.loads((self._target.path / name).read_text())
-                raise RemoteStageError(told["rank"], told["story"])
+                note = json.loads((self._target.path / name).read_text())
+                raise RemoteStageError(note["rank"], note["story"])
         return True
 
     # -- the end --------------------------------------------------------------------------------

@@ -83,11 +83,11 @@ def from_json(data: bytes) -> tuple[dict[str, IndexEntry], int | None]:
     if not end or data[:end] != _first_line(rest):
         raise SavedStateError("its contents do not fit its own checksum")
     try:
-        told = json.loads(rest)
-        entries = {key: _entry(*value) for key, value in told["values"].items()}
+        head = json.loads(rest)
+        entries = {key: _entry(*value) for key, value in head["values"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SavedStateError(f"it is no index of a saved state: {error}") from None
-    crc32 = told.get("metadata_crc32")
+    crc32 = head.get("metadata_crc32")
     return entries, crc32 if _is_size(crc32) else None
 
 
@@ -331,8 +331,8 @@ def _check_tiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> None:
             corners[tuple(at for at, _ in corner)] -= math.prod(sign for _, sign in corner)
     if any(corners.values()):
         volume, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
-        told = "overlap" if volume >= whole else "leave some of it out"
+        fault = "overlap" if volume >= whole else "leave some of it out"
         raise SavedStateError(
-            f"its {len(boxes)} chunks do not cover a tensor of {shape} exactly: they {told} "
+            f"its {len(boxes)} chunks do not cover a tensor of {shape} exactly: they {fault} "
             f"({volume} of {whole} elements)"
         )

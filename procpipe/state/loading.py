@@ -122,7 +122,7 @@ def load(
         raise_faults(f"the saved state {where['path']} does not fit", faults)
     if missing_ok and where["is_empty"]:
         return None
-    raise FileNotFoundError(where["told"])
+    raise FileNotFoundError(where["why"])
 
 
 def _find(folder: Path, step: int | None) -> dict[str, Any]:
@@ -132,14 +132,12 @@ def _find(folder: Path, step: int | None) -> dict[str, Any]:
         return {"path": str(entry.path.absolute()), "step": entry.step}
     others = [str(other.step) for other in saved_in(folder) if other.step is not None]
     if not folder.is_dir():
-        told = f"there is no folder {folder.absolute()}"
+        why = f"there is no folder {folder.absolute()}"
     elif others:
-        told = (
-            f"{folder.absolute()} holds no saved state of step {step}, but of {', '.join(others)}"
-        )
+        why = f"{folder.absolute()} holds no saved state of step {step}, but of {', '.join(others)}"
     else:
-        told = f"there is no saved state in {folder.absolute()}"
-    return {"path": None, "told": told, "is_empty": not saved_in(folder)}
+        why = f"there is no saved state in {folder.absolute()}"
+    return {"path": None, "why": why, "is_empty": not saved_in(folder)}
 
 
 class _Loading:

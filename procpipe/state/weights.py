@@ -193,8 +193,8 @@ def weights_faults(
         elif isinstance(value, Tensor):
             shape, dtype = saved[name] or (None, None)
             if shape != tuple(value.shape):
-                told = "is no tensor" if shape is None else f"has shape {shape}"
-                unfit.append(f"{where} has shape {tuple(value.shape)} but {told} there")
+                form = "is no tensor" if shape is None else f"has shape {shape}"
+                unfit.append(f"{where} has shape {tuple(value.shape)} but {form} there")
             elif dtype is not None and not _fits(dtype, value.dtype, must_be_same_dtype):
                 unfit.append(f"{where} has dtype {value.dtype} but {dtype} there")
     return (few(missing) if strict else []) + few(unfit)

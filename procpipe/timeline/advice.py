@@ -117,16 +117,18 @@ class _Advisor:
         saved = saved_s / self._usual_s
         slowest = max(range(self._num_partitions), key=busy_s.__getitem__)
         beyond = busy_s[slowest] / mean_s - 1
-        told = (
+        sentence = (
             f"{self._named(slowest)} is {beyond:.0%} slower than the mean "
             f"(usually {seconds_text(busy_s[slowest])} busy, the mean is {seconds_text(mean_s)})"
         )
         if better != self._balance and saved >= _WORTH:
-            return f"{told}: balance {better} would give about {saved:.0%} ({source})."
+            return f"{sentence}: balance {better} would give about {saved:.0%} ({source})."
         imbalance = fmean(one.imbalance_s for one in self._usual) / self._usual_s
         if imbalance < 2 * _WORTH or beyond < _UNEQUAL:
             return ""
-        return f"{told}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
+        return (
+            f"{sentence}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
+        )
 
     def chunks(self) -> str:
         """Report the bubble with twice as many micro-batches."""

@@ -152,7 +152,7 @@ def _task_event(number: int, ran: Ran) -> Event:
 
 def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
     """Yield the events of a message: sending, waiting, arrival, and an arrow."""
-    told = {
+    args = {
         "step": step.number,
         "transfer": number,
         "kind": hop.payload,
@@ -165,11 +165,11 @@ def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
     arrives = f"{hop.payload} {hop.i} from {step.name_of(hop.source)}"
     yield _slice(
         f"{hop.payload} {hop.i} to {step.name_of(hop.destination)}", "transfer",
-        hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **told,
+        hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **args,
     )  # fmt: skip
     yield _slice(
         arrives, "wait", hop.destination, _WAITS, hop.asked_s, hop.taken_s,
-        **{name: told[name] for name in ("step", "transfer", "micro_batch", "from")},
+        **{name: args[name] for name in ("step", "transfer", "micro_batch", "from")},
     )  # fmt: skip
     # Perfetto reverses an arrow into a slice that began earlier, as waits do. So the end of the
     # wait, from when the message was sent, is a slice of its own.
@@ -178,7 +178,7 @@ def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
     yield {
         "ph": "X", "name": arrives, "cat": "arrival",
         **_place(hop.destination, _TRANSFERS),
-        "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": told,
+        "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": args,
     }  # fmt: skip
     arrow = {"name": hop.payload, "cat": "flow", "id": number}
     yield {**arrow, "ph": "s", **_place(hop.source, _TRANSFERS), "ts": _microseconds(hop.posted_s)}
@@ -188,12 +188,12 @@ def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
 def _sum_events(step: Step, number: int, one: Summed) -> Iterator[Event]:
     """Yield the events of a sum over replicas: its beginning and end, and the wait for it."""
     name = f"all-reduce {one.what}"
-    told = {"step": step.number, "sum": number, "what": one.what, "bytes": one.num_bytes}
+    args = {"step": step.number, "sum": number, "what": one.what, "bytes": one.num_bytes}
     event = {"name": name, "cat": "all-reduce", "id": number, **_place(one.rank, _SUMS)}
-    yield {**event, "ph": "b", "ts": _microseconds(one.start_s), "args": told}
-    yield {**event, "ph": "e", "ts": _microseconds(one.end_s), "args": told}
+    yield {**event, "ph": "b", "ts": _microseconds(one.start_s), "args": args}
+    yield {**event, "ph": "e", "ts": _microseconds(one.end_s), "args": args}
     yield _slice(
-        name, "all-reduce wait", one.rank, _WAITS, one.asked_s, one.taken_s, **told
+        name, "all-reduce wait", one.rank, _WAITS, one.asked_s, one.taken_s, **args
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
-    tasks: dict[int, list[Ran]] = {told["step"]: [] for told in other["steps"]}
+    tasks: dict[int, list[Ran]] = {entry["step"]: [] for entry in other["steps"]}
     ends: dict[int, dict[str, Event]] = {}
     of_sums: dict[int, dict[str, Event]] = {}
     for event in events:
@@ -241,50 +241,50 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
     known = {"format", "num_steps", "kept", "is_closed", "clock_error_s", "clocks",
              "layer_forward_s", "plans", "steps"}  # fmt: skip
     return Recording(
-        steps=tuple(_step(told, tasks, hops, sums) for told in other["steps"]),
+        steps=tuple(_step(entry, tasks, hops, sums) for entry in other["steps"]),
         num_steps=other["num_steps"],
         plans=other["plans"],
         facts={name: fact for name, fact in other.items() if name not in known},
-        clocks=tuple(Clock(**told) for told in other["clocks"]),
+        clocks=tuple(Clock(**entry) for entry in other["clocks"]),
         layer_s=tuple(other["layer_forward_s"]),
         is_closed=other["is_closed"],
     )
 
 
 def _step(
-    told: Event,
+    entry: Event,
     tasks: dict[int, list[Ran]],
     hops: dict[int, list[Hop]],
     sums: dict[int, list[Summed]],
 ) -> Step:
-    number = told["step"]
+    number = entry["step"]
     return Step(
         number,
-        told["call"],
-        told["plan"],
-        tuple(told["sizes"]),
-        tuple(begin / 1e6 for begin in told["begins_us"]),
-        tuple(end / 1e6 for end in told["ends_us"]),
+        entry["call"],
+        entry["plan"],
+        tuple(entry["sizes"]),
+        tuple(begin / 1e6 for begin in entry["begins_us"]),
+        tuple(end / 1e6 for end in entry["ends_us"]),
         tuple(tasks[number]),
         tuple(hops[number]),
-        told.get("schedule", ""),  # older files have none
-        tuple(map(tuple, told.get("shares", ()))),
+        entry.get("schedule", ""),  # older files have none
+        tuple(map(tuple, entry.get("shares", ()))),
         tuple(sums[number]),
     )
 
 
 def _hop(sent: Event, taken: Event) -> Hop:
-    told = sent["args"]
+    args = sent["args"]
     return Hop(
-        told["kind"], told["micro_batch"], told["from"], told["to"], told["bytes"],
+        args["kind"], args["micro_batch"], args["from"], args["to"], args["bytes"],
         *_times(sent), *_times(taken),
     )  # fmt: skip
 
 
 def _sum(begin: Event, end: Event, wait: Event) -> Summed:
-    told = begin["args"]
+    args = begin["args"]
     return Summed(
-        begin["pid"] - _FIRST_PID, told["what"], told["bytes"],
+        begin["pid"] - _FIRST_PID, args["what"], args["bytes"],
         begin["ts"] / 1e6, end["ts"] / 1e6, *_times(wait),
     )  # fmt: skip
 

@@ -120,6 +120,8 @@ def find_on_rank_1_alone(world: World) -> None:
 def test_only_one_rank_requests_a_balance_from_rank_0(ranks: Any) -> None:
     victim, origin = ranks(2).run(find_on_rank_1_alone, timeout_s=15).errors()
     assert origin.type == "ValueError"
-    assert "rank 1 was told that rank 0 finds the balance, but rank 0 was not" in origin.text
+    assert (
+        "rank 1 has arguments by which rank 0 finds the balance, but rank 0 has not" in origin.text
+    )
     assert victim.type == "RemoteStageError"
     assert "but rank 0 was not" in victim.text
