@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from procpipe.errors import FOUND_BY_EACH, RemoteStageError, StageClosedError
+from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.world import World
 from procpipe.run.leaving import Leaving, pipelines
@@ -102,6 +102,8 @@ class Calls(Leaving):
                 order = pipeline.coordinator.waiting()
             except RemoteStageError as error:
                 if self._pipeline is not None:
+                    if isinstance(error, PeerLostError):  # this one's own error says more
+                        self._pipeline.wires.mesh.wait_failure()
                     self._pipeline.pass_on(error)
                 raise
             if order is not None:

@@ -66,14 +66,25 @@ def weighted_loss(output, target):
 
 
 @contextmanager
-def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
-    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+def process_group(bare: Any) -> Iterator[None]:
+    """Make torch's default process group, with all ranks of the run."""
     store = dist.PrefixStore("default group", bare.store)
     dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
     try:
-        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
+        # gloo returns when this rank is connected. If this one left now, another could still be
+        # connecting to it: "Connection closed by peer" there, and the next group hangs, since a
+        # group that is not made counts in torch's names of groups (torch 2.13).
+        dist.barrier()
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
+    """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+    with process_group(bare):
+        yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
 
 
 def stage_in(bare, mesh, name, model, balance, **options):

@@ -42,7 +42,9 @@ for step in range(int(sys.argv[1])):
     optimizer.step()
     optimizer.zero_grad()
     if step < 3:
-        print(f"rank {os.environ['RANK']}, step {step}: {loss.item():.6f}", flush=True)
+        # In one write, also if output is not buffered: other ranks write to the same pipe.
+        line = f"rank {os.environ['RANK']}, step {step}: {loss.item():.6f}\\n"
+        print(line, end="", flush=True)
 stage.close()
 dist.destroy_process_group()
 """

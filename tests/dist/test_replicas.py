@@ -6,6 +6,7 @@ they may differ in their last digits; between replicas every bit is the same.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from dataclasses import asdict
@@ -792,6 +793,28 @@ def test_a_rank_of_a_replica_is_killed(ranks, n, origin, where):
     replica, stage = divmod(origin, n // 2)
     name = f"rank {origin} (stage {stage} of replica {replica})"
     check_lost(outcomes, origin, f"{name} ended without a word")
+
+
+def train_beside_other_pipelines(bare, origin):
+    """Have other pipelines open, one of which sees first that the rank has ended, most times."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with contextlib.ExitStack() as stack:
+        for k in range(4):
+            stack.enter_context(stage_of(bare, f"other {k}", layers, [1, 1]))(torch.ones(8, 4))
+        options = {"replicas": 2, "loss_fn": F.mse_loss}
+        stage = stack.enter_context(
+            stage_of(bare, "killed", nn.Sequential(layers[0]), [1], **options)
+        )
+        stage.step(torch.ones(8, 4), torch.zeros(8, 4)).item()
+        if bare.rank == origin:
+            kill()
+        stage.step(torch.ones(8, 4), torch.zeros(8, 4))
+
+
+def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
+    outcomes = ranks(2).run(train_beside_other_pipelines, 0, world=False)
+
+    check_lost(outcomes, 0, "rank 0 (stage 0 of replica 0) ended without a word")
 
 
 RESUMES = """

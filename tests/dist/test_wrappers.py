@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,18 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from procpipe import Stage
 from procpipe.job.world import World
+from tests.dist.meshes import process_group
 from tests.dist.stages import assert_same, world_of
-
-
-@contextmanager
-def process_group(bare: Any) -> Iterator[None]:
-    """Make torch's default process group, with all ranks of the run."""
-    store = dist.PrefixStore("default group", bare.store)
-    dist.init_process_group("gloo", store=store, rank=bare.rank, world_size=bare.num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def batch():
