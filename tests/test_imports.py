@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "plan": {"errors"},
     "skip": {"errors", "tree"},
     "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
-    "compute": {"skip", "errors", "torch_internals", "tree"},
+    "compute": {"skip", "errors", "notes", "torch_internals", "tree"},
     "model": {"compute", "plan", "errors"},
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
@@ -226,7 +226,7 @@ BAD_EXAMPLES = {
     "compute imports a top-level module": (
         {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
         "procpipe.compute.partition:1 imports procpipe.stage: compute may import only "
-        "errors, skip, torch_internals, tree",
+        "errors, notes, skip, torch_internals, tree",
     ),
     "a package imports an optional one": (
         {"procpipe.channel.mesh": "from procpipe.balance import blocks"},

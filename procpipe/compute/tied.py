@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.earlier import Earlier
+from procpipe.notes import warn
 from procpipe.torch_internals import has_accumulation_hooks
 
 #: What a stage contributes: a gradient, none, or ``_FROZEN`` if the parameter requires none.
@@ -150,7 +150,7 @@ class Tied:
         if always:
             raise RuntimeError(message)
         if self._stage == 0:
-            warnings.warn(f"{message} (check_tied=True makes this an error)", stacklevel=2)
+            warn(f"{message} (check_tied=True makes this an error)")
 
     def _check_parameters(self) -> None:
         """Check that each is what the Stage was built with, and that no hook needs its gradient.
