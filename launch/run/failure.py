@@ -79,7 +79,8 @@ def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
         origins = [end for end in origins if end not in sharers]
     if not origins:
         return _explain_victims(ends, failed, [*elsewhere, *causes, "a rank failed"][0])
-    first = min(origins, key=_time_of)
+    # Of those that were seen to end at one time, the agent has ended some because of another.
+    first = min(origins, key=lambda end: (_time_of(end), end.code == -signal.SIGTERM))
     trace = _traceback_of(first)
     same = [end for end in origins if end is not first and _is_same(trace, end)]
     others = [end for end in ends if end is not first and end not in same]

@@ -169,9 +169,10 @@ class Ranks:
             return
         if any(rank.pid is None for rank in attempt.ranks):
             self._find_processes(attempt)
+        at_s = time.time()  # one for all that end between two looks: their order is not known
         for rank in attempt.ranks:
             if rank.descriptor is not None and _has_ended(rank.descriptor):
-                self._note_end(attempt, rank)
+                self._note_end(attempt, rank, at_s)
         self._find_boards(attempt)
         self._end_laggards(attempt)
 
@@ -198,9 +199,9 @@ class Ranks:
         if is_due:
             self._looked_s = time.monotonic()
 
-    def _note_end(self, attempt: Attempt, rank: Rank) -> None:
+    def _note_end(self, attempt: Attempt, rank: Rank, at_s: float) -> None:
         assert rank.descriptor is not None
-        rank.at_s = time.time()
+        rank.at_s = at_s
         rank.code = _exit_code(rank.descriptor)
         rank.has_ended = True
         self._poller.unregister(rank.descriptor)

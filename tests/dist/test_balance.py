@@ -124,4 +124,4 @@ def test_only_one_rank_requests_a_balance_from_rank_0(ranks: Any) -> None:
         "rank 1 has arguments by which rank 0 finds the balance, but rank 0 has not" in origin.text
     )
     assert victim.type == "RemoteStageError"
-    assert "but rank 0 was not" in victim.text
+    assert "but rank 0 has not" in victim.text

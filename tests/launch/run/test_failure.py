@@ -62,6 +62,15 @@ def test_of_two_exceptions_the_earlier_is_the_headline():
     assert "rank 2 ended well" in failure.body
 
 
+def test_of_ranks_seen_to_end_at_once_the_agent_has_ended_some_because_of_another():
+    ends = [end(0, -signal.SIGTERM), end(1, -signal.SIGTERM), end(2, -signal.SIGKILL)]
+
+    failure = explain(ends)
+
+    assert failure.headline == "rank 2 was killed by SIGKILL"
+    assert failure.exit_code == 128 + signal.SIGKILL
+
+
 def test_a_killed_rank_is_reported_with_what_the_others_did():
     ends = [
         end(0, 1, 10.1, victim(0).stderr, reading=reading_of(0, "gradient from stage 1 (rank 1)")),
