@@ -119,7 +119,7 @@ def step_of(schedule: str, num_layers: int, layer_s: float, bucket_s: float, nam
     stage.step(*data)
     replicas: Any = stage._calls.pipeline.replicas  # type: ignore[union-attr]
     link = SlowGroup(replicas._group, bucket_s)
-    replicas._reduction._group = link
+    replicas._group = link
 
     def step() -> None:
         for parameter in stage.parameters():
@@ -127,15 +127,15 @@ def step_of(schedule: str, num_layers: int, layer_s: float, bucket_s: float, nam
         stage.step(*data)
 
     if name == _AFTER:
-        replicas._reduction._begin_complete = lambda: None
-        end = replicas._reduction.end
+        replicas._begin_complete = lambda: None
+        end = replicas.end
 
         def begin_and_end() -> None:
-            del replicas._reduction._begin_complete
+            del replicas._begin_complete
             end()
-            replicas._reduction._begin_complete = lambda: None
+            replicas._begin_complete = lambda: None
 
-        replicas._reduction.end = begin_and_end
+        replicas.end = begin_and_end
     return step
 
 

@@ -18,14 +18,15 @@ import contextlib
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import psutil
 import torch
@@ -61,44 +62,63 @@ class Outcome:
     num_left: int
 
 
+class Launcher(Protocol):
+    """A running process: the part of ``subprocess.Popen`` that is needed here."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, or ``None`` while the process runs."""
+
+    def wait(self, timeout: float | None = None, /) -> int:
+        """Wait for the end, and return the exit code."""
+
+
+#: Starts Python with arguments and an environment; both outputs go to a file.
+StartPython = Callable[[list[str], dict[str, str], BinaryIO], Launcher]
+
+
+def start_python(argv: list[str], env: dict[str, str], log: BinaryIO) -> Launcher:
+    """Start Python as a new process."""
+    return subprocess.Popen(
+        [sys.executable, *argv], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
+
+
 class Run:
     """A run of the example under torchrun; ends with all its processes on leaving ``with``."""
 
-    def __init__(self, folder: Path, nproc: int, args: list[str], *, max_restarts: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nproc: int,
+        args: list[str],
+        *,
+        max_restarts: int = 0,
+        start: StartPython = start_python,
+    ) -> None:
         self.folder = folder
         self._log = folder.with_suffix(f".{nproc}.{time.monotonic_ns()}.log")
-        launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        counts = [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+        argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        argv += [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+        argv += [str(SCRIPT), "--save", str(folder), *args]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "TORCHE"))}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._started_s = time.monotonic()
         with self._log.open("wb") as log:
-            self._launcher = psutil.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    *launcher,
-                    *counts,
-                    str(SCRIPT),
-                    "--save",
-                    str(folder),
-                    *args,
-                ],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            self._launcher = start(argv, env, log)
         self.num_left = 0
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self._tree(), self._launcher]:
+        for process in self._tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._launcher.wait()
+        if self._launcher.poll() is None:
+            os.kill(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code."""
@@ -140,7 +160,7 @@ class Run:
 
     def _tree(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return list(self._launcher.children(recursive=True))
+            return list(psutil.Process(self._launcher.pid).children(recursive=True))
         return []
 
 
@@ -153,12 +173,19 @@ def undisturbed(folder: Path, nproc: int, args: list[str]) -> Path:
 
 
 def disturbed(
-    folder: Path, nproc: int, args: list[str], *, num_kills: int, seed: int, expected: Path
+    folder: Path,
+    nproc: int,
+    args: list[str],
+    *,
+    num_kills: int,
+    seed: int,
+    expected: Path,
+    start: StartPython = start_python,
 ) -> Outcome:
     """Kill random ranks at random times; see :class:`Outcome`."""
     choose = random.Random(seed)
     killed = 0
-    with Run(folder, nproc, args, max_restarts=num_kills) as run:
+    with Run(folder, nproc, args, max_restarts=num_kills, start=start) as run:
         while killed < num_kills:
             ranks = run.wait_ranks(nproc, attempt=killed)
             if not ranks:

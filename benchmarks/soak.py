@@ -34,8 +34,9 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -82,15 +83,9 @@ class Job:
         else:
             start = ["-m", "procpipe.launch", "run", f"--nproc-per-node={round_.num_ranks}"]
         start += ["--log-dir", str(folder / "logs"), "-m", "benchmarks.soak_job"]
+        words = [*start, json.dumps(dataclasses.asdict(round_)), str(folder)]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *start, json.dumps(dataclasses.asdict(round_)), str(folder)],
-                env=_environment(folder) | {_TOKEN: self._token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self._process = _start(words, _environment(folder) | {_TOKEN: self._token}, log)
         self.launcher_pid = self._process.pid
 
     def wait_codes(self, timeout_s: float) -> tuple[int, ...] | None:
@@ -124,7 +119,7 @@ class ForkServer:
         self._arguments = ["--serve", *(["--frugal"] if is_frugal else [])]
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, round_: Round, folder: Path) -> None:
+    def start(self, round_: Round, folder: Path, *, tears_down: bool) -> None:
         """Start the ranks of a round."""
         if self._process is None:
             self._process = subprocess.Popen(
@@ -137,7 +132,7 @@ class ForkServer:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        order = json.dumps([dataclasses.asdict(round_), str(folder), _free_port()])
+        order = json.dumps([dataclasses.asdict(round_), str(folder), _free_port(), tears_down])
         self._process.stdin.write(order + "\n")
 
     @property
@@ -193,12 +188,19 @@ class Soak:
         self.longest_s = 0.0
         self.ends_s: dict[str, list[float]] = {}
 
-    def run(self, number: int, round_: Round) -> None:
-        """Run a round, judge it and count."""
+    def run(self, number: int, round_: Round, *, tears_down: bool = True) -> None:
+        """Run a round, judge it and count.
+
+        Args:
+            number: of the round, for the command that repeats it.
+            round_: the round.
+            tears_down: whether forked ranks free all modules at their end, as Python does; it
+                takes most of a round's time.
+        """
         folder = Path(tempfile.mkdtemp(prefix="procpipe-soak-"))
         (folder / "tmp").mkdir()
         try:
-            ending = self._ending(round_, folder)
+            ending = self._ending(round_, folder, tears_down=tears_down)
             wrong = self._judge(round_, ending)
             if self._is_verbose:
                 verdict = "WRONG" if wrong else "ok"
@@ -212,12 +214,12 @@ class Soak:
         """End the fork server."""
         self._server.close()
 
-    def _ending(self, round_: Round, folder: Path) -> Ending:
-        shared_before = _shared_memory()
+    def _ending(self, round_: Round, folder: Path, *, tears_down: bool) -> Ending:
+        names_before = _shared_memory().keys()
         start_s = time.monotonic()
         job: Job | ForkServer = self._server
         if round_.launcher == FORK:
-            self._server.start(round_, folder)
+            self._server.start(round_, folder, tears_down=tears_down)
         else:
             job = Job(round_, folder)
         codes = None
@@ -229,7 +231,6 @@ class Soak:
         left = _wait_vanished(job)
         if codes is None:
             self._server.close()
-        new = {name: size for name, size in _shared_memory().items() if name not in shared_before}
         return Ending(
             codes=codes or (),
             outputs=tuple(_outputs(folder, round_.num_ranks)),
@@ -237,7 +238,7 @@ class Soak:
             duration_s=end_s - start_s,
             fault_s=_fault_s(folder),
             left=left,
-            shared_bytes=sum(new.values()),
+            shared_bytes=_wait_freed(names_before),
             files=tuple(_files_left(folder / "tmp")),
             num_acts=outsider.num_acts,
             copies={int(file.suffix[1:]): file.read_text() for file in folder.glob("copy.*")},
@@ -356,6 +357,18 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "benchmarks.soak", *map(str, words)])
 
 
+def _start(words: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a launcher in a session of its own: Python with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
 def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
     """Wait for the rest of a job, kill what does not end, and return its command lines."""
     deadline_s = time.monotonic() + VANISH_TIMEOUT_S
@@ -367,6 +380,19 @@ def _wait_vanished(job: Job | ForkServer) -> tuple[str, ...]:
             commands.append(" ".join(process.cmdline()))
             process.kill()
     return tuple(commands)
+
+
+def _wait_freed(names_before: Collection[str]) -> int:
+    """Wait until no file in shared memory is new; return the bytes of those that stay.
+
+    Other programs on this machine also make some there, for a moment: Python for each semaphore.
+    """
+    deadline_s = time.monotonic() + VANISH_TIMEOUT_S
+    while True:
+        new = [size for name, size in _shared_memory().items() if name not in names_before]
+        if not new or time.monotonic() > deadline_s:
+            return sum(new)
+        time.sleep(_CHECK_EVERY_S)
 
 
 def _fault_s(folder: Path) -> float | None:

@@ -345,7 +345,9 @@ def check_losses(round_: Round, losses: list[float]) -> None:
 
 
 def serve(orders: TextIO, *, is_frugal: bool) -> None:
-    """Run a round for each line ``[round, folder, port]``; answer with the ranks' exit codes.
+    """Run a round for each line; answer with the ranks' exit codes.
+
+    A line is ``[round, folder, port, tears_down]``, see ``benchmarks.soak``.
 
     Args:
         orders: where the lines come from.
@@ -355,18 +357,38 @@ def serve(orders: TextIO, *, is_frugal: bool) -> None:
         gc.collect()
         gc.freeze()  # otherwise each forked process visits, and so copies, all objects at its end
     for line in orders:
-        fields, folder, port = json.loads(line)
+        fields, folder, port, tears_down = json.loads(line)
         round_ = Round(**fields)
         pids = []
         for rank in range(round_.num_ranks):
             pid = os.fork()
             if pid == 0:
                 become_rank(rank, round_.num_ranks, port, Path(folder))
-                return run_rank(round_, Path(folder))  # ends as a script does
+                run = run_rank if tears_down else run_rank_and_end
+                return run(round_, Path(folder))  # ends as a script does
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(json.dumps(codes), flush=True)
     return None
+
+
+def run_rank_and_end(round_: Round, folder: Path) -> None:
+    """Run a rank, whose process ends after its last exit function, before modules are freed."""
+    code = 1
+
+    def end_now() -> None:
+        sys.stdout.flush()
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(end_now)  # exit functions run in reverse order
+    try:
+        run_rank(round_, folder)
+        code = 0
+    except SystemExit:
+        code = 0  # the only one that a fault raises is sys.exit(0)
+        raise
 
 
 def become_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:

@@ -251,7 +251,7 @@ def expected_of(round_: Round) -> Expected:
     if round_.act == "kill while building":
         return Expected(False, None, origin, (f"because rank {origin}",))
     if round_.act.startswith("kill"):
-        return Expected(False, None, origin, (f"rank {origin} ended without a word",))
+        return Expected(False, None, origin, (f"rank {origin} ended without a message",))
     if act == "leave" or (act == "exit" and round_.where == "between"):
         words = (f"rank {origin} has left the pipeline",)
         return Expected(False, None, origin, words, is_root_cause=False)

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 examples/finetune_hf.py --model runs/base --lora
 
 It reads Python's manual, which comes with Python, byte by byte, so nothing is downloaded. The first
-line trains a small Llama from random values; the second trains adapters for what the first has
-saved. With ``--state runs/state``, an interrupted run goes on where it last saved its state.
+line trains a small Llama from random values; the second trains adapters for the saved model. With
+``--state runs/state``, an interrupted run continues from its last saved state.
 Any number of processes gives the same losses.
 """
 
@@ -42,7 +42,7 @@ def main() -> None:
     others = loader(paragraphs[: len(paragraphs) // 20])
 
     config = AutoConfig.from_pretrained(args.model) if args.model else llama_config()
-    with torch.device("meta"):  # the model takes no memory here, and in Stage only its own layers
+    with torch.device("meta"):  # no memory here; Stage allocates this process's layers only
         model: Any = AutoModelForCausalLM.from_config(config)
         if args.lora:
             model = with_adapters(model)
@@ -132,21 +132,21 @@ def perplexity(stage: Stage, batches: Iterable[Any]) -> float:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="folder of a model to begin with; else random values")
+    parser.add_argument("--model", help="folder of a model to start from; by default random values")
     parser.add_argument("--lora", action="store_true", help="train adapters, not the model")
     parser.add_argument("--out", help="folder to save the model in, or the adapters")
     parser.add_argument("--state", help="folder to save the state of training in")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="at most so many steps")
-    parser.add_argument("--paragraphs", type=int, help="read only so many")
+    parser.add_argument("--steps", type=int, help="largest number of steps")
+    parser.add_argument("--paragraphs", type=int, help="number to read")
     parser.add_argument("--generate", type=int, default=CONTEXT, help="bytes to sample at the end")
-    parser.add_argument("--every", type=int, default=50, help="steps between what is printed")
+    parser.add_argument("--every", type=int, default=50, help="steps between printed losses")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     arguments = parser.parse_args()
     if arguments.out and Path(arguments.out).exists():
-        parser.error(f"--out {arguments.out} is there already")
+        parser.error(f"--out {arguments.out} exists already")
     return arguments
 
 

@@ -126,7 +126,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", default="except_last", choices=["always", "except_last", "never"]
     )
-    parser.add_argument("--save", metavar="FOLDER", help="save now and then, and resume from there")
+    parser.add_argument("--save", metavar="FOLDER", help="save there regularly, and resume from it")
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     return parser.parse_args()
 

@@ -37,7 +37,7 @@ def main() -> None:
     train_batches = random_passages(train_text, args.batch_size)
     test_batches = [*islice(random_passages(test_text, 64), 4)]
 
-    with torch.device("meta"):  # the model takes no memory here, and in Stage only its own layers
+    with torch.device("meta"):  # no memory here; Stage allocates this process's layers only
         model = build_model()
     stage = Stage(
         model,

@@ -1,4 +1,4 @@
-"""What a ``Stage`` can be asked about itself and its work so far."""
+"""Properties and statistics of a ``Stage``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import torch
 
 from procpipe import build
 from procpipe.errors import StageClosedError
-from procpipe.job.grid import Grid
-from procpipe.job.world import World
 from procpipe.local_layers import LocalLayers
 from procpipe.run.calls import Calls
 from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
-from procpipe.run.statistics import StageStatistics, TimedTask
+from procpipe.run.statistics import StageStatistics, TimedTask, table
 
 
 class About(LocalLayers):
     """A stage's place among all, its statistics, and a table of all stages."""
 
     _calls: Calls
-    _grid: Grid
     _issue_or_follow: Callable[..., Order]
     _settings: build.Settings
-    _world: World
 
     @property
     def rank(self) -> int:
@@ -49,12 +45,12 @@ class About(LocalLayers):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Each rank's device."""
+        """Each stage's device, by rank."""
         return list(self._world.devices)
 
     @property
     def placement(self) -> list[int]:
-        """The stage of each partition."""
+        """The stage of each partition; ``[0, 1, …]`` unless each stage has several partitions."""
         return list(self._cut.placement)
 
     @property
@@ -62,7 +58,7 @@ class About(LocalLayers):
         """The name of the schedule; for ``"auto"`` also what the newest training step ran.
 
         For instance ``"auto: measuring, step 2 of 6, zb-h1"``, ``"auto: trying zb-h1"`` and then
-        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is no fixed schedule. A plan
+        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is not a fixed schedule. A plan
         of the user's own is ``"a function"``. Does not communicate.
         """
         pipeline, name = self._calls.pipeline, self._settings.schedule.name
@@ -106,10 +102,12 @@ class About(LocalLayers):
         (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
         the same numbers from then on.
         """
-        report_of = build.reporter()
+        report_of_all = build.reporter()
         with self._calls.together("report") as pipeline:
             self._issue_or_follow("report")
-            report = report_of(pipeline)
+            statistics = report_of_all(pipeline)
+            pipeline.split = statistics[self.rank].split
+            report = table(statistics)
         is_measured = self._settings.schedule.is_measured
         return f"{report}\nschedule {self.schedule}" if is_measured else report
 

@@ -13,8 +13,8 @@ Each micro-batch is still normalised by its own statistics, as it cannot wait fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,11 +55,12 @@ class DeferredBatchNorm(BatchNorm):
         moments, self._moments = self._moments, None
         if moments is None:
             return
+        count, mean, squares = moments
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         for running, latest in (
-            (self.running_mean, moments.mean),
-            (self.running_var, moments.squares / (moments.count - 1)),
+            (self.running_mean, mean),
+            (self.running_var, squares / (count - 1)),
         ):
             assert running is not None
             if self.momentum is None:  # the average of all mini-batches so far
@@ -74,23 +75,19 @@ class DeferredBatchNorm(BatchNorm):
         their squared distances from it: ``(1 + 2 * num_features,)``, of float64.
         """
         assert self.running_mean is not None, "only statistics that are kept are joined"
-        found = self._moments
-        size = 1 + 2 * self.num_features
-        if found is None:
-            return torch.zeros(size, dtype=torch.float64, device=self.running_mean.device)
-        count = torch.as_tensor(found.count, dtype=torch.float64, device=found.mean.device)
-        return torch.cat([count.reshape(1), found.mean.double(), found.squares.double()])
+        size, device = 1 + 2 * self.num_features, self.running_mean.device
+        moments = torch.zeros(size, dtype=torch.float64, device=device)
+        if self._moments is not None:
+            moments[0], *rest = self._moments
+            moments[1:] = torch.cat(rest)
+        return moments
 
     def join_moments(self, of_all: Sequence[Tensor]) -> None:
         """Set what was recorded to what :meth:`moments` returned in several processes together."""
-        each = torch.stack(tuple(of_all))
-        counts = each[:, :1]
-        means, squares = each[:, 1:].split(self.num_features, dim=1)
-        count = counts.sum()
-        if self._moments is None and not count:  # on a GPU the host waits, without samples only
-            return
-        mean = (counts * means).sum(0) / count
-        self._moments = _Moments(count, mean, (squares + counts * (means - mean) ** 2).sum(0))
+        f = self.num_features
+        joined = reduce(_joined, [(each[0], each[1 : 1 + f], each[1 + f :]) for each in of_all])
+        if self._moments is not None or joined[0]:  # on a GPU the host waits, without samples only
+            self._moments = joined
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch; in training, record its statistics for :meth:`commit`.
@@ -109,16 +106,15 @@ class DeferredBatchNorm(BatchNorm):
         dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
         mean = torch.zeros(self.num_features, dtype=dtype, device=input.device)
         var = torch.zeros_like(mean)
-        weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
+        affine: tuple[Tensor | None, ...] = (self.weight, self.bias)
+        weight, bias = (None if each is None else each.to(dtype) for each in affine)
         output = F.batch_norm(input, mean, var, weight, bias, True, momentum=1.0, eps=self.eps)
         if not is_recomputing():
-            self._record(input.numel() // self.num_features, mean, var)
+            count = input.numel() // self.num_features
+            latest = count, mean, var * (count - 1)
+            before = self._moments
+            self._moments = latest if before is None else _joined(before, latest)
         return output
-
-    @torch.no_grad()
-    def _record(self, count: int, mean: Tensor, var: Tensor) -> None:
-        latest = _Moments(count, mean, var * (count - 1))
-        self._moments = latest if self._moments is None else self._moments.joined(latest)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -140,55 +136,38 @@ class DeferredBatchNorm(BatchNorm):
         Returns:
             The module, or what replaces it.
         """
-        return _converted(module, {})
+        made: dict[nn.Module, nn.Module] = {}  # each once, although it may be used twice
+
+        def replaced(one: Any) -> Any:
+            if not isinstance(one, BatchNorm) or isinstance(one, (cls, nn.SyncBatchNorm)):
+                return one
+            if one not in made:
+                made[one] = _deferred(one)
+            return made[one]
+
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                parent._modules[name] = replaced(child)
+        return cast("nn.Module", replaced(module))
 
 
-@dataclass(frozen=True)
-class _Moments:
-    """Moments of the values of each channel in some micro-batches, ``(num_features,)``."""
-
-    count: Any  # of values a channel: an int; 0-dim where several processes have joined theirs
-    mean: Tensor
-    squares: Tensor  # sum of the squared distances from the mean
-
-    def joined(self, other: _Moments) -> _Moments:
-        """Return the moments of both sets of values.
-
-        Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm
-        for computing sample variances" (1979); sums of plain squares would cancel.
-        """
-        count = self.count + other.count
-        distance = other.mean - self.mean
-        return _Moments(
-            count,
-            torch.add(self.mean, distance, alpha=other.count / count),
-            torch.addcmul(
-                self.squares + other.squares,
-                distance,
-                distance,
-                value=self.count * other.count / count,
-            ),
-        )
+#: Of the values of a channel in some micro-batches: their number (an int; 0-dim where several
+#: processes have joined theirs), their mean, and the sum of their squared distances from it; of all
+#: channels, ``(num_features,)``.
+_Moments = tuple[Any, Tensor, Tensor]
 
 
-def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if parameter is None else parameter.to(dtype)
+def _joined(one: _Moments, other: _Moments) -> _Moments:
+    """Return the moments of both sets of values.
 
-
-def _converted(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Convert a module and its descendants, each once, although it may be used twice."""
-    if module in done:
-        return done[module]
-    if isinstance(module, BatchNorm) and not isinstance(
-        module, (DeferredBatchNorm, nn.SyncBatchNorm)
-    ):
-        done[module] = _deferred(module)
-        return done[module]
-    done[module] = module
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = _converted(child, done)
-    return module
+    Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances" (1979); sums of plain squares would cancel.
+    """
+    count = one[0] + other[0]
+    share = other[0] / (count + (count == 0))  # two processes may have no values
+    distance = other[1] - one[1]
+    squares = one[2] + other[2] + distance * distance * (one[0] * share)
+    return count, one[1] + distance * share, squares
 
 
 def _deferred(norm: BatchNorm) -> DeferredBatchNorm:

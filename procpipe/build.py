@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
@@ -46,11 +47,12 @@ from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.chooser import Chooser, FixedSchedule
 from procpipe.run.coordinator import Coordinator
+from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
 from procpipe.run.observer import Observer
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.replicas import Replicas
-from procpipe.run.statistics import table
+from procpipe.run.statistics import StageStatistics
 from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
@@ -88,7 +90,11 @@ class Settings:
     ) -> Settings:
         """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
         chosen = schedule_of(schedule)
-        grid = grid_of(replicas, balance, chosen, world)
+        num_stages = None
+        if isinstance(balance, (list, tuple)) and chosen.partitions_per_stage is not None:
+            num_stages = len(balance) // chosen.partitions_per_stage
+        checked_replicas(replicas, world.num_ranks, num_stages, is_launched=world.is_launched)
+        grid = world.divide(replicas) if world.is_launched else world.grid
         limits = checked_limits(
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
@@ -262,11 +268,13 @@ def connect(
     }
     partitions = {
         j: Partition(
-            {name: layers[name] for name in names},
-            world.device,
-            is_first=j == 0,
-            is_last=j == len(cut.balance) - 1,
-            skips=SkipPorts(cut.skips, j),
+            PartitionLayers(
+                {name: layers[name] for name in names},
+                world.device,
+                is_first=j == 0,
+                is_last=j == len(cut.balance) - 1,
+                skips=SkipPorts(cut.skips, j),
+            )
         )
         for j, names in cut.layers.items()
     }
@@ -294,7 +302,7 @@ def connect(
 
         clocks = Clocks(wires.mesh)
         observers.append(
-            Tracing(settings.trace, wires.mesh, clocks, facts, trace, coordinator.plan_text)
+            Tracing(settings.trace, wires.mesh, clocks, facts, trace, coordinator.plan)
         )
     if settings.schedule.is_measured:
         from procpipe.tuning.auto import AutoSchedule
@@ -302,24 +310,14 @@ def connect(
 
         assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
         observers.append(Meter(wires.control, chooser, partitions, trace))
-    pipeline = Pipeline(world, wires, executor, coordinator, trace, observers)
+    exchange = Exchange(grid, cut.placement[-1], wires)
+    pipeline = Pipeline(world, wires, executor, coordinator, exchange, trace, observers)
     tied.make_equal(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
     )
     replicas.make_equal(layers.values())
     return pipeline
-
-
-def grid_of(
-    replicas: int, balance: Iterable[int] | str | None, schedule: Schedule, world: World
-) -> Grid:
-    """Return this rank's place among stages and replicas."""
-    num_stages = None
-    if isinstance(balance, (list, tuple)) and schedule.partitions_per_stage is not None:
-        num_stages = len(balance) // schedule.partitions_per_stage
-    checked_replicas(replicas, world.num_ranks, num_stages, is_launched=world.is_launched)
-    return world.divide(replicas) if world.is_launched else world.grid
 
 
 def connect_replicas(
@@ -348,10 +346,10 @@ def connect_replicas(
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):
-        from procpipe.replicas.group import group_of
-        from procpipe.replicas.several import Several
-    group = group_of(world, grid, wires.choice, wires.mesh)
-    return Several(grid, cut.placement[-1], group, world.device, wires.send_value, wires.take_value)
+        from procpipe.replicas.group import Group
+        from procpipe.replicas.reduction import Reduction
+    group = Group(world, grid, wires.choice, wires.mesh)
+    return Reduction(group, grid.replica, world.device)
 
 
 def tied_of(cut: Cut, stage: int) -> Tied:
@@ -378,14 +376,8 @@ def recorder_type() -> type[Recorder]:
     return Recorder
 
 
-def reporter() -> Callable[[Pipeline], str]:
-    """Return what makes a table of all stages; every rank calls that, and it waits for all."""
+def reporter() -> Callable[[Pipeline], list[StageStatistics]]:
+    """Return what gathers the statistics of all stages; every rank calls that, and it waits."""
     with needed("procpipe.timeline", "report()"):
         from procpipe.timeline.reporting import report_of_all
-
-    def report(pipeline: Pipeline) -> str:
-        statistics = report_of_all(pipeline)
-        pipeline.split = statistics[pipeline.wires.mesh.rank].split
-        return table(statistics)
-
-    return report
+    return report_of_all

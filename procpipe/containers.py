@@ -2,6 +2,7 @@
 
     class                                   its children
     registered with torch.utils._pytree     what its registered function returns
+    tuple, list, dict                       its entries
     named tuple                             its entries, then its attributes
     dataclass, Mapping (OrderedDict, …)     its items if it is a dict, then its attributes
 
@@ -9,7 +10,7 @@ A container travels as its class's name, a form (plain nested tuples) and its ch
 looks the name up among the modules that it has imported already, and accepts only classes of this
 table. Nothing is imported, and no code of the class runs, neither ``__init__`` nor
 ``__post_init__`` nor ``__setattr__``. Only a registered class is rebuilt by a function, which this
-process's own script registered. ``tree`` handles plain tuples, lists and dicts.
+process's own script registered.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import ast
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,14 +37,13 @@ USABLE = (
 _FACTORIES = {cls.__name__: cls for cls in (list, dict, tuple, int, float, str, bool)}
 
 #: Plain nested tuples of str and int, unchanged by a round trip through JSON.
-Form = Any
+Form = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """A container taken apart."""
 
-    name: str  # its class, as ``module:qualified name``
+    name: str  # its class, as ``module:qualified name``; "t", "l" and "d" for the built-in ones
     form: Form  # what else is needed to rebuild it; ``in_words`` compares two of a class
     #: Where each child is, in Python's notation: ``.loss``, ``['x']``, ``[0]``.
     labels: tuple[str, ...]
@@ -53,7 +52,11 @@ class Container:
     @property
     def in_words(self) -> str:
         """The class and its labels, as text."""
-        context = "" if isinstance(self.form, tuple) else f" (context {self.form})"
+        if self.name in ("t", "l"):
+            return f"a {'tuple' if self.name == 't' else 'list'} of {len(self.children)}"
+        if self.name == "d":
+            return f"a dict with the keys {', '.join(sorted(map(repr, self.form)))}"
+        context = f" (context {self.form[0]})" if len(self.form) == 1 else ""
         return f"a {self.name.replace(':', '.')} with {', '.join(sorted(self.labels))}{context}"
 
     def like(self, children: Iterable[Any]) -> Any:
@@ -68,7 +71,13 @@ def opened(value: Any, where: str = "") -> Container | None:
     could rebuild it.
     """
     cls = type(value)
-    base = _base_of(cls)
+    if cls is tuple or cls is list:
+        labels = tuple([f"[{k}]" for k in range(len(value))])
+        return Container("t" if cls is tuple else "l", (), labels, list(value))
+    if cls is dict:
+        labels = tuple([f"[{key!r}]" for key in value])
+        return Container("d", tuple(value), labels, list(value.values()))
+    base: Any = _base_of(cls)
     is_registered = _is_registered(cls)
     if base is None and not is_registered:
         return None
@@ -81,31 +90,34 @@ def opened(value: Any, where: str = "") -> Container | None:
         )
     if is_registered:
         return _opened_by_registration(value, name, at)
-    assert base is not None
-    items, keys = _items_of(value, base)
-    check_keys(keys if isinstance(keys, tuple) else (), at)
+    # Past methods of its class.
+    entries = enumerate(tuple.__iter__(value)) if base is tuple else ()
+    items = dict(entries if base in (tuple, object) else base.items(value))
+    check_keys(items, at)
     attributes = _attributes_of(value)
     factory = ""
     if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
         factory = attributes.pop("default_factory").__name__
-    by_key = dict(zip(keys, items, strict=True)) if isinstance(keys, tuple) else {}
     missing = object()
     # Hugging Face's outputs hold each value as an item and as an attribute: it travels once.
-    twice = tuple(a for a, child in attributes.items() if by_key.get(a, missing) is child)
+    twice = tuple(a for a, child in attributes.items() if items.get(a, missing) is child)
     once = {a: child for a, child in attributes.items() if a not in twice}
-    labels = [f"[{key!r}]" for key in (keys if isinstance(keys, tuple) else range(keys))]
     return Container(
         name,
-        (keys, tuple(attributes), twice, factory),
-        (*labels, *(f".{attribute}" for attribute in once)),
-        [*items, *once.values()],
+        (tuple(items), tuple(attributes), twice, factory),
+        (*(f"[{key!r}]" for key in items), *(f".{attribute}" for attribute in once)),
+        [*items.values(), *once.values()],
     )
 
 
 def built(name: str, form: Form, children: Sequence[Any]) -> Any:
     """Reverse :func:`opened`; ``BoundaryError`` if this process cannot."""
+    if name in ("t", "l"):
+        return tuple(children) if name == "t" else list(children)
+    if name == "d":
+        return dict(zip(form, children, strict=True))
     cls = _class_named(name)
-    base = _base_of(cls) if cls is not None else None
+    base: Any = _base_of(cls) if cls is not None else None
     if cls is None or (base is None and not _is_registered(cls)):
         raise BoundaryError(
             f"a {name.replace(':', '.')} came from another rank, but this one has no such named "
@@ -114,7 +126,6 @@ def built(name: str, form: Form, children: Sequence[Any]) -> Any:
     try:
         if _is_registered(cls):
             return _built_by_registration(cls, form, children)
-        assert base is not None
         return _built_by_parts(cls, base, form, children)
     except Exception as error:
         raise BoundaryError(
@@ -146,8 +157,8 @@ def _class_named(name: str) -> type | None:
 def _base_of(cls: type) -> type | None:
     """Return the built-in class that a container's class extends; None for other classes.
 
-    Not a class whose instances hold hidden data of C code, nor one with ``__del__``, which would
-    run on attributes that another process chose.
+    None, too, for a class whose instances hold hidden data of C code, and for one with ``__del__``,
+    which would run on attributes that another process chose.
     """
     if _defined(cls, "__del__") is not None:
         return None
@@ -166,15 +177,6 @@ def _base_of(cls: type) -> type | None:
 def _defined(cls: type, name: str) -> Any:
     """Return what a class or a base defines by a name; calls no metaclass, which could run code."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _items_of(value: Any, base: Any) -> tuple[list[Any], Any]:
-    """Return the items of a dict or tuple, past methods of its class, and its keys or length."""
-    if base is tuple:
-        entries = list(tuple.__iter__(value))
-        return entries, len(entries)
-    pairs = [] if base is object else list(base.items(value))
-    return [child for _, child in pairs], tuple(key for key, _ in pairs)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
@@ -201,16 +203,14 @@ def _slots_of(cls: type) -> dict[str, MemberDescriptorType]:
 
 def _built_by_parts(cls: type, base: Any, form: Form, children: Sequence[Any]) -> Any:
     keys, names, twice, factory = form
-    num_items = len(keys) if isinstance(keys, tuple) else keys
-    items = children[:num_items]
-    value = tuple.__new__(cls, items) if base is tuple else base.__new__(cls)
+    items = dict(zip(keys, children[: len(keys)], strict=True))
+    value = tuple.__new__(cls, items.values()) if base is tuple else base.__new__(cls)
     if base is not tuple:
-        for key, child in zip(keys, items, strict=True):
+        for key, child in items.items():
             base.__setitem__(value, key, child)
-    by_key = dict(zip(keys, items, strict=True)) if isinstance(keys, tuple) else {}
     once = [name for name in names if name not in twice]
-    by_name = dict(zip(once, children[num_items:], strict=True))
-    attributes = {name: by_key[name] if name in twice else by_name[name] for name in names}
+    by_name = dict(zip(once, children[len(keys) :], strict=True))
+    attributes = {name: items[name] if name in twice else by_name[name] for name in names}
     if factory:
         attributes["default_factory"] = _FACTORIES[factory]
     slots = _slots_of(cls)
@@ -242,13 +242,13 @@ def _opened_by_registration(value: Any, name: str, at: str) -> Container:
             "register to_dumpable_context and from_dumpable_context"
         )
     children = list(children)
-    return Container(name, text, tuple(f"[{k}]" for k in range(len(children))), children)
+    return Container(name, (text,), tuple(f"[{k}]" for k in range(len(children))), children)
 
 
 def _built_by_registration(cls: type, form: Form, children: Sequence[Any]) -> Any:
     if cls is torch.Size:  # which torch itself registers so that it becomes a tuple
         return torch.Size(children)
-    context = ast.literal_eval(form)
+    context = ast.literal_eval(form[0])
     read: Callable[[Any], Any] | None
     read = pytree.SUPPORTED_SERIALIZED_TYPES[cls].from_dumpable_context
     unflatten = pytree.SUPPORTED_NODES[cls].unflatten_fn

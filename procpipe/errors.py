@@ -37,7 +37,7 @@ class BalanceError(ProcpipeError, ValueError):
 
 
 class BoundaryError(ProcpipeError, TypeError):
-    """A value of a type that cannot travel between stages, or be split into micro-batches."""
+    """A value of a type that cannot travel between stages, or be scattered over micro-batches."""
 
 
 class PlanError(ProcpipeError, ValueError):

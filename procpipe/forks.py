@@ -1,15 +1,15 @@
-"""What a forked child inherits of its parent's job, and gives up before it runs any other Python.
+"""Releases, in a forked child, what it inherits of its parent's job, before other Python runs.
 
 A child of ``os.fork``, for instance a worker of a DataLoader, begins with a copy of every object of
 its parent. But sockets, shared memory and the launcher's store are not copied: what the child does
-with them affects the parent, and while it has the sockets open, the parent's death does not show.
-So whatever holds such a resource gives it up in each child:
+with them affects the parent, and while it has the sockets open, peers cannot detect the parent's
+end. So objects that hold such a resource release it in each child:
 
     parent    give_up_in_children(mesh)
     child     mesh.give_up_in_child()        closes its copies; later calls raise an error
 
-A child that native code forks runs no Python, so this does not apply to it; then the parent's death
-shows in other ways (``channel/connection.py``).
+A child that native code forks runs no Python, so this does not apply to it; then the parent's end
+is detected in other ways (``channel/connection.py``).
 """
 
 from __future__ import annotations

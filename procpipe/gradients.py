@@ -1,19 +1,41 @@
-"""What a user does with a stage's gradients between ``step`` and the optimizer."""
+"""What a user does with a stage's gradients between ``step`` and the optimizer.
+
+``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters' norms. So every stage sends the
+norms of its own parameters, by partition; in the model's order they are what one process has, and
+so is the total, to the last digit.
+
+``stage.scaler`` gives torch's ``GradScaler`` inf checks with one result for all stages:
+
+stage.step       each micro-batch's backward pass begins with its share in the loss, times scale
+scaler.unscale_  each rank checks and unscales its own gradients; the results are combined
+scaler.step      torch's own: an inf or NaN on any rank skips the optimizer's step on all
+scaler.update    torch's own: from equal results it makes equal scales, without communication
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
+from operator import itemgetter
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from procpipe.about import About
-from procpipe.clipping import Agree, clip
 from procpipe.data.loss import Loss
-from procpipe.scaling import share
+from procpipe.data.remote import Remote
+from procpipe.errors import DisagreementError
+from procpipe.run.control import Agree
+from procpipe.run.messages import compare_facts
+from procpipe.torch_internals import CheckedScaler, check_scaler
+
+#: A norm as plain JSON: its dtype's name and its value. Stages may have gradients of different
+#: dtypes, or none; the total has the dtype that torch gives it.
+_Norm = tuple[str, float]
 
 
 class Gradients(About):
@@ -49,15 +71,17 @@ class Gradients(About):
             if self.replica > 0:  # replica 0 counts them
                 copies = [*chain(*by_partition.values()), *copies]
                 by_partition = {}
-            return clip(
-                by_partition,
-                copies,
-                max_norm,
-                norm_type,
-                agree,
-                self.device,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+            each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items()]
+            norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(self.device)
+            if error_if_nonfinite and not torch.isfinite(norm):
+                raise RuntimeError(
+                    f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
+                    "look for the layer that makes it so, or leave error_if_nonfinite off"
+                )
+            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for gradient in chain(*by_partition.values(), copies):
+                gradient.mul_(coefficient.to(gradient.device))
+            return norm
 
     def scaler(self, scaler: GradScaler) -> GradScaler:
         """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
@@ -73,8 +97,19 @@ class Gradients(About):
             DisagreementError: options or states differ between ranks.
         """
         with self._agreement("scaler") as agree:
+            check_scaler()
+            if not isinstance(scaler, GradScaler):
+                raise TypeError(f"stage.scaler() takes a torch.amp.GradScaler, not {type(scaler)}")
+            facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
+            if differences := agree(facts, _differences):
+                raise DisagreementError(differences)
+            if not isinstance(scaler, StageScaler):
+                kind = type(scaler)  # it may be a class derived from GradScaler
+                scaler.__class__ = type(kind.__name__, (StageScaler, kind), {})
             unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
-            share(scaler, unscale, agree, self.device)
+            scaler.call = unscale  # type: ignore[attr-defined]
+            # torch makes the scale's tensor in the first call, which only the last stage may make.
+            scaler.scale(torch.ones((), device=self.device))
             self._loss.scale = scaler.scale
         return scaler
 
@@ -92,3 +127,84 @@ class Gradients(About):
             yield
         finally:
             self._keeps_own = before
+
+
+class StageScaler(CheckedScaler):
+    """A ``GradScaler`` of one rank; its inf checks have the same result on every rank.
+
+    Attributes:
+        call: begins a call of all ranks, and gives what brings their values together in it.
+    """
+
+    call: Callable[[], AbstractContextManager[Agree]]
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses by the scale; a placeholder for one of another rank stays as it is."""
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        return outputs if isinstance(outputs, Remote) else super().scale(outputs)
+
+    def checked(
+        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
+    ) -> dict[torch.device, Tensor]:
+        """Check this rank's gradients; return 1 if any rank found an inf or NaN in its own, else 0.
+
+        Every rank calls it, and it waits for all of them and once for the device. The result is on
+        the CPU, so that ``step`` does not wait for the device again; there is none if no rank has a
+        gradient.
+
+        Raises:
+            DisagreementError: the scale differs between ranks; on every rank.
+        """
+        with self.call() as agree:
+            of_devices = check().values()
+            found = sum((value.to(zero.device) for value in of_devices), start=zero)
+            # As one number, as each copy to the host waits for the device.
+            both = complex(torch.complex(self.scale(torch.ones_like(zero)), found).item())
+            ours = [both.imag] if of_devices else []
+            differences, of_ranks = agree([both.real, ours], _combined)
+            if differences:
+                raise DisagreementError(differences)
+        if not of_ranks:
+            return {}
+        result = torch.tensor(max(of_ranks))
+        # From pinned memory update() copies it to the scale's device without waiting.
+        result = result.pin_memory() if zero.device.type == "cuda" else result
+        return {result.device: result}
+
+
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[_Norm]:
+    """Return the norm of each gradient; waits for the device.
+
+    The norm of a DTensor is that of the whole tensor: all processes that share it call this.
+    """
+    each = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
+    return [_as_json(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in each]
+
+
+def _total_norm(norm_type: float, of_stages: list[list[tuple[int, list[_Norm]]]]) -> _Norm:
+    """Return the norm of the norms of all stages, in the model's order."""
+    in_order = sorted(chain(*of_stages), key=itemgetter(0))  # by the index of the partition
+    together = [_tensor_of(norm) for _, of_part in in_order for norm in of_part]
+    return _as_json(torch.nn.utils.get_total_norm(together, float(norm_type)))
+
+
+def _tensor_of(norm: _Norm) -> Tensor:
+    dtype, value = norm
+    return torch.tensor(value, dtype=getattr(torch, dtype))
+
+
+def _as_json(norm: Tensor) -> _Norm:
+    return str(norm.dtype).removeprefix("torch."), float(norm)
+
+
+def _differences(of_ranks: list[dict[str, Any]]) -> list[str]:
+    named = [{f"the scaler's {name}": x for name, x in facts.items()} for facts in of_ranks]
+    same = "give every rank's scaler the same options, saved state and update(new_scale)"
+    return [f"{difference}: {same}" for difference in compare_facts(named)]
+
+
+def _combined(of_ranks: list[tuple[float, list[float]]]) -> tuple[list[str], list[float]]:
+    """Return how the scales differ, and all results of inf checks."""
+    scales = [{"scale": scale} for scale, _ in of_ranks]
+    return _differences(scales), [found for _, of_rank in of_ranks for found in of_rank]

@@ -1,33 +1,40 @@
-"""A process's layers of a cut model, under the full model's names."""
+"""A process's layers of a cut model, under the full model's names; what it refuses, and why."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
 from procpipe.compute.tied import Tied
+from procpipe.compute.wrappers import (
+    check_not_data_parallel,
+    is_data_parallel,
+    refuse_data_parallel,
+)
 from procpipe.job.grid import Grid
-from procpipe.model.fixed import FixedLayers
+from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import compile_in_place
 
 
-class LocalLayers(FixedLayers):
+class LocalLayers(nn.Sequential):
     """A process's layers of a cut model, under the full model's names.
 
-    What optimizers, state dicts and ``torch.compile`` need of them. Nothing here communicates.
+    What optimizers, state dicts and ``torch.compile`` need of them; they cannot be changed, moved,
+    copied or replicated. Nothing here communicates.
     """
 
     _cut: Cut
     _grid: Grid
     _tied: Tied
+    _world: World
 
     def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
         """Register this stage's layers under their names in the full model, in its mode."""
@@ -41,7 +48,7 @@ class LocalLayers(FixedLayers):
         self._cut = cut
         self._tied = tied
         # In a tuple, so that nn.Module does not register it.
-        self._stand_in = (nn.Parameter(torch.empty(0, device=self.device)),)
+        self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
         self.training = is_training
 
@@ -84,8 +91,13 @@ class LocalLayers(FixedLayers):
         Raises:
             ValueError: ``assign`` is set, and layers of several stages share a parameter.
         """
-        if assign:
-            self._check_nothing_shared()
+        placement = self._cut.placement
+        shared = [str(t) for t in self._cut.ties if len({placement[j] for j in t.partitions}) > 1]
+        if assign and shared:
+            raise ValueError(
+                "assign=True would give each layer a parameter of its own, but layers of several "
+                f"stages share one: {'; '.join(shared)}: leave assign off"
+            )
         ours = {
             key: value
             for key, value in state_dict.items()
@@ -121,17 +133,8 @@ class LocalLayers(FixedLayers):
                 compile_in_place(layer, options)
         if left_out:
             write_note(
-                f"procpipe: {self._grid.stage_name(self.rank)} leaves layers uncompiled that stash "
-                f"or pop skip tensors: {', '.join(left_out)}"
-            )
-
-    def _check_nothing_shared(self) -> None:
-        placement = self._cut.placement
-        shared = [str(t) for t in self._cut.ties if len({placement[j] for j in t.partitions}) > 1]
-        if shared:
-            raise ValueError(
-                "assign=True would give each layer a parameter of its own, but layers of several "
-                f"stages share one: {'; '.join(shared)}: leave assign off"
+                f"procpipe: {self._grid.stage_name(self._world.rank)} leaves layers uncompiled "
+                f"that stash or pop skip tensors: {', '.join(left_out)}"
             )
 
     def _by_partition(self) -> dict[int, nn.ModuleList]:
@@ -140,3 +143,62 @@ class LocalLayers(FixedLayers):
             j: nn.ModuleList(self._modules[name] for name in layers)
             for j, layers in self._cut.layers.items()
         }
+
+    # -- what is refused ------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one of this stage's layers; of a slice, a plain ``nn.Sequential`` of them."""
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert parameters to a dtype; a device is refused, as each stage has its own."""
+        if "device" in kwargs or "tensor" in kwargs or any(_names_device(arg) for arg in args):
+            self._refuse_to_move()
+        return super().to(*args, **kwargs)
+
+    def _refuse_to_move(self, device: Any = None) -> NoReturn:
+        """Refuse: each stage has its own device."""
+        raise TypeError(
+            f"rank {self._world.rank} stays on {self._world.device}: each stage has its own "
+            "device, given by the launcher or by Stage(devices=…); only a dtype can be changed"
+        )
+
+    cuda = cpu = _refuse_to_move
+
+    def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        check_not_data_parallel([("", arg) for arg in args if isinstance(arg, nn.Module)])
+        raise TypeError(
+            "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
+            "every rank alike"
+        )
+
+    append = extend = insert = pop = _refuse_to_change
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
+
+    def _refuse_data_parallel(self, *_: Any) -> NoReturn:
+        refuse_data_parallel("the Stage was given to DistributedDataParallel, DataParallel or FSDP")
+
+    # Read by DistributedDataParallel, called by DataParallel on several GPUs, and set by
+    # FullyShardedDataParallel and fully_shard, of what they wrap.
+    _replicate_for_data_parallel = _refuse_data_parallel
+    _ddp_params_and_buffers_to_ignore = property(_refuse_data_parallel, _refuse_data_parallel)
+    _is_fsdp_managed_module = property(None, _refuse_data_parallel)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse the subclass that torch's ``replicate`` would make of it."""
+        super().__init_subclass__(**options)
+        if is_data_parallel(cls):
+            refuse_data_parallel("the Stage was given to replicate")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would not be connected to the other ranks."""
+        raise TypeError(
+            "a Stage cannot be copied or pickled, as it is one end of connected processes: copy "
+            "its state_dict(), whose keys are the full model's"
+        )
+
+
+def _names_device(argument: Any) -> bool:
+    return isinstance(argument, (str, int, torch.device, Tensor)) and not isinstance(argument, bool)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(part: str, what: str) -> Iterator[None]:
-    """Say that ``what`` needs a part, ``"procpipe.tuning"``, if importing it within fails.
+    """Replace the error of a missing part within: ``what`` needs ``part``, ``"procpipe.tuning"``.
 
     Raises:
         ModuleNotFoundError: the part is missing.

@@ -9,14 +9,20 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def parent_of(pid: int) -> int:
-    """Return the process that started a process."""
-    return int(_status_fields(pid)[1])
-
-
 def start_ticks_of(pid: int | str) -> int:
     """Return when a process was started, in clock ticks since boot; pids are reused, it is not."""
     return int(_status_fields(pid)[19])
+
+
+def has_ended(pid: int, start_ticks: int) -> bool:
+    """Return whether the process that was started then has ended, if only as a zombie."""
+    try:
+        fields = _status_fields(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # it is not known: too many open files, for instance
+        return False
+    return fields[0] in (b"Z", b"X") or int(fields[19]) != start_ticks
 
 
 def _status_fields(pid: int | str) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What a user holds: one stage of a pipeline, as an ``nn.Sequential`` of this process's layers.
+"""The public ``Stage``: one stage of a pipeline, an ``nn.Sequential`` of this process's layers.
 
     stage.step(input, target)          forward and backward of a whole mini-batch
     output = stage(input)              forward only; then any loss code, then loss.backward()
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from procpipe import build
-from procpipe.clipping import Agree
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
     Ingoing,
+    Inputs,
     MiniBatch,
     Outcome,
     inputs_and_target,
@@ -46,6 +46,7 @@ from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_o
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
+from procpipe.run.control import Agree
 from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
@@ -69,8 +70,8 @@ class Stage(Gradients):
             parameters (an embedding and an output layer): each stage has a copy, with the same
             value and, after each call, the same gradient, that of the plain model. If the model was
             built on the meta device, only this stage's layers get memory; they are initialised by
-            their ``reset_parameters()``, with values that no balance changes. ``procpipe.state``
-            uses its attribute ``keys``, a map of its keys to those in files, if it has one.
+            their ``reset_parameters()``, with values that do not depend on the balance. If it has
+            an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
             (then every rank waits for rank 0 here). If left out, each rank finds the same one from
@@ -81,9 +82,9 @@ class Stage(Gradients):
             :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
             without a balance on every rank, where only shapes count, or left out: then it is the
             model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
-        replicas: number of pipelines of this model, each of the world's size divided by it in
-            processes: a mini-batch is divided among them, and gradients are added up once a step,
-            over the processes of the same stage. See docs/replicas.md.
+        replicas: number of pipelines of this model, of equally many processes each. A mini-batch is
+            divided among them, and gradients are added up once a step, over the processes of the
+            same stage. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
             pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
@@ -103,18 +104,18 @@ class Stage(Gradients):
         memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
             passes: activations, messages and what layers save, not parameters, gradients and the
             optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches
-            than ``checkpoint`` says if they would not fit otherwise. Without a launcher one number
-            is for the whole model, and of several the sum.
+            than ``checkpoint`` says if they would not fit otherwise. Without a launcher, one number
+            limits the whole model; several are added up.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim; or ``(sum, weight)``, a 0-dim sum
-            and the number it counts (of tokens, say), also 0-dim. Of these the mini-batch's loss
-            is the sum of sums over the sum of weights. Runs on the last stage, as part of
-            its last layer. Parameters of its own are not among ``parameters()``.
+            and the number of what it counts (of tokens, say), also 0-dim. The mini-batch's loss is
+            then the sum of the sums over the sum of the weights. Runs on the last stage, as part
+            of its last layer. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
-            mini-batch, a finite number from 0; by default its number of samples. One that counts
-            0 is left out, even if its loss is NaN. Where all count 0, loss and gradients are 0,
-            and a warning says so once.
+            mini-batch, a finite number from 0; by default its number of samples. A micro-batch of
+            weight 0 is left out, even if its loss is NaN. If all weights are 0, loss and gradients
+            are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
@@ -134,17 +135,12 @@ class Stage(Gradients):
             process needs a file of its own. On GPUs each step then waits for the device.
         world: this process's place in the job; by default as the launcher set it.
 
+    "The last stage" is that of the last partition.
+
     Attributes:
         balance: number of layers in each partition, a list of int.
-        placement: the stage of each partition, a list of int; ``[0, 1, …]`` unless a schedule has
-            several partitions a stage. Below, "the last stage" is that of the last partition.
-        devices: each stage's device, a list of ``torch.device``.
         chunks: see above; rank 0's counts.
         checkpoint: see above; rank 0's counts.
-        rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
-        replica: the replica that this process belongs to, from 0.
-        replicas: see above.
-        device: this stage's device.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
@@ -247,8 +243,8 @@ class Stage(Gradients):
                 values the second is the target, unless that is given by name.
             target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
                 ``None`` for none. A model of several inputs needs it by name:
-                ``step(a, b, target=y)``. One given only on the last stage is used there, unless
-                there are replicas.
+                ``step(a, b, target=y)``. If only the last stage passes a target, that one is used,
+                unless there are replicas.
             total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
                 weight of all mini-batches whose gradients are added up, a number above 0.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
@@ -256,21 +252,18 @@ class Stage(Gradients):
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
-            ``total_weight`` this mini-batch's part of that of all. Gradients
-            are added to the parameters' ``.grad`` (and to those of inputs that require them).
+            ``total_weight`` this mini-batch's part of the loss over all mini-batches. Gradients are
+            added to the ``.grad`` of parameters (and of inputs that require a gradient).
 
         Raises:
             RemoteStageError: another rank failed.
-            ValueError: no ``loss_fn``, or a mini-batch that cannot be split.
+            ValueError: no ``loss_fn``, or a mini-batch that cannot be scattered.
             TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
-            modes = self._modes()
-            order, batch, ingoing = self._intake.begin(
-                pipeline.replicas, "step", given, target, total_weight, **modes
-            )
+            order, batch, ingoing = self._begin(pipeline, "step", given, target, total_weight)
             outcome = self._run_mini_batch(pipeline, order, batch)
             self._add_input_gradients(pipeline, order, ingoing, outcome)
             return self._loss.note(outcome.loss, outcome.weight, order.whole)  # step 10
@@ -285,7 +278,9 @@ class Stage(Gradients):
         Raises:
             RuntimeError: there was no ``step`` yet.
         """
-        return self._loss.weight_of_last_step()
+        if self._loss.last_weight is None:
+            raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
+        return self._loss.last_weight
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
@@ -303,16 +298,14 @@ class Stage(Gradients):
 
         Raises:
             RemoteStageError: another rank failed.
-            ValueError: a mini-batch that cannot be split.
+            ValueError: a mini-batch that cannot be scattered.
             TypeError: no tensor in the inputs.
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            order, batch, ingoing = self._intake.begin(
-                pipeline.replicas, "forward", given, None, **self._modes()
-            )
+            order, batch, ingoing = self._begin(pipeline, "forward", given)
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
-            all_outputs = pipeline.replicas.gather_outputs(order, outputs)
+            all_outputs = pipeline.exchange.gather_outputs(order, outputs)
         this = self._open_pass = object()
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
@@ -335,8 +328,8 @@ class Stage(Gradients):
                 makes such a loader, called on rank 0 only (``lambda: tqdm(loader)`` shows one bar).
             sharded: with replicas, the first rank of each reads a loader of its own, which gives
                 it its share of the mini-batch (by a ``DistributedSampler`` of ``stage.replicas``
-                and ``stage.replica``, say). Shares may be unequal. The loop ends when all have
-                ended; one that has ended before takes part with nothing.
+                and ``stage.replica``, say). Shares may be unequal. The loop ends when all loaders
+                have ended; until then, a replica whose loader has ended adds nothing.
 
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
@@ -351,7 +344,7 @@ class Stage(Gradients):
         batches = self._batches
         if sharded and self.replicas > 1:
             return batches.shards(loader, is_first=self._grid.stage == 0)
-        return batches.read(loader) if self.rank == 0 else batches.follow()
+        return batches.read(loader)
 
     def fetch(self, value: Any) -> Any:
         """Bring a value that one rank holds to every rank.
@@ -404,15 +397,21 @@ class Stage(Gradients):
                 pipeline.replicas.check_added_up(call)
             yield pipeline.control.agree
 
-    def _modes(self) -> dict[str, Any]:
-        """Return the user's current settings for a mini-batch."""
-        chunks = checked_chunks(self.chunks) if self.rank == 0 else 1
-        return {
-            "chunks": chunks,
-            "checkpoint": self.checkpoint,
-            "is_training": self.training,
-            "reduces": not self._keeps_own,
-        }
+    def _begin(
+        self, pipeline: Pipeline, call: str, given: Inputs, target: Any = None, total: Any = None
+    ) -> tuple[Order, MiniBatch, Ingoing | None]:
+        """Begin a mini-batch with the user's current settings."""
+        return self._intake.begin(
+            pipeline.exchange,
+            call,
+            given,
+            target,
+            total,
+            chunks=checked_chunks(self.chunks) if self.rank == 0 else 1,
+            checkpoint=self.checkpoint,
+            is_training=self.training,
+            reduces=not self._keeps_own,
+        )
 
     def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
@@ -436,9 +435,9 @@ class Stage(Gradients):
         """Run this stage's part of the backward pass of an earlier ``stage(input)``."""
         if this is not self._open_pass:
             raise RuntimeError(
-                "backward() of an output that a later call of the stage has let go of, or that "
-                "went backward already: run each output's loss backward, once, before the next "
-                "forward pass"
+                "backward() of an output whose graph a later call of the stage has dropped, or "
+                "whose backward pass was run already: run each output's loss backward, once, "
+                "before the next forward pass"
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
@@ -450,7 +449,7 @@ class Stage(Gradients):
                 is_sharded=order.is_sharded,
                 reduces=not self._keeps_own,
             )
-            gradients = pipeline.replicas.divide_gradients(order, batch.output_gradients)
+            gradients = pipeline.exchange.divide_gradients(order, batch.output_gradients)
             batch = replace(batch, output_gradients=gradients, reduces=order.reduces)
             buffers = self._tied.versions()
             outcome = pipeline.run(order, batch)
@@ -462,7 +461,7 @@ class Stage(Gradients):
     ) -> None:
         """Run the backward pass of what made the inputs, on rank 0."""
         given = outcome.input_gradients
-        gradients = pipeline.replicas.gather_input_gradients(order, ingoing, given)
+        gradients = pipeline.exchange.gather_input_gradients(order, ingoing, given)
         if ingoing is not None:
             ingoing.add_gradients(gradients)
 

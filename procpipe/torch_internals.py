@@ -69,8 +69,15 @@ IN_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 # -- autograd ------------------------------------------------------------------------------------
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
-_are_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+#: Returns, within a backward pass, whether it runs a node of its graph.
+#: Source: ``torch.autograd.graph.register_multi_grad_hook``,
+#: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
+will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+#: Returns whether this is within a transformation of ``torch.func``.
+#: Source: ``torch.autograd.Function.apply``,
+#: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
+are_functions_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
@@ -96,16 +103,7 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
 
 def can_split_backward() -> bool:
     """Return whether ``will_run`` and ``are_functions_transformed`` can be called."""
-    return _will_run is not None and _are_transformed is not None
-
-
-def will_run(node: Any) -> bool:
-    """Return, within a backward pass, whether it runs this node of its graph.
-
-    Source: ``torch.autograd.graph.register_multi_grad_hook``,
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
-    """
-    return bool(_will_run(node))
+    return None not in (will_run, are_functions_transformed)
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -116,15 +114,6 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called when a gradient has been added to a parameter's."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def are_functions_transformed() -> bool:
-    """Return whether this is within a transformation of ``torch.func``.
-
-    Source: ``torch.autograd.Function.apply``,
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
-    """
-    return bool(_are_transformed())
 
 
 # -- layers --------------------------------------------------------------------------------------
@@ -260,7 +249,9 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None] | None:
+def on_compiling(
+    begin: Callable[[object], None], end: Callable[[object], None]
+) -> Callable[[], None] | None:
     """Have two functions called when torch begins and ends to compile code of this process.
 
     They are called by whichever thread compiles. Returns a function that removes them; None where
@@ -270,19 +261,13 @@ def on_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Callable
     if handler is None:
         return None
 
-    def started(_: object) -> None:
-        begin()
-
-    def ended(_: object) -> None:
-        end()
-
     def remove() -> None:
         with contextlib.suppress(ValueError):  # a user has cleared all
-            handler.remove_start_callback(started)
-            handler.remove_end_callback(ended)
+            handler.remove_start_callback(begin)
+            handler.remove_end_callback(end)
 
-    handler.register_start_callback(started)
-    handler.register_end_callback(ended)
+    handler.register_start_callback(begin)
+    handler.register_end_callback(end)
     return remove
 
 

@@ -9,8 +9,8 @@ and nothing from the network is unpickled: a class is sent by its name.
     None, bool, int, float, str    ("v", value)
     (a, b)                         ("t", (…, …))
     [a, b]                         ("l", (…, …))
-    {"k": a}                       ("d", (("k", …), …))        in the dict's own order
-    any other container            ("o", ("module:class", form, (…, …)))    see ``containers``
+    {"k": a}                       ("d", (…, …), "k", …)       in the dict's own order
+    any other container            ("module:class", (…, …), *form)    see ``containers``
 
 A leaf: every part of procpipe may use it.
 """
@@ -129,7 +129,7 @@ def parted(whole: Flat, num_values: int) -> list[Flat]:
     if num_values == 1:
         return [whole]
     structures = whole.structure[1]
-    sizes = [_num_tensors(structure) for structure in structures]
+    sizes = [num_tensors(structure) for structure in structures]
     memories = cut(whole.memories, sizes) if whole.memories else [[] for _ in sizes]
     return [
         Flat(tensors, structure, tuple(flags)).sharing(tuple(of_part), whole.changes)
@@ -177,108 +177,67 @@ def is_plain(tensor: Tensor) -> bool:
 
 def children_of(value: Any) -> list[Any]:
     """Return what a tuple, list, dict or other container holds; nothing of any other value."""
-    if isinstance(value, Tensor):
-        return []
-    if type(value) is tuple or type(value) is list:
-        return list(value)
-    if type(value) is dict:
-        return list(value.values())
     container = opened(value)
     return container.children if container else []
 
 
 def from_json(decoded: Any) -> Structure:
     """Return the structure that was written as JSON (which has lists, but no tuples)."""
-    if decoded == TENSOR:
-        return TENSOR
-    letter, content = decoded
-    if letter == "v":
-        return ("v", content)
-    if letter == "d":
-        return ("d", tuple((key, from_json(child)) for key, child in content))
-    if letter == "o":
-        name, form, children = content
-        return ("o", (name, _as_tuples(form), tuple(from_json(child) for child in children)))
-    return (letter, tuple(from_json(child) for child in content))
+    return tuple(map(from_json, decoded)) if isinstance(decoded, list) else decoded
 
 
 def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
     if isinstance(value, Tensor):
         tensors.append(value)
         return TENSOR
-    cls = type(value)
-    if cls in PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return ("v", value)
-    if cls is tuple or cls is list:
-        children = (_take_apart(v, tensors, f"{where}[{k}]") for k, v in enumerate(value))
-        return ("t" if cls is tuple else "l", tuple(children))
-    if cls is dict:
-        check_keys(value, _at(where))
-        items = ((k, _take_apart(v, tensors, f"{where}[{k!r}]")) for k, v in value.items())
-        return ("d", tuple(items))
-    if (container := opened(value, where)) is not None:
-        children = (
-            _take_apart(v, tensors, where + label)
-            for label, v in zip(container.labels, container.children, strict=True)
+    container = opened(value, where)
+    at = f" at {where}" if where else ""
+    if container is None:
+        raise BoundaryError(
+            f"a value of type {type(value).__module__}.{type(value).__qualname__}{at} cannot "
+            f"travel between stages: use {USABLE}"
         )
-        return ("o", (container.name, container.form, tuple(children)))
-    raise BoundaryError(
-        f"a value of type {cls.__module__}.{cls.__qualname__}{_at(where)} cannot travel between "
-        f"stages: use {USABLE}"
-    )
+    if container.name == "d":
+        check_keys(container.form, at)
+    pairs = zip(container.labels, container.children, strict=True)
+    children = tuple([_take_apart(child, tensors, where + label) for label, child in pairs])
+    return (container.name, children, *container.form)
 
 
 def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
     if structure == TENSOR:
         return next(tensors)
-    letter, content = structure
-    if letter == "v":
+    name, content, *form = structure
+    if name == "v":
         return content
-    if letter == "t":
-        return tuple(_put_together(tensors, child) for child in content)
-    if letter == "l":
-        return [_put_together(tensors, child) for child in content]
-    if letter == "o":
-        name, form, children = content
-        return built(name, form, [_put_together(tensors, child) for child in children])
-    return {key: _put_together(tensors, child) for key, child in content}
+    return built(name, tuple(form), [_put_together(tensors, child) for child in content])
 
 
-def _num_tensors(structure: Structure) -> int:
+def num_tensors(structure: Structure) -> int:
+    """Return how many places for tensors a structure has."""
     if structure == TENSOR:
         return 1
-    letter, content = structure
-    if letter == "v":
-        return 0
-    children = content[2] if letter == "o" else content
-    if letter == "d":
-        children = (child for _, child in content)
-    return sum(_num_tensors(child) for child in children)
-
-
-def _as_tuples(form: Any) -> Any:
-    return tuple(map(_as_tuples, form)) if isinstance(form, list) else form
-
-
-def _at(where: str) -> str:
-    return f" at {where}" if where else ""
+    return 0 if structure[0] == "v" else sum(map(num_tensors, structure[1]))
 
 
 def in_words(value: Any) -> str:
     """Describe a nested value by its tensors, for errors: "(float32 (4, 3), None)"."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if type(value) is dict:
-        return "{" + ", ".join(f"{key!r}: {in_words(child)}" for key, child in value.items()) + "}"
-    if type(value) is tuple or type(value) is list:
-        inside = ", ".join(in_words(child) for child in value)
-        return f"({inside})" if type(value) is tuple else f"[{inside}]"
     try:
         container = opened(value)
     except BoundaryError:
         container = None
-    if container is not None:
-        pairs = zip(container.labels, container.children, strict=True)
-        inside = ", ".join(f"{label}: {in_words(child)}" for label, child in pairs)
-        return f"{type(value).__name__}({inside})"
-    return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__
+    if container is None:
+        return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__
+    children = list(map(in_words, container.children))
+    if container.name in ("t", "l"):
+        inside = ", ".join(children)
+        return f"({inside})" if container.name == "t" else f"[{inside}]"
+    if container.name == "d":
+        pairs = zip(map(repr, container.form), children, strict=True)
+        return "{" + ", ".join(map(": ".join, pairs)) + "}"
+    pairs = zip(container.labels, children, strict=True)
+    return f"{type(value).__name__}({', '.join(map(': '.join, pairs))})"

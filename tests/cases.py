@@ -42,14 +42,22 @@ def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def for_each(
-    names: str | tuple[str, ...], cases: Iterable[Any]
+    names: str | tuple[str, ...],
+    cases: Iterable[Any],
+    ids: Iterable[object] | Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test with each value of an argument, or of several, as ``parametrize`` would.
 
-    One test runs all cases: collecting and reporting a test takes longer than a small case.
+    One test runs all cases: collecting and reporting a test takes longer than a small case. A
+    failure names the case by its arguments, and by its id if there are ``ids``: one for each case,
+    or a function of its values.
     """
     argument_names = (names,) if isinstance(names, str) else names
     all_values = [(values,) for values in cases] if isinstance(names, str) else list(cases)
+    if callable(ids):
+        all_ids = [tuple(map(ids, values)) for values in all_values]
+    else:
+        all_ids = [() if ids is None else (id,) for id in ids or [None] * len(all_values)]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
@@ -57,9 +65,9 @@ def for_each(
 
         @functools.wraps(test)
         def run(**other_arguments: Any) -> None:
-            for values in all_values:
+            for values, name in zip(all_values, all_ids, strict=True):
                 arguments = dict(zip(argument_names, values, strict=True))
-                with case(arguments):
+                with case(*name, arguments):
                     test(**arguments, **other_arguments)
 
         run.__signature__ = signature.replace(parameters=remaining)  # type: ignore[attr-defined]

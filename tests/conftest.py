@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,8 @@ from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
 
-# A time limit for each example would fail on a busy machine.
-settings.register_profile("tests", deadline=None)
+# A time limit for each example would fail on a busy machine. Each run draws other examples.
+settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
 #: All tests in this folder start processes.
@@ -55,8 +56,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices of all tests."""
+    # Without bytecode each run would compile all tests, which is half of collecting them.
+    sys.dont_write_bytecode = False
     forks.find_launch()
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
+    devices.seed_only_cpu()
     if config.getoption("--gpus") == "share":
         os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
@@ -91,6 +95,18 @@ def pytest_collection_finish() -> None:
     """Exclude all imported objects from garbage collections, which are then short."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last test of a file, collect garbage, and exclude what remains as well.
+
+    That is mostly what tests have imported; each collection would read all of it again.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

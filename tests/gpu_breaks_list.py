@@ -3,7 +3,6 @@
 from tests.gpu_breaks import Break, Tests
 
 NCCL = "procpipe/channel/nccl.py"
-REPLICAS = "procpipe/replicas/nccl.py"
 IPC = "procpipe/channel/cuda_ipc.py"
 GPU = "procpipe/channel/gpu.py"
 LINK = "procpipe/channel/link.py"
@@ -115,11 +114,11 @@ BREAKS = [
         "nccl-connect",
         "communicators are connected by their first message",
         NCCL,
-        "        group.eager_connect_single_device(self._device)\n"
-        "        self._groups[key] = group\n"
-        "        self._is_initializing = False\n"
-        "        begin(group, token).block_current_stream()\n",
-        "        self._groups[key] = group\n        self._is_initializing = False\n",
+        "            group.eager_connect_single_device(self._device)\n"
+        "            self._groups[key] = group\n"
+        "            self._is_initializing = False\n"
+        "            begin(group, [token]).block_current_stream()\n",
+        "            self._groups[key] = group\n            self._is_initializing = False\n",
         NCCL_LINK,
     ),
     Break(
@@ -223,7 +222,7 @@ BREAKS = [
     ),
     Break(
         "ipc-kept",
-        "memory of a send is let go before the copy",
+        "memory of a send is released before the copy",
         IPC,
         "return is_taken and bool(self._copied.query())",
         "return True",
@@ -369,7 +368,7 @@ BREAKS = [
     ),
     Break(
         "random-none",
-        "recomputation knows no random state of GPUs",
+        "recomputation does not repeat the random state of GPUs",
         "procpipe/compute/generators.py",
         'if device.type == "cuda":',
         "if False:",
@@ -477,15 +476,15 @@ BREAKS = [
     Break(
         "group-wait",
         "gradients are used before they are added up",
-        REPLICAS,
-        "        self._work.block_current_stream()\n",
-        "        pass\n",
+        "procpipe/replicas/group.py",
+        "Operation(work, work.block_current_stream, True,",
+        "Operation(work, lambda: None, True,",
         ADDED_UP,
     ),
     Break(
         "group-over",
         "a sum over replicas is not seen to be under way",
-        REPLICAS,
+        NCCL,
         "        self._note(self._key, work)\n",
         "",
         Tests("tests/dist/test_gpu_failures.py -k 'killed_when_a_host and 4-3'", 4),
@@ -527,8 +526,8 @@ BREAKS = [
         "watch-busy",
         "a host is taken to wait for no transfer",
         "procpipe/job/device_waits.py",
-        "            if not peers:\n                continue\n",
-        "            continue\n",
+        "            peers = self._stuck_with()\n",
+        "            self._stuck_with()\n            peers: list[int] = []\n",
         WAITS,
     ),
     Break(
@@ -558,7 +557,7 @@ BREAKS = [
     Break(
         "upload-sync",
         "inputs are copied from pageable memory, for which the host waits",
-        "procpipe/data/upload.py",
+        "procpipe/data/minibatch.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device)",
         STEADY,
@@ -574,7 +573,7 @@ BREAKS = [
     Break(
         "upload-direct",
         "inputs are copied from the user's memory, after step has returned",
-        "procpipe/data/upload.py",
+        "procpipe/data/minibatch.py",
         "    return pinned.copy_(tensor).to(device, non_blocking=True)",
         "    return tensor.to(device, non_blocking=True)",
         Tests("tests/dist/test_gpu_steady.py -k overwritten", 2),

@@ -1,4 +1,4 @@
-"""The few combinations that stand for all."""
+"""The few combinations that stand for all, and many cases in one test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from tests.cases import pairs
+from tests.cases import for_each, pairs
 
 
 @pytest.mark.parametrize("axes", [(3, 3, 4), (1, 3, 4), (2, 5), (2, 2, 2, 2)], ids=str)
@@ -24,3 +24,36 @@ def test_pairs_are_few_combinations_and_have_every_pair(axes):
 def test_pairs_are_of_the_values():
     assert pairs("ab", [None]) == [("a", None), ("b", None)]
     assert pairs("ab") == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "note"),
+    [
+        (None, "in the case {'a': 2}"),
+        (["one", "two"], "in the case two, {'a': 2}"),
+        (lambda a: f"a={a}", "in the case a=2, {'a': 2}"),
+    ],
+)
+def test_a_failure_names_its_case(ids, note):
+    ran = []
+
+    @for_each("a", [1, 2, 3], ids)
+    @for_each("b", "xy")
+    def run(a, b, c):
+        ran.append((a, b, c))
+        assert (a, b) != (2, "y")
+
+    with pytest.raises(AssertionError) as caught:
+        run(c=0)
+
+    assert ran == [(1, "x", 0), (1, "y", 0), (2, "x", 0), (2, "y", 0)]
+    assert caught.value.__notes__ == ["in the case {'b': 'y'}", note]
+
+
+def test_each_case_has_an_id():
+    @for_each("a", [1, 2], ["one"])
+    def run(a):
+        pass
+
+    with pytest.raises(ValueError, match="shorter"):
+        run()

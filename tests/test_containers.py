@@ -20,6 +20,7 @@ from procpipe.containers import built, opened
 from procpipe.data.microbatch import NoChunk, gather, scatter
 from procpipe.errors import BoundaryError
 from procpipe.tree import flatten, from_json, in_words, unflatten
+from tests.cases import for_each
 
 T = TypeVar("T")
 
@@ -207,7 +208,7 @@ def is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
+@for_each("make", VALUES.values(), ids=VALUES)
 def test_a_container_keeps_its_class_through_json(make):
     value = make()
     tensors, structure = flatten(value)
@@ -261,7 +262,7 @@ def local_class() -> Any:
     return Local()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "message"),
     [
         (local_class(), r"Local cannot travel .* define it at the module's top level"),
@@ -282,7 +283,7 @@ def test_a_value_that_cannot_be_rebuilt_is_refused_by_its_sender(value, message)
 FORM = ((), (), (), "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "form", "children"),
     [
         ("subprocess:Popen", FORM, []),

@@ -19,6 +19,7 @@ from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.pictures import render_text
 from procpipe.torch_versions import release_of
 from tests.dist.script import run_forked
+from tests.launch.forked import start_as_forks
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
@@ -277,11 +278,10 @@ def test_the_commands_of_planning_run(
     for words in (from_model, from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
-    check = "import os, sys; from procpipe.launch.main import main; os.chdir(sys.argv[1])\n"
-    check += "sys.path.insert(0, ''); sys.exit(main(sys.argv[2:]))"
-    checked = run_forked(check, args=[str(tmp_path), *with_check]).check()
+    start_as_forks(monkeypatch, 4)
+    assert main(with_check) == 0
 
-    compared = checked.stdout.partition("predicted and measured")[2]
+    compared = capsys.readouterr().out.partition("predicted and measured")[2]
     whats = ["step", r"\w+ 0, forward", r"\w+ 1, forward"]
     for what in whats if "came to another plan" in compared else [*whats, "idle"]:
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared

@@ -10,6 +10,8 @@ import pytest
 
 from procpipe.forks import give_up_in_children
 
+pytestmark = pytest.mark.dist
+
 
 def in_child(act: Callable[[], object]) -> str:
     """Call a function in a forked child; return its result or its error as text."""

@@ -29,14 +29,14 @@ An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.cases import for_each
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
-        *("errors", "forks", "notes", "signals", "torch_internals", "tree"),
+        *("errors", "forks", "notes", "signals", "torch_internals", "tree", "words"),
     },
     "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
     "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree"},
@@ -144,11 +144,11 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.channel.gloo",
     "procpipe.channel.nccl",
     "procpipe.job.joining",
+    "procpipe.job.rollcall",
     "procpipe.job.store",
     "procpipe.job.world",
     "procpipe.state",
     "procpipe.replicas.group",
-    "procpipe.replicas.nccl",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
     "procpipe.launch.plan.measure",
@@ -173,7 +173,7 @@ def test_all_sources_keep_the_rules():
 
 
 def test_the_sources_are_found():
-    sources = read_sources()
+    sources = paths_of_sources()
 
     assert {"procpipe.errors", "procpipe.tree", "procpipe.launch"} <= sources.keys()
 
@@ -282,7 +282,7 @@ BAD_EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize(("sources", "fault"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES)
+@for_each(("sources", "fault"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES)
 def test_a_violation_is_reported(sources, fault):
     assert faults(sources) == [fault]
 
@@ -305,30 +305,25 @@ def test_allowed_imports_are_no_violations():
     assert faults(good) == []
 
 
-def read_sources() -> dict[str, str]:
-    """Return the text of every module that is checked, by its name when installed."""
+def paths_of_sources() -> dict[str, Path]:
+    """Return the file of every module that is checked, by its name when installed."""
     folders = {"procpipe": "procpipe", "launch": "procpipe.launch"}
     folders |= {"examples": "examples", "benchmarks": "benchmarks"}
-    sources = {}
+    found = {}
     for folder, package in folders.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             parts = parts[:-1] if parts[-1] == "__init__" else parts
-            sources[".".join((package, *parts))] = path.read_text(encoding="utf-8")
-    return sources
+            found[".".join((package, *parts))] = path
+    return found
 
 
-@functools.cache
 def trees_of_sources() -> dict[str, ast.Module]:
-    return parsed(read_sources())
-
-
-def parsed(sources: dict[str, str]) -> dict[str, ast.Module]:
-    return {module: ast.parse(source) for module, source in sources.items()}
+    return {module: tree_of(path) for module, path in paths_of_sources().items()}
 
 
 def faults(sources: dict[str, str]) -> list[str]:
-    return faults_in(parsed(sources))
+    return faults_in({module: ast.parse(source) for module, source in sources.items()})
 
 
 def faults_in(trees: dict[str, ast.Module]) -> list[str]:
@@ -417,7 +412,7 @@ def edges(module: str, tree: ast.Module, modules: dict[str, ast.Module]) -> set[
 
 
 def imports_of(tree: ast.Module) -> Iterator[Import]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, None, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -426,14 +421,14 @@ def imports_of(tree: ast.Module) -> Iterator[Import]:
 
 
 def relative_imports(tree: ast.Module) -> list[int]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    nodes = (node for node in nodes_of(tree) if isinstance(node, ast.ImportFrom))
     return [node.lineno for node in nodes if node.level > 0]
 
 
 def uses_of_distributed(tree: ast.Module) -> list[int]:
     """Return the lines that import ``torch.distributed``, or reach it through ``torch``."""
     lines = {i.line for i in imports_of(tree) if within(str(i), ("torch.distributed",))}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
                 lines.add(node.lineno)

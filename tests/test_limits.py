@@ -13,6 +13,7 @@ from procpipe import limits
 from procpipe.errors import FileLimitError
 
 
+@pytest.mark.dist
 def test_the_limit_is_raised_to_what_is_allowed():
     with warnings.catch_warnings():  # newer versions of Python warn of threads
         warnings.simplefilter("ignore", DeprecationWarning)

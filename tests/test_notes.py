@@ -66,6 +66,7 @@ print("goes on", flush=True)
 """
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize(
     "before",
     [

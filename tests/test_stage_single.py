@@ -136,9 +136,9 @@ def test_a_model_that_nothing_initialises_is_refused():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda s: s.step(1.0), TypeError, "holds no tensor that could be split"),
-        (lambda s: s(), TypeError, "holds no tensor that could be split"),
-        (lambda s: s(NoChunk(torch.ones(2))), TypeError, "holds no tensor that could be split"),
+        (lambda s: s.step(1.0), TypeError, "holds no tensor to scatter"),
+        (lambda s: s(), TypeError, "holds no tensor to scatter"),
+        (lambda s: s(NoChunk(torch.ones(2))), TypeError, "holds no tensor to scatter"),
         (lambda s: s({1, 2}), BoundaryError, "input.* is a builtins.set"),
         (lambda s: s(torch.ones(0, 4)), ValueError, r"the batch is empty .*\(0, 4\)"),
         (lambda s: s(torch.ones(())), ValueError, "without dimensions"),
@@ -219,12 +219,12 @@ def test_an_output_goes_backward_once_and_before_the_next(stage_of):
     stage = stage_of(make_model(), [4], chunks=2)
     first = stage(batch()[0])
     stage(batch()[0])
-    with pytest.raises(RuntimeError, match="a later call of the stage has let go of"):
+    with pytest.raises(RuntimeError, match="a later call of the stage has dropped"):
         first.sum().backward()
     stage = stage_of(make_model(), [4], chunks=2)
     output = stage(batch()[0])
     output.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="went backward already"):
+    with pytest.raises(RuntimeError, match="backward pass was run already"):
         output.sum().backward()
 
 

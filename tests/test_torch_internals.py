@@ -20,6 +20,7 @@ from procpipe import torch_internals
 from procpipe.compute.split import attention
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.torch_versions import TESTED, is_tested, release_of
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -152,7 +153,7 @@ def test_models_of_transformers_have_the_names_that_are_used():
 def test_no_other_module_uses_private_names_of_torch():
     """Nor any attribute with an underscore that no class of procpipe has."""
     paths = [path for folder in ("procpipe", "launch") for path in (ROOT / folder).rglob("*.py")]
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    trees = {path: tree_of(path) for path in paths}
     own = {name for tree in trees.values() for name in defined_in(tree)}
     of_transformers = OF_TRANSFORMERS | OF_CONFIGURATIONS | OF_GENERATION
     found = [
@@ -170,7 +171,7 @@ def test_no_other_module_uses_private_names_of_torch():
 
 def defined_in(tree: ast.Module) -> set[str]:
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -185,7 +186,7 @@ def defined_in(tree: ast.Module) -> set[str]:
 
 def private_names_in(tree: ast.Module, own: set[str]) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute):
             found.append((node.lineno, node.attr))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -218,7 +219,7 @@ def test_gradients_are_right_without_the_engines_function_or_under_an_unknown_to
             assert all(map(torch.equal, gradients_of(model), expected))
 
 
-@pytest.mark.parametrize("name", ["_will_run", "_are_transformed"])
+@pytest.mark.parametrize("name", ["will_run", "are_functions_transformed"])
 def test_without_the_functions_of_autograd_nothing_is_put_off(monkeypatch, name):
     put_off = PutOff()
     layer = nn.Linear(2, 2)

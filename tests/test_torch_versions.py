@@ -24,6 +24,7 @@ def import_procpipe_beside(torch_version: str, folder: Path) -> subprocess.Compl
     )
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "2.10.1a0+gitabc", "1.13.1"])
 def test_an_older_torch_is_one_clear_error(version, tmp_path):
     ended = import_procpipe_beside(version, tmp_path)
@@ -36,6 +37,7 @@ def test_an_older_torch_is_one_clear_error(version, tmp_path):
     assert "AttributeError" not in ended.stderr
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.16.0a0+git1234567", "3.0", "a1b2c3d"])
 def test_newer_and_unknown_versions_are_accepted(version, tmp_path):
     ended = import_procpipe_beside(version, tmp_path)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from procpipe.words import bytes_text, counted
+from tests.cases import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("num_bytes", "expected"),
     [
         (0, "0 B"),

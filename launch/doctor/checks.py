@@ -337,7 +337,7 @@ def check_channels(result: Result, num_processes: int) -> list[Check]:
     processes = counted(num_processes, "process")
     if result.value is None:
         found = f"{processes} could not measure the channels between them: {result.reason}"
-        advice = "repair what is found above; if that is nothing, what the processes report"
+        advice = "repair what is found above; otherwise see what the processes report"
         return [Check("start", FAILURE, found, advice)]
     found = f"{processes} started, connected and ended in {result.seconds:.1f} s"
     start = Check("start", OK, found)

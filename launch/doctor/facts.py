@@ -28,7 +28,7 @@ import torch
 
 from procpipe.job.devices import pci_of
 from procpipe.job.pinning import ProcessPlace, places_of_host
-from procpipe.job.topology import read_topology
+from procpipe.job.topology import read_text, read_topology
 
 #: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
@@ -83,12 +83,12 @@ def limits_of(root: Path = Path("/")) -> GroupLimits:
     num_cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _group_folders(root):
-        quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
+        quota, period = [*read_text(folder / "cpu.max").split(), "", ""][:2]
         if not quota:  # version 1 of control groups
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit():  # "max" and -1 are no limit
+            quota, period = (read_text(folder / f"cpu.cfs_{k}_us") for k in ("quota", "period"))
+        if quota.isdigit() and period.isdigit():  # "max" and -1 mean no limit
             num_cpus.append(int(quota) / int(period))
-        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes its own infinity
             memory.append((int(limit), _used_bytes(folder)))
     limit_bytes, used_bytes = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
@@ -99,7 +99,7 @@ def _group_folders(root: Path) -> list[Path]:
     """Return the folders that may hold limits of this process, of either version of cgroups."""
     folders: list[Path] = []
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         for mount in (
@@ -111,11 +111,11 @@ def _group_folders(root: Path) -> list[Path]:
 
 
 def _used_bytes(folder: Path) -> int:
-    used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+    used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
     if not used.isdigit():
         return 0
     parts: dict[str, str] = dict(
-        re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+        re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
     )
     # Version 1 has it with the groups inside this one, and without.
     droppable = parts.get("total_inactive_file") or parts.get("inactive_file") or "0"
@@ -230,13 +230,6 @@ def _limit(name: int) -> tuple[int, int]:
     soft, hard = (value if value != resource.RLIM_INFINITY else NO_LIMIT
                   for value in resource.getrlimit(name))  # fmt: skip
     return soft, hard
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

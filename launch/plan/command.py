@@ -203,8 +203,8 @@ class _Planning:
         options = self._options
         if most := [count for count in options.chunks or () if count > subject.batch]:
             raise MistakeError(
-                f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so it cannot be "
-                "split into more; ask for fewer, or give a larger --batch"
+                f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so there cannot "
+                "be more chunks; ask for fewer, or give a larger --batch"
             )
         questions = self._questions(subject.batch)
         if all(question.num_stages > len(subject.model) for question in questions):
@@ -265,7 +265,7 @@ class _Planning:
         except (OSError, UnicodeError) as error:
             raise MistakeError(f"--costs {path} cannot be read: {error}") from error
         except ValueError as error:
-            raise MistakeError(f"--costs {path} is no file of costs: {error}") from error
+            raise MistakeError(f"--costs {path} is not a file of costs: {error}") from error
 
     def _save(self, measured: Measured) -> None:
         path = Path(self._options.save)
@@ -356,8 +356,8 @@ class _Planning:
         if not others:
             return ""  # all were planned for
         if not fitting:
-            return "Nor does anything with another number of replicas.\n"
-        return f"With {' or '.join(fitting)} something does.\n"
+            return "Nothing fits with another number of replicas either.\n"
+        return f"There are proposals that fit with {' or '.join(fitting)}.\n"
 
     def _check(self, chosen: Proposal) -> int:
         num_processes = chosen.plan.num_stages * chosen.num_replicas

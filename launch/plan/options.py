@@ -25,9 +25,9 @@ _UNITS = {"": 1, "b": 1} | {
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b?)")
 
 _EPILOG = """\
-A step is the forward and backward of a mini-batch, without the optimizer's. Memory is that of
-parameters, gradients, optimizer and what is held for backward passes; not what a layer needs
-meanwhile, nor what the device itself takes (CUDA's context, for one): leave some room.
+A step is the forward and backward of a mini-batch, without the optimizer. Memory is that of
+parameters, gradients, optimizer and what is held for backward passes. Leave some room: what a layer
+needs while it runs, and what the device itself needs (CUDA's context), is not counted.
 
 exit code: 0; 1 if nothing fits into memory, or --check fails; 2 for a mistake in the command line
 """
@@ -116,14 +116,14 @@ def parser() -> argparse.ArgumentParser:
     add("--loss", default="", metavar="MODULE:NAME",
         help="the loss function, of output and target, or of the output alone")  # fmt: skip
     add("--hf", metavar="FOLDER",
-        help="instead of both, a folder of Hugging Face, of which config.json is read")  # fmt: skip
+        help="instead of both, a folder with a config.json of transformers")  # fmt: skip
     add("--length", type=positive, metavar="L",
         help="with --hf, tokens of a sample; by default at most 1024")  # fmt: skip
     add("--flops", type=_flops, metavar="FLOPS",
-        help="with --hf, a device's per second, as in 300e12; by default measured")  # fmt: skip
-    add("-n", type=positive, required=True, metavar="N", help="how many devices there are")
+        help="with --hf, FLOPs/s of a device, as in 300e12; by default measured")  # fmt: skip
+    add("-n", type=positive, required=True, metavar="N", help="number of devices")
     add("--replicas", type=positive, metavar="R",
-        help="pipelines of N/R stages each; by default all that N can be divided into")  # fmt: skip
+        help="number of pipelines, of N/R stages each; by default all that divide N")  # fmt: skip
     add("--memory", type=_memory, metavar="BYTES",
         help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
     add("--batch", type=positive, metavar="B",
@@ -132,13 +132,13 @@ def parser() -> argparse.ArgumentParser:
         help="numbers of chunks of a replica to try; by default powers of two up to 8 a "
         "stage")  # fmt: skip
     add("--optimizer", choices=tuple(STATES), default="adam",
-        help="what it keeps for each parameter counts as memory; default: %(default)s")  # fmt: skip
+        help="the optimizer, whose state counts as memory; default: %(default)s")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
     add("--bandwidth", type=_bandwidth, metavar="BYTES/s",
         help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
     add("--replica-bandwidth", type=_bandwidth, metavar="BYTES/s",
         help="between replicas; by default as between devices")  # fmt: skip
-    add("--check", action="store_true", help="run what was proposed, and compare")
+    add("--check", action="store_true", help="run the proposal here, and compare")
     add("--save", metavar="FILE", help="write the layers' costs, as JSON")
     add("--costs", metavar="FILE", help="read the layers' costs instead of measuring a model")
     return made

@@ -20,15 +20,11 @@ from procpipe.words import bytes_text, seconds_text
 
 def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> list[Proposal]:
     """Choose the fastest of each schedule and mode that fits, or else the one that needs least."""
-    groups: dict[tuple[str, str], list[Proposal]] = {}
-    for proposal in proposals:
-        groups.setdefault((proposal.schedule, proposal.checkpoint), []).append(proposal)
-
-    def key(proposal: Proposal) -> tuple[bool, float]:
-        fits = proposal.fits(memory_bytes)
-        return not fits, proposal.total_s if fits else max(proposal.needed_bytes)
-
-    return sorted((min(group, key=key) for group in groups.values()), key=key)
+    best: dict[tuple[str, str], Proposal] = {}
+    in_order = sorted(proposals, key=lambda proposal: proposal.order(memory_bytes))
+    for proposal in in_order:
+        best.setdefault((proposal.schedule, proposal.checkpoint), proposal)
+    return list(best.values())
 
 
 def overview_table(

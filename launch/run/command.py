@@ -29,8 +29,8 @@ _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _GRACE_S = 5
 
 _EPILOG = """\
-Rank 0's output is shown; every rank's is in its log files. When a rank fails, the last thing on the
-screen is one report of it.
+Rank 0's output is shown; the output of each rank is in its log files. After a failure, one report
+is the last output on the screen.
 
 exit code: 0; that of the rank that failed first; 128 + n if signal n ended that rank or the
 launcher (130 after Ctrl-C); 2 for a mistake in the command line.

@@ -1,7 +1,7 @@
 """Which rank runs which stage of which replica, drawn before a run.
 
-The launcher starts ranks, and only the script knows what they make of them. So the number of
-replicas is read where it is plain to see, and nothing is run for it:
+The launcher starts ranks, and only the script divides them into replicas. So the number of replicas
+is read from arguments and the script's text, without running the script:
 
     procpipe run --dry-run --replicas 2 …      given for the drawing
     … train.py --replicas 2                    an argument of the script

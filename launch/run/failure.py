@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ _SHARES = "procpipe: the layers are sharded over ranks "
 #: The note on an exception that says where it was raised.
 _NOTE = re.compile(r"^procpipe: in (stage \d+[^(]* \(rank \d+\)), (.*)$", re.MULTILINE)
 #: Durations of zero, which are left out.
-_NO_TIME = re.compile(r", (?:for|last heard of) 0\.0 s(?: ago)?$")
+_NO_TIME = re.compile(r", (?:for|last active) 0\.0 s(?: ago)?$")
 
 _NUM_LAST_LINES = 12
 
@@ -82,13 +83,18 @@ def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
     # Of those that were seen to end at one time, the agent has ended some because of another.
     first = min(origins, key=lambda end: (_time_of(end), end.code == -signal.SIGTERM))
     trace = _traceback_of(first)
-    same = [end for end in origins if end is not first and _is_same(trace, end)]
+    error = exception_line(trace)
+    same = [
+        end
+        for end in origins
+        if end is not first and error and error == exception_line(_traceback_of(end))
+    ]
     others = [end for end in ends if end is not first and end not in same]
     numbers = ", ".join(str(end.number) for end in same)
     return Failure(
         headline=_headline(first, trace),
         body=_joined(
-            _indented(folded(trace)) if trace else _last_lines(first),
+            textwrap.indent(folded(trace), "  ") if trace else _last_lines(first),
             f"The same on rank{'s' * (len(same) > 1)} {numbers}." if same else "",
             _hint(first, num_oom_kills),
             _meanwhile(others),
@@ -137,7 +143,7 @@ def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank], cause: str) -
 
 
 def _is_origin(end: Rank, first_s: float) -> bool:
-    """Return whether a failed rank is no victim of another one."""
+    """Return whether a failed rank is not a victim of another one."""
     if end.recorded is not None:
         return True
     if end.code is None or end.code >= 0:
@@ -155,7 +161,7 @@ def _number_in(cause: str) -> int | None:
 
 
 def _cause(end: Rank) -> str:
-    """Return what a victim names as the cause of its end; "" if it is no victim."""
+    """Return what a victim names as the cause of its end; "" if it is not a victim."""
     for pattern in (_VICTIM, _REMOTE):
         found = pattern.findall(end.stderr)
         if found:
@@ -164,16 +170,8 @@ def _cause(end: Rank) -> str:
 
 
 def _time_of(end: Rank) -> float:
-    if end.recorded is not None:
-        at_s: float = end.recorded.at_s
-        return at_s
-    return end.at_s if end.at_s is not None else float("inf")
-
-
-def _is_same(trace: str, other: Rank) -> bool:
-    """Return whether another rank failed with the same error."""
-    ours = exception_line(trace)
-    return bool(ours) and ours == exception_line(_traceback_of(other))
+    at_s = end.at_s if end.recorded is None else end.recorded.at_s
+    return float("inf") if at_s is None else float(at_s)
 
 
 def _traceback_of(end: Rank) -> str:
@@ -218,7 +216,7 @@ def _last_lines(end: Rank) -> str:
     lines = end.stderr.rstrip().splitlines()[-_NUM_LAST_LINES:]
     if not lines:
         return ""
-    return "\n".join(["Its last lines on standard error:", *(f"  {line}" for line in lines)])
+    return "\n  ".join(["Its last lines on standard error:", *lines])
 
 
 def _hint(first: Rank, num_oom_kills: int) -> str:
@@ -237,8 +235,8 @@ def _hint(first: Rank, num_oom_kills: int) -> str:
 
 
 def _meanwhile(others: Sequence[Rank]) -> str:
-    lines = [f"  {_name(end)} {_was(end)}" for end in others]
-    return "\n".join(["The others at that moment:", *lines]) if lines else ""
+    lines = (f"{_name(end)} {_was(end)}" for end in others)
+    return "\n  ".join(["The others at that moment:", *lines]) if others else ""
 
 
 def _was(end: Rank) -> str:
@@ -264,10 +262,6 @@ def _exit_code(code: int | None) -> int:
     if not code:
         return 1
     return 128 - code if code < 0 else code
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
 def _joined(*parts: str) -> str:

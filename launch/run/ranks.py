@@ -116,8 +116,8 @@ class Ranks:
         self.attempt: Attempt | None = None  # the newest
         self._looked_s = 0.0
         self._poller = select.poll()
-        self._wake_end, self._woken_end = os.pipe()
-        self._poller.register(self._wake_end, select.POLLIN)
+        self._wakes = os.eventfd(0)
+        self._poller.register(self._wakes, select.POLLIN)
         self._is_stopped = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="procpipe ranks", daemon=True)
@@ -128,7 +128,7 @@ class Ranks:
         with self._lock:
             self._look()
             self.attempt = Attempt(num_ranks, tuple(map(Rank, logs)))
-        self._wake()
+        os.eventfd_write(self._wakes, 1)
 
     def expect_end(self) -> None:
         """Kill ranks that run longer than the grace from now on; safe in a signal handler."""
@@ -137,19 +137,15 @@ class Ranks:
     def stop(self) -> None:
         """Look once more, and end the thread."""
         self._is_stopped = True
-        self._wake()
+        os.eventfd_write(self._wakes, 1)
         self._thread.join()
-        for descriptor in (self._wake_end, self._woken_end):
-            os.close(descriptor)
-
-    def _wake(self) -> None:
-        os.write(self._woken_end, b".")
+        os.close(self._wakes)
 
     def _run(self) -> None:
         while not self._is_stopped:
             for descriptor, _ in self._poller.poll(1000 * self._pause_s()):
-                if descriptor == self._wake_end:
-                    os.read(self._wake_end, 64)
+                if descriptor == self._wakes:
+                    os.eventfd_read(self._wakes)
             with self._lock, contextlib.suppress(OSError, psutil.Error):
                 self._look()
         with self._lock:
@@ -170,8 +166,10 @@ class Ranks:
         if any(rank.pid is None for rank in attempt.ranks):
             self._find_processes(attempt)
         at_s = time.time()  # one for all that end between two looks: their order is not known
-        for rank in attempt.ranks:
-            if rank.descriptor is not None and _has_ended(rank.descriptor):
+        # Again until no other has ended: one that is looked at late may have ended because of one
+        # that was looked at early.
+        while ended := [rank for rank in attempt.ranks if _has_ended(rank.descriptor)]:
+            for rank in ended:
                 self._note_end(attempt, rank, at_s)
         self._find_boards(attempt)
         self._end_laggards(attempt)
@@ -243,8 +241,11 @@ def _error_file_of(pid: int) -> str:
     return ""
 
 
-def _has_ended(descriptor: int) -> bool:
-    poller = select.poll()
+def _has_ended(descriptor: int | None) -> bool:
+    """Return whether a process has ended; not of one that was noted already, or not found yet."""
+    if descriptor is None:
+        return False
+    poller = select.poll()  # its own: a poller that another thread waits in raises RuntimeError
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(0))
 

@@ -16,8 +16,8 @@ import contextlib
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import psutil
@@ -26,6 +26,7 @@ from procpipe.job.board import BoardReading
 from procpipe.job.grid import Grid
 from procpipe.job.topology import cpus_text
 from procpipe.launch.run.ranks import Attempt, Rank
+from procpipe.words import bytes_text
 
 _WINDOW_S = 5.0
 
@@ -35,7 +36,7 @@ _RANK = re.compile(r" \(rank \d+\)")
 _LONG_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One stage now."""
 
@@ -43,7 +44,7 @@ class Row:
     device: str = ""  # what it computes on; "" before it has made a Stage
     cores: str = ""  # the logical CPUs its process may run on, as "0-3"
     step: int = 0  # mini-batches done
-    micro_batch: str = ""  # "3/8", or "" outside of mini-batches
+    micro_batch: str = ""  # "3/8": that of the newest task; "" before the first
     samples_per_s: float | None = None  # over the last seconds; None before two steps
     busy: float | None = None  # share of the time in tasks, likewise
     bubble: float | None = None  # share of the time idle in steps, likewise
@@ -55,6 +56,23 @@ class Row:
     replica: int | None = None  # its replica; None if there is only one
     name: str = ""  # the stage for people
     is_part: bool = False  # whether its pipeline has only some of the ranks of the job
+
+    def cells(self) -> dict[str, str]:
+        """Return what the live table shows, by column; "" for what is unknown or none."""
+        return {
+            "rank": str(self.rank),
+            "replica": "" if self.replica is None else str(self.replica),
+            "stage": str(self.stage),
+            "device": self.device,
+            "cores": self.cores,
+            "step": f"{self.step:,}" if self.device else "",
+            "m-batch": self.micro_batch,
+            "samples/s": "" if self.samples_per_s is None else rate_text(self.samples_per_s),
+            "busy": "" if self.busy is None else f"{self.busy:.0%}",
+            "bubble": "" if self.bubble is None else f"{self.bubble:.0%}",
+            "memory": bytes_text(self.rss_bytes) if self.rss_bytes else "",
+            "GPU": bytes_text(self.device_bytes) if self.device_bytes else "",
+        }
 
 
 def summary(attempt: Attempt) -> str:
@@ -76,7 +94,6 @@ class RowReader:
         self._attempt = attempt
         self._clock = clock
         self._readings: defaultdict[int, deque[tuple[float, BoardReading]]] = defaultdict(deque)
-        self._processes: dict[int, psutil.Process] = {}
 
     def rows(self) -> list[Row]:
         """Read all boards."""
@@ -90,7 +107,6 @@ class RowReader:
         ]
 
     def _row(self, rank: Rank, reading: BoardReading | None, num_replicas: int) -> Row:
-        rss_bytes, cores = self._memory_and_cores(rank)
         grid = Grid(rank.number, self._attempt.num_ranks, num_replicas)
         is_part = reading is not None and reading.num_ranks < grid.num_ranks
         if reading is not None and is_part:
@@ -98,8 +114,6 @@ class RowReader:
         now, is_stuck = _now(rank, reading, names_ranks=is_part)
         row = Row(
             rank.number,
-            rss_bytes=rss_bytes,
-            cores=cores,
             now=now,
             is_stuck=is_stuck,
             stage=grid.stage,
@@ -107,28 +121,18 @@ class RowReader:
             name=grid.stage_name(grid.rank) + (f" (rank {rank.number})" if is_part else ""),
             is_part=is_part,
         )
-        if reading is None:
-            return row
-        samples_per_s, busy, bubble = self._rates(rank.number, reading)
-        num = reading.num_micro_batches
-        return replace(
-            row,
-            device=str(reading.facts.get("device", "")),
-            step=reading.num_steps,
-            micro_batch=f"{reading.micro_batch + 1}/{num}" if num else "",
-            samples_per_s=samples_per_s,
-            busy=busy,
-            bubble=bubble,
-            device_bytes=reading.device_bytes,
-        )
-
-    def _memory_and_cores(self, rank: Rank) -> tuple[int, str]:
         if rank.pid is not None and not rank.has_ended:
             with contextlib.suppress(psutil.Error):
-                process = self._processes.get(rank.pid) or psutil.Process(rank.pid)
-                self._processes[rank.pid] = process
-                return process.memory_info().rss, cpus_text(process.cpu_affinity())
-        return 0, ""
+                process = psutil.Process(rank.pid)
+                row.rss_bytes = process.memory_info().rss
+                row.cores = cpus_text(process.cpu_affinity())
+        if reading is not None:
+            row.device = str(reading.facts.get("device", ""))
+            row.step, num = reading.num_steps, reading.num_micro_batches
+            row.micro_batch = f"{reading.micro_batch + 1}/{num}" if num else ""
+            row.samples_per_s, row.busy, row.bubble = self._rates(rank.number, reading)
+            row.device_bytes = reading.device_bytes
+        return row
 
     def _rates(
         self, rank: int, reading: BoardReading
@@ -154,51 +158,27 @@ class RowReader:
         return rate, busy, max(0.0, in_steps - busy)
 
 
-def size_text(num_bytes: float) -> str:
-    """Write a size in a few characters: "812 MiB" or "1.2 GiB"; "" for none."""
-    if not num_bytes:
-        return ""
-    mib = num_bytes / 2**20
-    return f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
-
-
-def rate_text(rate: float | None) -> str:
-    """Write a rate with three digits or without fractions; "" if there is none."""
-    if rate is None:
-        return ""
+def rate_text(rate: float) -> str:
+    """Write a rate with three digits or without fractions."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def plain_line(rows: Iterable[Row], time_text: str) -> str:
+def plain_line(rows: Sequence[Row], time_text: str) -> str:
     """Write all rows in one line, for a log."""
-    rows = list(rows)
-    working = [row for row in rows if row.device]
-    if not working:
+    first = next((row for row in rows if row.device), None)
+    if first is None:
         return f"{time_text}: no rank has begun its first step yet"
-    first = working[0]
     parts = [f"{time_text}: step {first.step:,}"]
     if first.samples_per_s is not None:
         of = " a pipeline" if first.is_part else ""
         parts.append(f"{rate_text(first.samples_per_s)} samples/s{of}")
-
-    def of_all(text_of: Callable[[Row], str]) -> str:
-        blocks = groupby(rows, key=lambda row: row.replica)
-        return " | ".join(" ".join(text_of(row) or "-" for row in block) for _, block in blocks)
-
-    if any(row.busy is not None for row in rows):
-        parts.append(f"busy {of_all(lambda row: percent_text(row.busy))}")
-        parts.append(f"bubble {of_all(lambda row: percent_text(row.bubble))}")
-    parts.append(f"memory {of_all(lambda row: size_text(row.rss_bytes))}")
-    if any(row.device_bytes for row in rows):
-        parts.append(f"GPU {of_all(lambda row: size_text(row.device_bytes))}")
-    line = ", ".join(parts)
-    stuck = [f"{row.name} {row.now}" for row in rows if row.is_stuck]
-    return "; ".join([line, *stuck])
-
-
-def percent_text(share: float | None) -> str:
-    """Write a share as "87%"; "" if there is none."""
-    return "" if share is None else f"{share:.0%}"
+    cells = [(row.replica, row.cells()) for row in rows]
+    for name in ("busy", "bubble", "memory", "GPU"):
+        if any(texts[name] for _, texts in cells):
+            blocks = groupby(cells, key=lambda cell: cell[0])
+            texts_of = (" ".join(texts[name] or "-" for _, texts in block) for _, block in blocks)
+            parts.append(f"{name} {' | '.join(texts_of)}")
+    return "; ".join([", ".join(parts), *(f"{row.name} {row.now}" for row in rows if row.is_stuck)])
 
 
 def _now(rank: Rank, reading: BoardReading | None, *, names_ranks: bool) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 If rank 0 fails, its traceback is part of the report at the end, and must not be shown twice. So
 standard error from the start of a traceback on is held back for some seconds, in which the process
-either ends or goes on.
+either ends or continues.
 """
 
 from __future__ import annotations
@@ -29,29 +29,7 @@ _STARTS = (
     b"procpipe: rank ",
 )
 
-_STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+[^(]* \(rank \d+\) goes on)")
-
-
-class Tail:
-    """What is appended to a file that may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def read(self) -> bytes:
-        """Return what is new, up to 1 MiB."""
-        if self._file is None:
-            try:
-                self._file = self._path.open("rb")
-            except FileNotFoundError:
-                return b""
-        return self._file.read(_MAX_READ_BYTES)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+_STALL = re.compile(rb"procpipe: (?:no progress for|stage \d+[^(]* \(rank \d+\) continues)")
 
 
 class HeldBack:
@@ -112,3 +90,38 @@ class StallFilter:
             if self._is_open:
                 found.append(line + b"\n")
         return b"".join(found)
+
+
+class Tail:
+    """What is appended to a log file that may not exist yet, as far as its filter passes it on.
+
+    Attributes:
+        to_stderr: whether it is shown on standard error, which has a filter for each rank.
+        partial: what of an unfinished line was read.
+    """
+
+    def __init__(self, path: Path, shown: HeldBack | StallFilter | None = None) -> None:
+        self._path = path
+        self._shown = shown
+        self._file: BinaryIO | None = None
+        self.to_stderr = shown is not None
+        self.partial = b""
+
+    def read(self, *, to_end: bool = False) -> bytes:
+        """Return what is new, up to 1 MiB or to the end."""
+        if self._file is None:
+            try:
+                self._file = self._path.open("rb")
+            except FileNotFoundError:
+                return b""
+        data = self._file.read(-1 if to_end else _MAX_READ_BYTES)
+        return data if self._shown is None else self._shown.feed(data)
+
+    def release(self) -> bytes:
+        """Return what is held back."""
+        return self._shown.release() if isinstance(self._shown, HeldBack) else b""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

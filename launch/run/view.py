@@ -12,13 +12,11 @@ wait for a slow terminal. An error here ends the view, never the run.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -28,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from procpipe.launch.run.ranks import Attempt, Ranks
-from procpipe.launch.run.rows import Row, RowReader, percent_text, plain_line, rate_text, size_text
+from procpipe.launch.run.rows import Row, RowReader, plain_line
 from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
 
 _TICK_S = 0.1
@@ -43,16 +41,6 @@ _PLAIN_EVERY_S = 60
 _GAP = 2
 _MIN_NOW = 6
 _DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy", "samples/s")
-
-
-@dataclass
-class _Feed:
-    """A log file that is shown."""
-
-    tail: Tail
-    filter: HeldBack | StallFilter | None
-    to_stderr: bool
-    partial: bytes = b""
 
 
 class View:
@@ -74,12 +62,9 @@ class View:
         self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._attempt: Attempt | None = None
         self._reader: RowReader | None = None
-        self._feeds: list[_Feed] = []
+        self._tails: list[Tail] = []
         self._drawn_s = 0.0
-        self._plain_times_s = itertools.chain(
-            _PLAIN_TIMES_S, itertools.count(_PLAIN_EVERY_S, _PLAIN_EVERY_S)
-        )
-        self._next_plain_s = next(self._plain_times_s)
+        self._next_plain_s: float = _PLAIN_TIMES_S[0]
         self._is_quiet = False
         self._is_failed = False
         self._thread = threading.Thread(target=self._run, name="procpipe view", daemon=True)
@@ -128,8 +113,8 @@ class View:
                 print(text, file=sys.stderr)
         finally:
             self._stop_live()
-            for feed in self._feeds:
-                feed.tail.close()
+            for tail in self._tails:
+                tail.close()
 
     def _show_messages(self) -> bool:
         """Show the launcher's lines, waiting a moment for them; return whether to go on."""
@@ -151,41 +136,35 @@ class View:
         if attempt is self._attempt or attempt is None:
             return
         self._copy_output(is_last=True, is_failed=True)
-        for feed in self._feeds:
-            feed.tail.close()
+        for tail in self._tails:
+            tail.close()
         self._attempt, self._reader = attempt, RowReader(attempt)
-        self._feeds = []
+        self._tails = []
         for rank in attempt.ranks:
-            if rank.number == 0:
-                self._feeds.append(_Feed(Tail(rank.logs.stdout), None, to_stderr=False))
-                self._feeds.append(_Feed(Tail(rank.logs.stderr), HeldBack(), to_stderr=True))
-            else:
-                self._feeds.append(_Feed(Tail(rank.logs.stderr), StallFilter(), to_stderr=True))
+            is_first = rank.number == 0
+            if is_first:
+                self._tails.append(Tail(rank.logs.stdout))
+            self._tails.append(Tail(rank.logs.stderr, HeldBack() if is_first else StallFilter()))
 
     def _copy_output(self, *, is_last: bool = False, is_failed: bool = False) -> None:
-        for feed in self._feeds:
-            if feed.to_stderr and self._is_quiet:
+        for tail in self._tails:
+            if tail.to_stderr and self._is_quiet:
                 continue
-            data = feed.tail.read()
-            while data and is_last and (more := feed.tail.read()):
-                data += more
-            if feed.filter is not None:
-                data = feed.filter.feed(data)
-            is_good_end = is_last and not (is_failed or self._is_failed)
-            if is_good_end and isinstance(feed.filter, HeldBack):
-                data += feed.filter.release()
+            data = tail.read(to_end=is_last)
+            if is_last and not (is_failed or self._is_failed):
+                data += tail.release()
             if data or is_last:
-                self._write(feed, data, is_last=is_last)
+                self._write(tail, data, is_last=is_last)
 
-    def _write(self, feed: _Feed, data: bytes, *, is_last: bool) -> None:
-        stream = sys.stderr if feed.to_stderr else sys.stdout
+    def _write(self, tail: Tail, data: bytes, *, is_last: bool) -> None:
+        stream = sys.stderr if tail.to_stderr else sys.stdout
         if self._live is None or not self._is_ours(stream):
             _write_raw(stream, data)
             return
-        *lines, feed.partial = (feed.partial + data).split(b"\n")
-        if is_last and feed.partial:
-            lines.append(feed.partial)
-            feed.partial = b""
+        *lines, tail.partial = (tail.partial + data).split(b"\n")
+        if is_last and tail.partial:
+            lines.append(tail.partial)
+            tail.partial = b""
         if lines:
             self.console.print(
                 Text("\n").join(Text.from_ansi(_last_state(line)) for line in lines),
@@ -216,13 +195,13 @@ class View:
                                   redirect_stdout=False, redirect_stderr=False)  # fmt: skip
                 self._live.start()
             self._live.update(self._frame(rows), refresh=True)
-        elif self.elapsed_s >= self._next_plain_s:
-            while self.elapsed_s >= self._next_plain_s:
-                self._next_plain_s = next(self._plain_times_s)
-            self._write_line(f"procpipe: {plain_line(rows, time_text(self.elapsed_s))}")
+        elif (elapsed_s := self.elapsed_s) >= self._next_plain_s:
+            times_s = (*_PLAIN_TIMES_S, (elapsed_s // _PLAIN_EVERY_S + 1) * _PLAIN_EVERY_S)
+            self._next_plain_s = min(later_s for later_s in times_s if later_s > elapsed_s)
+            self._write_line(f"procpipe: {plain_line(rows, time_text(elapsed_s))}")
 
     def _frame(self, rows: list[Row]) -> RenderableType:
-        unfinished = [_last_state(feed.partial) for feed in self._feeds if feed.partial]
+        unfinished = [_last_state(tail.partial) for tail in self._tails if tail.partial]
         caption = f"{time_text(self.elapsed_s)}  {self._caption}"
         return Group(
             *(Text.from_ansi(line) for line in unfinished),
@@ -240,25 +219,18 @@ class View:
 
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
-    columns = {
-        "rank": [str(row.rank) for row in rows],
-        "replica": _replicas(rows),
-        "stage": [str(row.stage) for row in rows],
-        "device": [row.device for row in rows],
-        "cores": [row.cores for row in rows],
-        "step": [f"{row.step:,}" if row.device else "" for row in rows],
-        "m-batch": [row.micro_batch for row in rows],
-        "samples/s": [rate_text(row.samples_per_s) for row in rows],
-        "busy": [percent_text(row.busy) for row in rows],
-        "bubble": [percent_text(row.bubble) for row in rows],
-        "memory": [size_text(row.rss_bytes) for row in rows],
+    texts = [row.cells() for row in rows]
+    columns = {name: [each[name] for each in texts] for name in texts[0]}
+    is_needed = {
+        "rank": any(row.is_part for row in rows),
+        "replica": any(columns["replica"]),
+        "GPU": any(row.device_bytes or row.device.startswith("cuda") for row in rows),
     }
-    if any(row.device_bytes or row.device.startswith("cuda") for row in rows):
-        columns["GPU"] = [size_text(row.device_bytes) for row in rows]
-    if not any(columns["replica"]):
-        del columns["replica"]
-    if not any(row.is_part for row in rows):
-        del columns["rank"]
+    columns = {name: cells for name, cells in columns.items() if is_needed.get(name, True)}
+    if "replica" in columns:  # only in the first row of each block
+        befores = ["", *columns["replica"]]
+        pairs = zip(columns["replica"], befores, strict=False)
+        columns["replica"] = [number if number != before else "" for number, before in pairs]
     widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
     for name in _DISPENSABLE:
         if sum(widths.values()) + _MIN_NOW > width and name in columns:
@@ -274,13 +246,6 @@ def live_table(rows: list[Row], width: int) -> Table:
         style = "yellow" if row.is_stuck else ""
         table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
     return table
-
-
-def _replicas(rows: list[Row]) -> list[str]:
-    """Return the replica of each row that is the first of its block, "" for the others."""
-    numbers = [row.replica for row in rows]
-    firsts = zip(numbers, [None, *numbers], strict=False)
-    return ["" if number == before else str(number) for number, before in firsts]
 
 
 def time_text(seconds: float) -> str:

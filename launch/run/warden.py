@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 #: The environment variable; a run that is started by a run's process adds its token to it.
@@ -59,31 +59,20 @@ def end_family(
     They get SIGTERM and ``grace_s`` to end, then SIGKILL. For the other arguments see ``family``.
     """
     found: dict[int, Process] = {}
-
-    def send(signum: signal.Signals, *, to_all: bool) -> bool:
-        """Signal all, or only those not seen before; return whether there were any."""
-        entries = family(token, ancestor, spared)
-        for entry in entries:
-            if to_all or entry.pid not in found:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(entry.pid, signum)
-            found.setdefault(entry.pid, entry)
-        return bool(entries)
-
-    if grace_s > 0:
-        _repeat(lambda: send(signal.SIGTERM, to_all=False), grace_s)
-    _repeat(lambda: send(signal.SIGKILL, to_all=True), _KILL_TIMEOUT_S)
+    for signum, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_TIMEOUT_S)):
+        deadline_s = time.monotonic() + limit_s
+        num_quiet = 0
+        # Twice, as a process shows no environment for a moment while it calls exec().
+        while num_quiet < 2 and time.monotonic() < deadline_s:
+            entries = family(token, ancestor, spared)
+            for entry in entries:
+                if signum == signal.SIGKILL or entry.pid not in found:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(entry.pid, signum)
+                found.setdefault(entry.pid, entry)
+            num_quiet = 0 if entries else num_quiet + 1
+            time.sleep(_POLL_S if entries else 0.001)
     return list(found.values())
-
-
-def _repeat(is_needed: Callable[[], bool], timeout_s: float) -> None:
-    """Call a function until it returns False twice in a row, or time is up."""
-    deadline_s = time.monotonic() + timeout_s
-    num_quiet = 0
-    # Twice, as a process shows no environment for a moment while it calls exec().
-    while num_quiet < 2 and time.monotonic() < deadline_s:
-        num_quiet = 0 if is_needed() else num_quiet + 1
-        time.sleep(_POLL_S if num_quiet == 0 else 0.001)
 
 
 def family(token: str, ancestor: int | None = None, spared: Collection[int] = ()) -> list[Process]:
@@ -170,7 +159,7 @@ def _main(token: str) -> None:
     end_family(token)
     if received != _REGULAR_END:
         cursor = _SHOW_CURSOR if os.isatty(2) else ""  # the live table had hidden it
-        text = f"{cursor}\nprocpipe: the launcher was killed, and so is all that it had started\n"
+        text = f"{cursor}\nprocpipe: the launcher was killed; all its processes are killed, too\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
 

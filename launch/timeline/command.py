@@ -62,7 +62,7 @@ def read(path: Path) -> Recording:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from error
+        raise ValueError(f"it is not JSON ({error})") from error
     return from_chrome(content)
 
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="run.json", help="what Stage(trace=…) wrote")
-    parser.add_argument("-o", "--output", metavar="page.html", help="by default beside the file")
+    parser.add_argument("-o", "--output", metavar="page.html", help="by default beside run.json")
     parser.add_argument("--step", type=int, metavar="N",
-                        help="by default the last one that trained")  # fmt: skip
+                        help="step to show; by default the last one that trained")  # fmt: skip
     return parser

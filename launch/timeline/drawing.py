@@ -23,8 +23,8 @@ from statistics import median
 from typing import TypeVar
 
 from procpipe.plan.task import Task
-from procpipe.timeline.idle import median_seconds, replay
-from procpipe.timeline.palette import LOOKS, tick_distance
+from procpipe.timeline.idle import replay, usual_seconds
+from procpipe.timeline.palette import LOOKS, element, tick_distance
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import seconds_text
 
@@ -51,7 +51,7 @@ class Drawing:
 
 def draw(recording: Recording, step: Step) -> Drawing:
     """Draw a step, and its plan with the median seconds of all kept steps with the same tasks."""
-    seconds = median_seconds(recording.like(step), lambda task: (task.kind, task.j))
+    seconds = usual_seconds(recording.like(step))
     planned: list[Ran] = []
     planned_s = 0.0
     for replica in range(step.num_replicas):
@@ -103,40 +103,40 @@ class _Canvas:
             (self._measured_top, "Measured", self._step.seconds),
         ):
             right = {"x": _NAMES, "text_anchor": "end"}
-            lines.append(_element("text", head, class_="head", x=0, y=top - 8))
+            lines.append(element("text", head, class_="head", x=0, y=top - 8))
             lines.append(
-                _element("text", seconds_text(length_s), class_="faint", y=top - 8, **right)
+                element("text", seconds_text(length_s), class_="faint", y=top - 8, **right)
             )
             for rank in range(self._step.num_ranks):
                 replica, stage = divmod(rank, self._step.num_stages)
                 y = top + self._offset(rank)
                 if stage == 0 and self._step.num_replicas > 1:
-                    lines.append(_element("text", f"replica {replica}", x=0, y=y - 5))
-                lines.append(_element("text", f"stage {stage}", y=y + _BOX / 2 + 5, **right))
+                    lines.append(element("text", f"replica {replica}", x=0, y=y - 5))
+                lines.append(element("text", f"stage {stage}", y=y + _BOX / 2 + 5, **right))
         size = {"width": _NAMES + 8, "height": self.height}
-        return _element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
+        return element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
 
     def svg(self, planned: Sequence[Ran], measured: Sequence[Ran], planned_s: float) -> str:
         parts = [
-            _element("title", f"Step {self._step.number}: the plan above, what was measured below"),
+            element("title", f"Step {self._step.number}: the plan above, what was measured below"),
             *self._axes(),
             *self._lanes(),
             *self._waits(),
             *self._sums(),
             *self._boxes(self._plan_top, planned),
             *self._boxes(self._measured_top, measured),
-            _element("g", "\n".join(self._hops()), class_="hops"),
+            element("g", "\n".join(self._hops()), class_="hops"),
             self._end(planned_s, "end of the plan"),
             self._end(self._step.seconds, "end of the step"),
         ]
         size = {"width": self.width, "height": self.height}
-        return _element("svg", "\n".join(parts), class_="lanes", **size, role="img")
+        return element("svg", "\n".join(parts), class_="lanes", **size, role="img")
 
     def _lanes(self) -> Iterator[str]:
         for top in (self._plan_top, self._measured_top):
             for rank in range(self._step.num_ranks):
                 y = top + self._offset(rank)
-                yield _element("rect", class_="lane", x=0, y=y, width="100%", height=_BOX)
+                yield element("rect", class_="lane", x=0, y=y, width="100%", height=_BOX)
 
     def _boxes(self, top: float, boxes: Sequence[Ran]) -> Iterator[str]:
         for box in boxes:
@@ -144,20 +144,20 @@ class _Canvas:
             x, y = self.share(box.start_s), top + self._offset(box.rank)
             width = max(self.share(box.end_s) - x, 0.5 / self.width)
             parts = [
-                _element(
+                element(
                     "title",
                     f"{box.task}: {LOOKS[kind].name}, micro-batch {i}, partition {j}\n"
                     f"{seconds_text(box.seconds)}, from {seconds_text(box.start_s)} to "
                     f"{seconds_text(box.end_s)}",
                 ),
-                _element("rect", x=f"{x:.4%}", y=y, width=f"{width:.4%}", height=_BOX, rx=2),
+                element("rect", x=f"{x:.4%}", y=y, width=f"{width:.4%}", height=_BOX, rx=2),
             ]
             texts = [_label(box.task, width * wide) for wide in (self.width, _PAGE_WIDTH)]
             for text, shown in _in_either(*texts):
                 at = {"x": f"{x + width / 2:.4%}", "y": y + _BOX / 2 + 4}
-                parts.append(_element("text", text, class_=f"number{shown}", **at))
+                parts.append(element("text", text, class_=f"number{shown}", **at))
             later = " later" if j in self._later else ""
-            yield _element("g", "".join(parts), class_=f"task {kind}{later}")
+            yield element("g", "".join(parts), class_=f"task {kind}{later}")
 
     def _waits(self) -> Iterator[str]:
         name_of = self._step.name_of
@@ -194,7 +194,7 @@ class _Canvas:
         y = self._measured_top + self._offset(rank) + _BOX + 2
         y += _WAIT + 1 if name == "all-reduce" else 0
         place = {"x": f"{x:.4%}", "y": y, "width": f"{width:.4%}", "height": _WAIT}
-        yield _element("rect", _title(title), class_=name, **place)
+        yield element("rect", _title(title), class_=name, **place)
 
     def _hops(self) -> Iterator[str]:
         middle = self._measured_top + _BOX / 2
@@ -205,7 +205,7 @@ class _Canvas:
                 f"{hop.num_bytes:,} bytes, {seconds_text(hop.taken_s - hop.posted_s)} from posted "
                 "to taken"
             )
-            yield _element(
+            yield element(
                 "line",
                 _title(title),
                 x1=f"{self.share(hop.posted_s - self._step.start_s):.4%}",
@@ -217,7 +217,7 @@ class _Canvas:
     def _axes(self) -> Iterator[str]:
         if self._total_s:
             for width, shown in _in_either(self.width, _PAGE_WIDTH):
-                yield _element("g", "\n".join(self._axis(width)), class_=f"axis{shown}")
+                yield element("g", "\n".join(self._axis(width)), class_=f"axis{shown}")
 
     def _axis(self, width: int) -> Iterator[str]:
         distance_s = tick_distance(_TICK_WIDTH * self._total_s / width)
@@ -227,7 +227,7 @@ class _Canvas:
             anchor = "start" if not tick else "end" if is_cut else "middle"
             yield self._upright("grid", share)
             at = {"x": f"{share:.4%}", "y": self._bottom + 16, "text_anchor": anchor}
-            yield _element("text", seconds_text(tick * distance_s), class_="faint", **at)
+            yield element("text", seconds_text(tick * distance_s), class_="faint", **at)
 
     def _end(self, seconds: float, what: str) -> str:
         title = _title(f"{what}: {seconds_text(seconds)}")
@@ -235,20 +235,11 @@ class _Canvas:
 
     def _upright(self, name: str, share: float, content: str = "") -> str:
         x = f"{share:.4%}"
-        return _element("line", content, class_=name, x1=x, y1=_HEAD - 4, x2=x, y2=self._bottom)
+        return element("line", content, class_=name, x1=x, y1=_HEAD - 4, x2=x, y2=self._bottom)
 
 
 def _title(text: str) -> str:
-    return _element("title", escape(text))
-
-
-def _element(name: str, content: str = "", **attributes: object) -> str:
-    """Return an SVG element; ``text_anchor`` is the attribute "text-anchor", ``class_`` "class"."""
-    words = [name]
-    for key, value in attributes.items():
-        text = f"{value:g}" if isinstance(value, float) else value
-        words.append(f"{key.rstrip('_').replace('_', '-')}='{text}'")
-    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"
+    return element("title", escape(text))
 
 
 def _label(task: Task, width: float) -> str:
@@ -285,7 +276,7 @@ def step_bars(recording: Recording, shown: Step) -> str:
         name = "bar shown" if step is shown else "bar"
         title = f"step {step.number} ({step.call}): {seconds_text(step.seconds)}"
         place = {"x": x, "y": f"{height - tall:.1f}", "width": width, "height": f"{tall:.1f}"}
-        bars.append(_element("rect", _title(title), class_=name, **place))
+        bars.append(element("rect", _title(title), class_=name, **place))
         x += width + gap
     bars.insert(0, _title("The length of each step"))
-    return _element("svg", "".join(bars), class_="bars", width=x, height=height, role="img")
+    return element("svg", "".join(bars), class_="bars", width=x, height=height, role="img")

@@ -6,10 +6,9 @@ The names are torchgpipe's; ``profile_layers`` and ``divide``, for planning, are
 """
 
 from procpipe.balance.alone import Inputs
-from procpipe.balance.automatic import balance_by_size, balance_by_time
 from procpipe.balance.blocks import blocks as divide
 from procpipe.balance.layer_profile import LayerProfile, Profile, SkipProfile, profile_layers
-from procpipe.balance.profile import layer_sizes, layer_times
+from procpipe.balance.profile import balance_by_size, balance_by_time, layer_sizes, layer_times
 
 __all__ = [
     "Inputs",

@@ -6,7 +6,7 @@
 
 (1) The sample is copied, as a layer may change its input in place. (2) A layer's input is a node's
 result, as in the plain model, so that it may be changed in place; a leaf may not. (3) No graph goes
-from layer to layer, so a backward ends where the layer begins. (4) Nor does one go along skip
+from layer to layer, so a backward ends where the layer begins. (4) No graph goes along skip
 tensors: a stashed one is a root of its layer, and a popped one is detached.
 
 Only one layer is copied at a time, so a model need not fit on the device; for the meta device no
@@ -180,7 +180,9 @@ def run_each(
         for name, original in module._modules.items():
             assert original is not None, "nn.Sequential cannot run a child that is None"
             try:
-                layer = _alone(original, memo, device, arguments, cut)
+                layer = LayerAlone(copy.deepcopy(original, memo).train(), arguments, cut)
+                if memo is None:
+                    layer.module.to(device)
                 found.append(measure(layer))
                 arguments = Flat.of(((layer.output,), {}))
             except Exception as error:
@@ -191,19 +193,6 @@ def run_each(
                 raise
             del layer  # and so its graph, before the next is copied
     return found
-
-
-def _alone(
-    original: nn.Module,
-    memo: dict[int, Any] | None,
-    device: torch.device,
-    arguments: Flat,
-    cut: SkipCut,
-) -> LayerAlone:
-    alone = copy.deepcopy(original, memo)
-    if memo is None:
-        alone.to(device)
-    return LayerAlone(alone.train(), arguments, cut)
 
 
 def _empty(module: nn.Module, device: torch.device) -> dict[int, Any]:

@@ -124,22 +124,22 @@ def _candidates(module: nn.Sequential, sample: Any) -> Iterator[Any]:
 
 def _guesses(module: nn.Module) -> Iterator[Tensor]:
     """Yield inputs that a module takes, if its class shows any."""
-    n = _NUM_SAMPLES
     dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
-    with torch.device("meta"):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            yield torch.empty(n, _LENGTH, dtype=torch.long)
-        elif isinstance(module, nn.RNNBase):
-            yield torch.empty(n, _LENGTH, module.input_size, dtype=dtype)
-        elif isinstance(module, nn.Conv1d):
-            yield torch.empty(n, module.in_channels, _LENGTH, dtype=dtype)
-        elif isinstance(module, nn.Conv2d):
-            for size in _IMAGE_SIZES:
-                yield torch.empty(n, module.in_channels, size, size, dtype=dtype)
-        elif isinstance(module, nn.Conv3d):
-            yield torch.empty(n, module.in_channels, 16, 64, 64, dtype=dtype)
-        elif isinstance(module, nn.Linear):
-            yield torch.empty(n, module.in_features, dtype=dtype)
+    shapes: list[tuple[int, ...]] = []
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        shapes, dtype = [(_LENGTH,)], torch.long
+    elif isinstance(module, nn.RNNBase):
+        shapes = [(_LENGTH, module.input_size)]
+    elif isinstance(module, nn.Conv1d):
+        shapes = [(module.in_channels, _LENGTH)]
+    elif isinstance(module, nn.Conv2d):
+        shapes = [(module.in_channels, size, size) for size in _IMAGE_SIZES]
+    elif isinstance(module, nn.Conv3d):
+        shapes = [(module.in_channels, 16, 64, 64)]
+    elif isinstance(module, nn.Linear):
+        shapes = [(module.in_features,)]
+    for shape in shapes:
+        yield torch.empty(_NUM_SAMPLES, *shape, dtype=dtype, device="meta")
 
 
 def _without_compiling() -> AbstractContextManager[object]:

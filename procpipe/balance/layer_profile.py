@@ -20,7 +20,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,9 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.balance.profile import Memories, check_model, checked, leaves, seconds_of
-from procpipe.balance.put_off import counting_put_off
 from procpipe.compute.ledger import num_bytes
-from procpipe.compute.split.splitter import PutOff, Splitter
+from procpipe.compute.split.splitter import PutOff, Splitter, suited
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
@@ -248,7 +248,7 @@ class _Counts:
         waiting = layer.cut.waiting()
         saved = Memories(())
         with (
-            counting_put_off(layer.module) as put_off,
+            _counting_put_off(layer.module) as put_off,
             torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
         ):
             layer.forward()
@@ -298,3 +298,45 @@ class _Counts:
             for key, (source, num_bytes, kept) in self._skips.items()
             if key in self._pops
         )
+
+
+@contextmanager
+def _counting_put_off(module: nn.Module) -> Iterator[Memories]:
+    """Collect what the weights' gradients of a module will need, during a forward.
+
+    That is the input and the gradient of the output, which is as large as the output; of an
+    attention, those of the projections of query, key and value, and of the last one. A stage splits
+    backward with its own nodes in the graph (``procpipe.compute.split``), which tensors without
+    values cannot go through; so here the stock layers run, with hooks.
+    """
+    found = Memories(())
+
+    def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        names = ("input", "query", "key", "value")
+        inputs = [*given[:3], *(named[name] for name in names if name in named)]
+        for tensor in inputs:
+            found.add(tensor)
+        outputs = [output]
+        if isinstance(layer, nn.MultiheadAttention):
+            last, _ = output
+            projected = (x[..., :1].expand(*x.shape[:-1], last.shape[-1]) for x in inputs)
+            outputs = [*projected, last, last]
+        for tensor in outputs:
+            found.add(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+    hooks = [
+        layer.register_forward_hook(note, with_kwargs=True)
+        for layer in suited([module])
+        if _weight_of(layer).requires_grad
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _weight_of(layer: Any) -> Tensor:
+    of = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
+    weight: Tensor = of.weight
+    return weight

@@ -1,4 +1,4 @@
-"""Measures the seconds and counts the bytes of each layer of a model.
+"""Finds a balance: measures the seconds or counts the bytes of each layer, and divides them evenly.
 
 Layers run as copies in training mode, one at a time (``alone.py``). Bytes are counted, not taken
 from an allocator, so they are the same on every device; on meta nothing is computed.
@@ -16,7 +16,93 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
+from procpipe.balance.blocks import blocks, check_num_partitions
 from procpipe.tree import Flat
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | None = None,
+) -> list[int]:
+    """Balance a model by the seconds of its layers' forward and backward.
+
+    Runs in this process only, and blocks. Seconds differ from run to run, so processes that must
+    agree use the balance that one of them found.
+
+    Args:
+        partitions: their number, from 1 to the number of layers.
+        module: the model, not changed: copies of its layers are profiled, in training mode. The
+            random number generators are not changed either.
+        sample: one micro-batch, not changed: what the model's one input is, a tensor
+            ``(batch/m, …)`` or nested tuples, lists and dicts; or
+            :class:`~procpipe.balance.Inputs` of several. It should have the size used in training.
+        timeout: seconds to spend; each layer is measured at least once.
+        device: where copies of the layers run, one at a time; by default the sample's.
+
+    Returns:
+        The number of layers in each partition: no other balance has a smaller largest sum of
+        seconds, and of those with the same none is more even.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``.
+        BalanceError: ``partitions`` is less than 1, or more than there are layers.
+        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_time``.
+    """
+    check_model(module)
+    check_num_partitions(partitions, len(module))
+    costs = layer_times(module, sample, timeout=timeout, device=device)
+    return blocks(costs, partitions)
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: Any,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+) -> list[int]:
+    """Balance a model by the bytes its layers hold: activations and parameters.
+
+    Runs in this process only, and blocks. Bytes are counted, so every process finds the same, and
+    a model on the meta device needs no memory.
+
+    Args:
+        partitions: their number, from 1 to the number of layers.
+        module: the model, not changed: copies of its layers are profiled, in training mode. The
+            random number generators are not changed either.
+        input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
+            nested tuples, lists and dicts; or :class:`~procpipe.balance.Inputs` of several.
+            Tensors with as many samples as the first are scattered, others are not.
+        chunks: micro-batches in a mini-batch; the activations of the first count, which is the
+            largest, as the others are recomputed.
+        param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
+            gradients), 3 with momentum, 4 for Adam. One that layers share counts in each of them.
+        device: where copies of the layers run, one at a time; by default the input's. A model with
+            parameters on the meta device is always measured there.
+
+    Returns:
+        The number of layers in each partition: no other balance has a smaller largest sum of
+        bytes, and of those with the same none is more even.
+
+    Raises:
+        TypeError: the model is not an ``nn.Sequential``.
+        BalanceError: ``partitions`` is less than 1, or more than there are layers.
+        ValueError: ``chunks`` is less than 1, or ``param_scale`` negative.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_size``.
+    """
+    check_model(module)
+    check_num_partitions(partitions, len(module))
+    costs = layer_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
+    return blocks(costs, partitions)
 
 
 def layer_times(
@@ -32,13 +118,8 @@ def layer_times(
     All layers run once to warm up, then repeatedly on the same sample. Runs in this process only,
     and blocks.
 
-    Args:
-        module: the model, not changed.
-        sample: one micro-batch, not changed: what the model's one input is, a tensor
-            ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
-        timeout: seconds after which no further round starts; one is always measured.
-        device: where copies of the layers run, one at a time; by default the sample's.
-        clock: returns seconds, from any start.
+    The arguments are those of :func:`balance_by_time`, and ``clock`` returns seconds from any
+    start. After ``timeout`` no further round starts.
 
     Returns:
         Seconds a layer, the median of all rounds.
@@ -78,16 +159,7 @@ def layer_sizes(
     stashed skip tensors. Each memory counts once; the layer's input (which the previous layer
     counts as its output), parameters and buffers do not count.
 
-    Args:
-        module: the model, not changed.
-        input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
-            nested tuples, lists and dicts; or :class:`Inputs` of several. Tensors with as many
-            samples as the first are scattered, others are not.
-        chunks: micro-batches in a mini-batch; the first, which is the largest, is measured.
-        param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
-            gradients), 3 with momentum, 4 for Adam.
-        device: where copies of the layers run, one at a time; by default the input's. A model with
-            parameters on the meta device is always measured there.
+    The arguments are those of :func:`balance_by_size`.
 
     Returns:
         Bytes a layer.

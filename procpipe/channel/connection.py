@@ -1,4 +1,4 @@
-"""A non-blocking socket to one peer: sends and receives whole frames, and shows the peer's end.
+"""Non-blocking sockets to peers: send and receive whole frames, and show the peers' ends.
 
 Frames are
 
@@ -17,8 +17,10 @@ import os
 import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from procpipe.channel.sockets import open_process
@@ -28,7 +30,7 @@ Taker = Callable[[int, int, int, memoryview], None]
 
 _HEADER = struct.Struct("<QIBB")
 
-READ_BYTES = 1 << 18  # at a time
+_READ_BYTES = 1 << 18  # at a time
 _MAX_AHEAD_BYTES = 1 << 20
 
 #: Buffers that one ``sendmsg`` takes at most (IOV_MAX).
@@ -60,6 +62,11 @@ class Connection:
     def descriptors(self) -> list[int]:
         """The descriptors on which to poll: the socket's and the process's."""
         return [self.sock.fileno(), *([] if self.process is None else [self.process])]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the peer is on this host."""
+        return self.sock.family == socket.AF_UNIX
 
     @property
     def has_unsent(self) -> bool:
@@ -140,7 +147,7 @@ class Connection:
         has_ended = self._has_process_ended()
         while len(data) < _MAX_AHEAD_BYTES:
             try:
-                read = self.sock.recv(READ_BYTES)
+                read = self.sock.recv(_READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
@@ -167,6 +174,127 @@ class Connection:
             os.close(self.process)
             self.process = None
         self._unsent.clear()
+
+
+class Connections:
+    """Connections by peer; ``take`` is called with the peer of a frame and what it consists of.
+
+    ``ended`` is called with each peer that has ended, and whether it was on this host.
+
+    Attributes:
+        of: the connection to each peer that has not ended.
+        is_closed: whether this rank has closed them.
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        take: Callable[[int, int, int, int, memoryview], None],
+        ended: Callable[[int, bool], None],
+    ) -> None:
+        buffer = memoryview(bytearray(_READ_BYTES))
+        self.of = {k: Connection(sock, partial(take, k), buffer) for k, sock in sockets.items()}
+        self.is_closed = False
+        self._ended = ended
+        self._read_ahead: set[int] = set()
+        self._peer_of = {d: k for k, connection in self.of.items() for d in connection.descriptors}
+        self._poller = select.poll()
+        for descriptor in self._peer_of:
+            self._poller.register(descriptor, select.POLLIN)
+
+    @property
+    def busy(self) -> list[int]:
+        """The peers for which data waits until their sockets can take more."""
+        return [peer for peer, connection in self.of.items() if connection.has_unsent]
+
+    def send(
+        self, peer: int, frame_type: int, flags: int, sequence: int, parts: Sequence[Any]
+    ) -> None:
+        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
+        connection = self.of[peer]
+        connection.send(frame_type, flags, sequence, parts)
+        if connection.has_unsent:
+            self._poller.modify(connection.sock, select.POLLIN | select.POLLOUT)
+
+    def read_and_write(self, timeout_s: float) -> None:
+        """Read and send what is possible within ``timeout_s``."""
+        while self._read_ahead:
+            timeout_s = 0.0
+            peer = self._read_ahead.pop()
+            if peer in self.of:
+                self.of[peer].hand_on()
+        for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
+            if descriptor not in self._peer_of:  # closed by an event before this one
+                continue
+            peer = self._peer_of[descriptor]
+            if descriptor == self.of[peer].process:
+                while self._read(peer):
+                    pass
+                if peer in self.of:
+                    self.end(peer)
+                continue
+            if event & select.POLLOUT:
+                self._send_on(peer)
+            if event & ~select.POLLOUT:
+                self._read(peer)
+
+    def look_ahead(self) -> Iterator[tuple[int, list[tuple[int, bytes]], bool]]:
+        """Yield each peer, type and body of its frames not yet passed on, and whether it ended."""
+        for peer, connection in self.of.items():
+            frames, has_ended = connection.look_ahead()
+            if frames:
+                self._read_ahead.add(peer)
+            yield peer, frames, has_ended
+
+    def send_rest(self, timeout_s: float) -> None:
+        """Wait a limited time until the sockets of peers that run have taken everything."""
+        deadline = time.monotonic() + timeout_s
+        while busy := self.busy:
+            poller = select.poll()
+            for peer in busy:
+                connection = self.of[peer]
+                poller.register(connection.sock, select.POLLOUT)
+                if connection.process is not None:
+                    poller.register(connection.process, select.POLLIN)
+            for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                connection = self.of[peer := self._peer_of[descriptor]]
+                if descriptor == connection.process:
+                    connection.drop_unsent()  # the peer has ended
+                elif connection.has_unsent:
+                    self._send_on(peer)
+            if time.monotonic() > deadline:
+                return
+
+    def end(self, peer: int) -> None:
+        """Close the connection to a peer that has ended."""
+        connection = self.of.pop(peer)
+        for descriptor in connection.descriptors:
+            self._poller.unregister(descriptor)
+            del self._peer_of[descriptor]
+        connection.close()
+        self._ended(peer, connection.is_local)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.is_closed = True
+        for connection in self.of.values():
+            connection.close()
+        self.of.clear()
+        self._peer_of.clear()
+        self._poller = select.poll()
+
+    def _send_on(self, peer: int) -> None:
+        connection = self.of[peer]
+        connection.send_on()
+        if not connection.has_unsent:
+            self._poller.modify(connection.sock, select.POLLIN)
+
+    def _read(self, peer: int) -> bool:
+        connection = self.of[peer]
+        may_have_more = connection.read()
+        if connection.has_ended:
+            self.end(peer)
+        return may_have_more
 
 
 def _hand_on(data: memoryview, take: Taker) -> int:

@@ -23,7 +23,7 @@ end all slots are dropped (``drain``), and ranks wait for one another before the
 
 A peer that has died never writes what a stream waits for; the device would then block for ever. So
 ``abort`` writes it: first for receives, and a second later for sends. By then live peers have
-copied their messages out of the slots; otherwise a peer that does not know of the failure yet would
+copied their messages out of the slots; otherwise a peer that has not detected the failure yet would
 copy the next message instead.
 
 Streams write only to memory of their own GPU, possibly allocated by another process: a write to
@@ -303,19 +303,18 @@ class CudaIpcTransport:
             slot.flags[slot.number] = _CLOSED
 
 
-class _Flags:
+class _Flags(mmap.mmap):
     """One byte per slot of a process, in an anonymous file that its peers map, too."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, _MAX_SLOTS)
+    descriptor: int  # the file's in its process
 
     @classmethod
     def create(cls) -> _Flags:
         with naming_file_limit("the flags of a GPU's slots", 2):
             descriptor = os.memfd_create(_NAME)
             os.ftruncate(descriptor, _MAX_SLOTS)
-            flags = cls(descriptor)
+            flags = cls(descriptor, _MAX_SLOTS)
+        flags.descriptor = descriptor
         weakref.finalize(flags, os.close, descriptor)
         return flags
 
@@ -324,15 +323,9 @@ class _Flags:
         with naming_file_limit(f"the flags of process {pid}", 2):
             ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
             try:
-                return cls(ours)
+                return cls(ours, _MAX_SLOTS)
             finally:
                 os.close(ours)
-
-    def __getitem__(self, number: int) -> int:
-        return self._page[number]
-
-    def __setitem__(self, number: int, state: int) -> None:
-        self._page[number] = state
 
 
 @dataclass(eq=False)

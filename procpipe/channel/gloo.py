@@ -15,7 +15,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -70,8 +69,8 @@ class GlooGroup:
         self._sockets.clear()
 
 
-class GlooTransport:
-    """Gloo between all ranks of a job; the constructor waits for all of them, see ``GlooGroup``."""
+class GlooTransport(GlooGroup):
+    """Gloo between all ranks of a job; the constructor waits for all of them."""
 
     needs_acknowledgement = True
     blocks = True
@@ -79,32 +78,23 @@ class GlooTransport:
     inline_bytes = INLINE_BYTES
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
 
-    def __init__(
-        self, store: Store, rank: int, num_ranks: int, timeout_s: float, host: str
-    ) -> None:
-        self._group = GlooGroup(store, rank, num_ranks, timeout_s, host)
-
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[GlooSending, bytes]:
+    ) -> tuple[GlooTransfer, bytes]:
         """Begin to send contiguous CPU tensors; returns at once."""
-        works = [self._group.torchs.send([tensor], peer, channel_id) for tensor in tensors]
-        return GlooSending(works), b""
+        works = [self.torchs.send([tensor], peer, channel_id) for tensor in tensors]
+        return GlooTransfer(works), b""
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
         tensors = allocate(meta, "cpu")
-        works = [self._group.torchs.recv([tensor], peer, channel_id) for tensor in tensors]
-        return tensors, partial(_wait_all, works)
+        works = [self.torchs.recv([tensor], peer, channel_id) for tensor in tensors]
+        return tensors, GlooTransfer(works).wait
 
     def drain(self) -> None:
         """Do nothing: every receive was waited for, and every send acknowledged."""
-
-    def close(self) -> None:
-        """Drop the group; nothing may be under way."""
-        self._group.close()
 
 
 def _sockets() -> set[tuple[int, str]]:
@@ -118,22 +108,17 @@ def _sockets() -> set[tuple[int, str]]:
     return found
 
 
-def _wait_all(works: list[Work]) -> None:
-    """Block until all tensors of a message may be used or reused."""
-    for work in works:
-        work.wait()
-    works.clear()
-
-
-class GlooSending:
-    """The send of one message's tensors."""
+class GlooTransfer:
+    """The transfer of one message's tensors."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Block until the tensors may be reused."""
-        _wait_all(self._works)
+        """Block until the tensors may be used or reused."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def is_done(self) -> bool:
         """Return False: gloo shows it only in ``wait``."""

@@ -12,8 +12,8 @@ other's user, which must be this process's own:
                                       <-     welcome
 
 A connection counts for the connector after the welcome. If it was closed before that (a large
-number of strangers may push it out), or the listener's queue was full, the connector tries again
-until the deadline.
+number of unknown callers may displace it), or the listener's queue was full, the connector tries
+again until the deadline.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ _REACH_TIMEOUT_S = 20.0
 
 #: How often a wait checks whether the start has failed.
 _CHECK_EVERY_S = 0.2
+
+#: How often, every 10 ms, a failed connection checks that before it is an error.
+_LAST_CHECKS = 20
 
 #: Until the next attempt to connect: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -91,7 +94,7 @@ def connect_to(peer: int, address: Address, us: Joiner) -> socket.socket:
                 ) from None
         except ConnectionError:
             # Its process may have ended: the kernel closes its sockets before that can be seen.
-            for _ in range(20):
+            for _ in range(_LAST_CHECKS):
                 us.check()
                 time.sleep(0.01)
             raise
@@ -190,8 +193,8 @@ def accept_peers(
         while missing := expected - peers.keys():
             if time.monotonic() > us.deadline_s:
                 raise WaitTimeoutError(
-                    f"rank {us.ranks[us.rank]} waited in vain for {_ranks(us, missing)} to "
-                    "connect: did every process reach its first step?"
+                    f"rank {us.ranks[us.rank]} waited, but {_ranks(us, missing)} did not connect: "
+                    "did every process reach its first step?"
                 )
             if time.monotonic() > checked_s + _CHECK_EVERY_S / 2:  # however many callers there are
                 us.check()
@@ -263,7 +266,7 @@ class _Caller:
         """Read what has come; return the caller's rank once it is proved.
 
         Raises:
-            OSError: it is a stranger, or has closed the connection.
+            OSError: it does not belong to the job, or has closed the connection.
         """
         size = _HELLO.size if self._rank is None else _PROOF_BYTES
         part = self.link.recv(size - len(self._received))
@@ -276,14 +279,14 @@ class _Caller:
         if self._rank is None:
             magic, caller, challenge = _HELLO.unpack(received)
             if magic != _MAGIC or caller not in expected:
-                raise ConnectionRefusedError("a stranger")
+                raise ConnectionRefusedError("not of this job")
             self._rank, self._challenge = caller, secrets.token_bytes(_PROOF_BYTES)
             reply = self._challenge + _proof(us.key, b"acceptor", challenge, caller, us.rank)
             self.link.sendall(reply)  # an empty socket takes this at once
             return None
         proof = _proof(us.key, b"connector", self._challenge, self._rank, us.rank)
         if self._rank not in expected or not hmac.compare_digest(received, proof):
-            raise ConnectionRefusedError("a stranger")
+            raise ConnectionRefusedError("not of this job")
         self.link.sendall(_WELCOME)  # raises if the connection was closed
         return self._rank
 

@@ -212,14 +212,6 @@ class _Departure(NamedTuple):
     pending: Sending
 
 
-class _Arrival(NamedTuple):
-    """A message whose token has come."""
-
-    meta: Meta
-    tensors: list[Tensor] | None  # None if the transport brings them
-    note: bytes  # from the transport's other end
-
-
 class Receiver:
     """The receiving end of a channel between two processes; arguments as for :class:`Sender`."""
 
@@ -237,7 +229,8 @@ class Receiver:
         self._num_pieces = 0
         self._num_allowed = 0
         self._num_receiving = 0
-        self._arrived: deque[_Arrival] = deque()
+        #: Of each token that has come: tensors, or None and the note of the transport's other end.
+        self._arrived: deque[tuple[Meta, list[Tensor] | None, bytes]] = deque()
         self._unfilled: deque[memoryview] = deque()  # of a message in pieces
         self._posted: deque[tuple[Meta, list[Tensor], Wait | None]] = deque()
         mesh.on(peer, channel_id, self._on_token)
@@ -305,13 +298,11 @@ class Receiver:
         if flags & _COMES_IN_PIECES:
             tensors = allocate(self._meta, "cpu")
             self._unfilled.extend(filter(len, map(_view_of, tensors)))
-            self._arrived.append(_Arrival(self._meta, tensors, b""))
-            return
-        if flags & _HAS_TENSORS:
-            arrival = _Arrival(self._meta, _tensors_from(body[start:], self._meta), b"")
+            self._arrived.append((self._meta, tensors, b""))
+        elif flags & _HAS_TENSORS:
+            self._arrived.append((self._meta, _tensors_from(body[start:], self._meta), b""))
         else:
-            arrival = _Arrival(self._meta, None, bytes(body[start:]))
-        self._arrived.append(arrival)
+            self._arrived.append((self._meta, None, bytes(body[start:])))
         self._post()
 
     def _on_piece(self, body: memoryview) -> None:

@@ -21,28 +21,19 @@ for failures in what the main thread is going to read (``look_ahead``).
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import select
 import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
-from procpipe.channel.connection import READ_BYTES, Connection
+from procpipe.channel.connection import Connections
+from procpipe.channel.failures import Failures, decode_failure, encode_failure
 from procpipe.channel.native_waits import NativeWaits, WaitReports
 from procpipe.channel.sockets import has_vanished
-from procpipe.errors import (
-    PeerLostError,
-    ProcpipeError,
-    RemoteStageError,
-    StageClosedError,
-    WaitTimeoutError,
-)
+from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
 from procpipe.forks import give_up_in_children
 from procpipe.signals import put_off
 
@@ -67,7 +58,7 @@ _FAILURE_TIMEOUT_S = 2.0
 class Mesh:
     """The connections of one rank, made of a non-blocking socket to each other rank.
 
-    ``ranks`` holds each rank's number in the job, which messages name.
+    ``ranks`` holds each rank's number in the job, which messages name; ``name_of`` describes one.
     A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
     begins anew whenever a peer has been busy (``send_busy``).
     ``num_looks`` counts how often incoming data was looked for.
@@ -82,11 +73,11 @@ class Mesh:
         stall_timeout_s: float,
         reports: WaitReports,
         ranks: Sequence[int] = range(1 << 62),
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
-        #: Describes a rank in errors.
-        self.name_of: Callable[[int], str] = lambda rank: f"rank {ranks[rank]}"
+        self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
         self.num_looks = 0
         self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self.timeout_s = timeout_s
@@ -95,32 +86,21 @@ class Mesh:
         self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
-        self._left: set[int] = set()
+        self._failures = Failures(rank, ranks, self.name_of, reports)
+        self.gone = self._failures.gone
         self._busy_peers: set[int] = set()
         self._counts_from = 0.0
-        self._failure: ProcpipeError | None = None
-        self._has_sent_failure = self._has_parted = self._is_closed = False
         self._reading = threading.RLock()
-        self._read_ahead: set[int] = set()
-        self._poller = select.poll()
-        self._peer_of: dict[int, int] = {}
-        self._connections: dict[int, Connection] = {}
-        buffer = memoryview(bytearray(READ_BYTES))
-        for peer, sock in sockets.items():
-            connection = Connection(sock, partial(self._take, peer), buffer)
-            self._connections[peer] = connection
-            for descriptor in connection.descriptors:
-                self._peer_of[descriptor] = peer
-                self._poller.register(descriptor, select.POLLIN)
+        self._connections = Connections(sockets, self._take, self._failures.note_lost)
         give_up_in_children(self)
 
     def socket_of(self, peer: int) -> socket.socket:
         """Return the socket to a connected peer."""
-        return self._connections[peer].sock
+        return self._connections.of[peer].sock
 
     def is_connected(self, peer: int) -> bool:
         """Return whether frames can still be sent to a peer, as far as is known."""
-        return peer in self._connections and peer not in self._left
+        return peer in self._connections.of and peer not in self._failures.left
 
     def on(self, peer: int, frame_type: int, handler: Handler) -> None:
         """Pass frames of a type from a peer to ``handler``, those that came early first."""
@@ -132,12 +112,9 @@ class Mesh:
 
     def send(self, peer: int, frame_type: int, flags: int, sequence: int, *parts: Any) -> None:
         """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
-        connection = self._connections.get(peer)
-        if connection is None or peer in self._left:
+        if not self.is_connected(peer):
             self._blame_for_leaving(peer, "sends to it")
-        connection.send(frame_type, flags, sequence, parts)
-        if connection.has_unsent:
-            self._poller.modify(connection.sock, select.POLLIN | select.POLLOUT)
+        self._connections.send(peer, frame_type, flags, sequence, parts)
 
     def send_busy(self, *, is_busy: bool) -> None:
         """Send to every peer that this rank begins or ends what ``timeout_s`` does not count."""
@@ -147,22 +124,12 @@ class Mesh:
 
     def has_unsent(self, peer: int) -> bool:
         """Return whether data for a peer waits until its socket can take more."""
-        return peer in self._connections and self._connections[peer].has_unsent
+        connection = self._connections.of.get(peer)
+        return connection is not None and connection.has_unsent
 
     def flush(self) -> None:
         """Wait until the sockets have taken everything."""
-        if self._busy:
-            self.wait(lambda: not self._busy, lambda: "its peers to read")
-
-    @property
-    def _busy(self) -> list[int]:
-        return [peer for peer, each in self._connections.items() if each.has_unsent]
-
-    def _send_on(self, peer: int) -> None:
-        connection = self._connections[peer]
-        connection.send_on()
-        if not connection.has_unsent:
-            self._poller.modify(connection.sock, select.POLLIN)
+        self.wait(lambda: not self._connections.busy, lambda: "its peers to read")
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -193,7 +160,7 @@ class Mesh:
         started, gone_s = time.monotonic(), math.inf
         stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
-            if peer in self._left:
+            if peer in self._failures.left:
                 gone_s = min(gone_s, time.monotonic())
                 if time.monotonic() - gone_s >= grace_s:
                     self._blame_for_leaving(peer, f"waits for {what()}")
@@ -210,14 +177,18 @@ class Mesh:
                 self.reports.start_wait(what(), started)
                 report_s = math.inf
             if self._counted_s(started) >= timeout_s:
-                raise WaitTimeoutError(
-                    f"{self.name_of(self.rank)} has waited {waited:.1f} s for {what()}; if that is "
-                    "not a fault, give Stage a larger timeout_s"
-                )
+                raise self.too_long(waited, what())
             if waited >= stall_s:
                 self._end_vanished()
                 self.reports.stalled(what(), waited)
                 stall_s *= 2
+
+    def too_long(self, waited_s: float, what: str) -> WaitTimeoutError:
+        """Return the error for a wait that exceeds ``timeout_s``."""
+        return WaitTimeoutError(
+            f"{self.name_of(self.rank)} has waited {waited_s:.1f} s for {what}; if that is not a "
+            "fault, give Stage a larger timeout_s"
+        )
 
     def _counted_s(self, started: float) -> float:
         """Return how much of a wait counts towards ``timeout_s``."""
@@ -230,9 +201,9 @@ class Mesh:
         """
         deadline = time.monotonic() + _FAILURE_TIMEOUT_S
         self._raise_failure()
-        while not (gone := self._left.intersection(peers)):
+        while not (gone := self._failures.left.intersection(peers)):
             left_s = deadline - time.monotonic()
-            if not self._connections or left_s <= 0:
+            if not self._connections.of or left_s <= 0:
                 return
             self.poll(left_s)
         self._blame_for_leaving(min(gone), meanwhile)
@@ -245,22 +216,7 @@ class Mesh:
     def _read_and_write(self, timeout_s: float) -> None:
         with self._reading:
             self.num_looks += 1
-            while self._read_ahead:
-                timeout_s = 0.0
-                peer = self._read_ahead.pop()
-                if peer in self._connections:
-                    self._connections[peer].hand_on()
-            for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
-                if descriptor not in self._peer_of:  # closed by an event before this one
-                    continue
-                peer = self._peer_of[descriptor]
-                if descriptor == self._connections[peer].process:
-                    self._process_ended(peer)
-                    continue
-                if event & select.POLLOUT:
-                    self._send_on(peer)
-                if event & ~select.POLLOUT:
-                    self._read(peer)
+            self._connections.read_and_write(timeout_s)
 
     def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
         """Look, in another thread, for failures in what the main thread is going to read.
@@ -271,52 +227,37 @@ class Mesh:
         if not self._reading.acquire(blocking=False):
             return None
         try:
-            if self._has_sent_failure or self._is_closed:
+            failures = self._failures
+            if failures.is_sent or self._connections.is_closed:
                 return None
-            left = set(self._left)
-            if isinstance(self._failure, RemoteStageError):  # read, but not raised yet
-                return self._failure, left
-            for peer, connection in self._connections.items():
-                frames, has_ended = connection.look_ahead()
-                if frames:
-                    self._read_ahead.add(peer)
+            left = set(failures.left)
+            if isinstance(failures.first, RemoteStageError):  # read, but not raised yet
+                return failures.first, left
+            for peer, frames, has_ended in self._connections.look_ahead():
                 for frame_type, body in frames:
                     if frame_type == GOODBYE:
                         left.add(peer)
                     elif frame_type == FAILURE:
-                        return _failure_from(body), left
+                        return decode_failure(body), left
                 if has_ended and peer not in left:
-                    return self._lost(peer, connection), left
+                    is_local = self._connections.of[peer].is_local
+                    return failures.lost(peer, is_local), left
             return None, left
         finally:
             self._reading.release()
 
     def _end_vanished(self) -> None:
         """Treat the ranks of hosts that no longer answer as dead."""
-        for peer, connection in list(self._connections.items()):
+        for peer, connection in list(self._connections.of.items()):
             if has_vanished(connection.sock):
-                self._ended(peer)
+                self._connections.end(peer)
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            if isinstance(self._failure, RemoteStageError):
-                is_lost = isinstance(self._failure, PeerLostError)
-                self.send_failure(self._failure.rank, self._failure.story, is_lost=is_lost)
-            raise self._failure
-
-    def _process_ended(self, peer: int) -> None:
-        while self._read(peer):
-            pass
-        if peer in self._connections:
-            self._ended(peer)
-
-    def _read(self, peer: int) -> bool:
-        connection = self._connections[peer]
-        may_have_more = connection.read()
-        if connection.has_ended:
-            self._ended(peer)
-        return may_have_more
+        if failure := self._failures.first:
+            if isinstance(failure, RemoteStageError):
+                self.send_failure(failure)
+            raise failure
 
     def _take(
         self, peer: int, sequence: int, frame_type: int, flags: int, body: memoryview
@@ -325,129 +266,70 @@ class Mesh:
         if handler is not None:
             handler(sequence, flags, body)
         elif frame_type == GOODBYE:
-            self._left.add(peer)
+            self._failures.left.add(peer)
         elif frame_type == BUSY:
             (self._busy_peers.add if flags else self._busy_peers.discard)(peer)
             self._counts_from = time.monotonic()
         elif frame_type != FAILURE:
             self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
-        elif self._failure is None:
-            self._failure = _failure_from(bytes(body))
+        elif self._failures.first is None:
+            self._failures.first = decode_failure(bytes(body))
 
     # -- endings --------------------------------------------------------------------------------
 
-    def send_failure(self, origin: int, story: str, *, is_lost: bool = False) -> None:
-        """Send to every peer, once, that rank ``origin`` failed; waits a moment for the sockets.
+    def send_failure(self, error: RemoteStageError) -> None:
+        """Send to every peer, once, that a rank failed; waits a moment for the sockets.
 
         It overtakes everything that the sockets have not begun to take.
         """
         with put_off():
-            if self._has_sent_failure:
+            if self._failures.is_sent:
                 return
-            self._has_sent_failure = True
-            for connection in self._connections.values():
+            self._failures.is_sent = True
+            for connection in self._connections.of.values():
                 connection.drop_unsent(but_begun=True)
-            body = json.dumps({"rank": origin, "story": story, "is_lost": is_lost}).encode()
-            self._send_to_all(FAILURE, body)
+            self._send_to_all(FAILURE, encode_failure(error).encode())
 
     def part(self, timeout_s: float) -> None:
         """Send a goodbye, and wait up to ``timeout_s`` for those of the others."""
-        if self._has_sent_failure or self._failure is not None:
+        if self._failures.is_sent or self._failures.first is not None:
             return
         self._send_to_all(GOODBYE, b"")
-        self._has_parted = True
+        self._failures.has_parted = True
         deadline_s = time.monotonic() + timeout_s
-        while self._connections.keys() - self._left and time.monotonic() < deadline_s:
+        while self._connections.of.keys() - self._failures.left and time.monotonic() < deadline_s:
             self._read_and_write(deadline_s - time.monotonic())
 
     def close(self) -> None:
         """Send a goodbye and close the sockets."""
-        if not (self._has_sent_failure or self._has_parted):
+        if not (self._failures.is_sent or self._failures.has_parted):
             self._send_to_all(GOODBYE, b"")
         self.native_waits.close()
-        self._close_descriptors()
+        with self._reading:
+            self._connections.close()
         self._handlers.clear()
 
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; later calls there raise an error."""
-        self._has_sent_failure = True
         self._reading = threading.RLock()  # a thread of the parent may hold the old one
-        self._close_descriptors()
-        self._failure = StageClosedError(
-            f"this process ({os.getpid()}) was forked from that of rank {self.ranks[self.rank]} "
-            f"({os.getppid()}): only that one can use its stage"
-        )
+        self._connections.close()
+        self._failures.note_forked()
 
     def check_process(self) -> None:
         """Raise ``StageClosedError`` in a forked child; for operations that use no socket."""
-        if isinstance(self._failure, StageClosedError):
-            raise self._failure
-
-    def _close_descriptors(self) -> None:
-        with self._reading:
-            self._is_closed = True
-            for connection in self._connections.values():
-                connection.close()
-            self._connections.clear()
-            self._peer_of.clear()
-            self._poller = select.poll()
+        if isinstance(self._failures.first, StageClosedError):
+            raise self._failures.first
 
     def _send_to_all(self, frame_type: int, body: bytes) -> None:
         """Send a last frame to all peers; waits a limited time until the sockets have taken it."""
-        for peer, connection in tuple(self._connections.items()):
-            if peer not in self._left and not connection.is_torn:
-                self.send(peer, frame_type, 0, 0, body)
-        deadline = time.monotonic() + _LAST_FRAME_TIMEOUT_S
-        while busy := self._busy:
-            poller = select.poll()
-            for peer in busy:
-                connection = self._connections[peer]
-                poller.register(connection.sock, select.POLLOUT)
-                if connection.process is not None:
-                    poller.register(connection.process, select.POLLIN)
-            for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                peer = self._peer_of[descriptor]
-                if descriptor == self._connections[peer].process:
-                    self._connections[peer].drop_unsent()  # the peer has ended
-                elif self._connections[peer].has_unsent:
-                    self._send_on(peer)
-            if time.monotonic() > deadline:
-                return
-
-    def _ended(self, peer: int) -> None:
-        connection = self._connections.pop(peer)
-        for descriptor in connection.descriptors:
-            self._poller.unregister(descriptor)
-            del self._peer_of[descriptor]
-        connection.close()
-        # No fault after this rank's goodbye: the peer may have ended without sending its own.
-        if not (peer in self._left or self._failure is not None or self._has_parted):
-            self._failure = self._lost(peer, connection)
-
-    def _lost(self, peer: int, connection: Connection) -> PeerLostError:
-        is_local = connection.sock.family == socket.AF_UNIX
-        elsewhere = "" if is_local else ", or its host or network failed"
-        story = (
-            f"{self.name_of(peer)} ended without a word: it was killed (out of memory?) or crashed"
-            f"{elsewhere}; its own output and the launcher's exit code tell more"
-        )
-        seen = self.reports.last_seen(peer)
-        return PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story)
+        for peer, connection in tuple(self._connections.of.items()):
+            if peer not in self._failures.left and not connection.is_torn:
+                self._connections.send(peer, frame_type, 0, 0, (body,))
+        self._connections.send_rest(_LAST_FRAME_TIMEOUT_S)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left; send that to all, so that none names this rank instead."""
-        if self._failure is None:
-            self._failure = PeerLostError(
-                self.ranks[peer],
-                f"{self.name_of(peer)} has left the pipeline (its script ended, or closed its "
-                f"stage) while {self.name_of(self.rank)} {meanwhile}: every rank must make the "
-                "same calls",
-            )
+        self._raise_failure()
+        self._failures.first = self.gone(peer, meanwhile)
         self._raise_failure()
         raise AssertionError("there is a failure")
-
-
-def _failure_from(body: bytes) -> RemoteStageError:
-    sent = json.loads(body)
-    error_type = PeerLostError if sent["is_lost"] else RemoteStageError
-    return error_type(sent["rank"], sent["story"])

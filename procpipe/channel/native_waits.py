@@ -14,15 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 #: How often the thread looks, at least.
 _LOOK_EVERY_S = 0.2
 
-
-class _Blocked(NamedTuple):
-    what: str
-    since_s: float
+#: A wait: for what, and since when.
+_Blocked = tuple[str, float]
 
 
 class WaitReports:
@@ -62,7 +59,7 @@ class NativeWaits:
                 target=self._run, name="procpipe native waits", daemon=True
             )
             self._thread.start()
-        blocked = self._blocked = _Blocked(what, time.monotonic())
+        blocked = self._blocked = (what, time.monotonic())
         try:
             yield
         except BaseException:  # the report stays as it is
@@ -88,10 +85,11 @@ class NativeWaits:
                 blocked = self._blocked
                 if blocked is None:
                     continue
-                waited_s = time.monotonic() - blocked.since_s
+                what, since_s = blocked
+                waited_s = time.monotonic() - since_s
                 if self._reported is not blocked:
                     self._reported, stall_s = blocked, self._stall_timeout_s
-                    self._reports.start_wait(*blocked)
+                    self._reports.start_wait(what, since_s)
                 if waited_s >= stall_s:
-                    self._reports.stalled(blocked.what, waited_s)
+                    self._reports.stalled(what, waited_s)
                     stall_s *= 2

@@ -57,13 +57,16 @@ from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed import Store, Work
 
 #: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute; and for
 #: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
 _MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
+
+#: The same for an operation of several ranks. The pipeline's transfers run beside it.
+_MAX_BLOCKS_TOGETHER = 8
 
 #: How many channels one rank may send on, and receive on: torch's streams of one priority, less
 #: the few that transports use otherwise.
@@ -134,24 +137,40 @@ class Communicators:
         self._groups.clear()
 
     def _connect(
-        self, key: tuple[int, ...], make: Callable[[], Any], begin: Callable[[Any, Tensor], Work]
+        self,
+        key: tuple[int, ...],
+        store: Store,
+        place: tuple[int, int],
+        num_blocks: int,
+        begin: Callable[[Any, list[Tensor]], Work],
+        *,
+        is_high_priority: bool,
     ) -> None:
         """Make and connect a communicator, first operation included, which ``begin`` begins.
 
-        NCCL connects ranks in that; it blocks the hosts of all of them.
+        NCCL connects ranks in that; it blocks the hosts of all of them. ``place`` is this process's
+        number in the group, and how many there are; an operation may take ``num_blocks`` thread
+        blocks.
         """
+        from torch.distributed import PrefixStore, ProcessGroupNCCL
+
+        options = nccl_options(
+            ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_high_priority
+        )
         self._connecting_to = key[:-1]
         self._is_initializing = True
-        group = make()
-        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        group.eager_connect_single_device(self._device)
-        self._groups[key] = group
-        self._is_initializing = False
-        begin(group, token).block_current_stream()
-        torch.cuda.synchronize(self._device)
-
-    def _end_connecting(self) -> None:
-        self._connecting_to, self._is_initializing = (), False
+        try:
+            own = PrefixStore(f"nccl/{'-'.join(map(str, key))}", store)
+            with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+                group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
+            token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            group.eager_connect_single_device(self._device)
+            self._groups[key] = group
+            self._is_initializing = False
+            begin(group, [token]).block_current_stream()
+            torch.cuda.synchronize(self._device)
+        finally:
+            self._connecting_to, self._is_initializing = (), False
 
     def _note(self, key: tuple[int, ...], work: Work) -> torch.cuda.Event:
         """Return what is recorded at the end of an operation."""
@@ -185,29 +204,17 @@ class NcclTransport(Communicators):
         """
         channels = list(channels)
         num_blocks = _num_blocks(channels)
-        try:
-            for channel in channels:
-                if self._rank in channel[:2]:
-                    self._connect_channel(store, channel, num_blocks)
-        finally:
-            self._end_connecting()
-
-    def _connect_channel(
-        self, store: Store, channel: tuple[int, int, int], num_blocks: int
-    ) -> None:
-        source, destination, number = channel
-        is_sender = self._rank == source
-        self._connect(
-            channel,
-            lambda: new_group(
-                store,
-                f"{source}-{destination}/{number}",
-                (0 if is_sender else 1, 2),
-                num_blocks,
-                is_high_priority=is_sender,
-            ),
-            lambda group, token: _transfer(group, [token], is_sender=is_sender),
-        )
+        for channel in channels:
+            if self._rank in channel[:2]:
+                is_sender = self._rank == channel[0]
+                self._connect(
+                    channel,
+                    store,
+                    (0 if is_sender else 1, 2),
+                    num_blocks,
+                    partial(_transfer, is_sender=is_sender),
+                    is_high_priority=is_sender,
+                )
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
@@ -227,7 +234,8 @@ class NcclTransport(Communicators):
     def _begin(
         self, channel: tuple[int, int, int], tensors: list[Tensor]
     ) -> tuple[Work | None, torch.cuda.Event | None]:
-        parts = _as_bytes(tensors)
+        # As bytes, since NCCL supports neither all dtypes nor empty tensors.
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not parts:
             return None, None
         work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
@@ -240,6 +248,35 @@ class NcclTransport(Communicators):
         compute = torch.cuda.current_stream(self._device)
         for tensor in tensors:
             tensor.record_stream(compute)
+
+
+class NcclGroup(Communicators):
+    """One communicator of several ranks, for operations of them all.
+
+    These begin after what is queued on the current stream.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self._key = (*ranks, 0)
+
+    def connect(self, store: Store) -> None:
+        """Connect to the other processes of the group; blocks until they do the same."""
+        *ranks, _ = self._key
+        self._connect(
+            self._key,
+            store,
+            (ranks.index(self._rank), len(ranks)),
+            _MAX_BLOCKS_TOGETHER,
+            lambda group, tokens: group.allreduce(tokens),
+            is_high_priority=True,
+        )
+
+    def begin(self, operate: Callable[[Any], Work]) -> Work:
+        """Begin an operation of torch's process group; the host never waits for it."""
+        work = operate(self._groups[self._key])
+        self._note(self._key, work)
+        return work
 
 
 class NcclSending(NamedTuple):
@@ -256,11 +293,6 @@ class NcclSending(NamedTuple):
     def is_done(self) -> bool:
         """Return whether the device has completed the transfer."""
         return self.over is None or self.over.query()
-
-
-def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """View tensors as bytes, since NCCL supports neither all dtypes nor empty tensors."""
-    return [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
 def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
@@ -288,23 +320,6 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
 
     work: Work = in_a_batch(group, begin)
     return work
-
-
-def new_group(
-    store: Store, name: str, place: tuple[int, int], num_blocks: int, *, is_high_priority: bool
-) -> Any:
-    """Make a process group that is not connected.
-
-    ``name`` is its own, for keys of the job's store; ``place`` this process's number in it, and how
-    many there are. An operation may take ``num_blocks`` thread blocks.
-    """
-    from torch.distributed import PrefixStore, ProcessGroupNCCL
-
-    options = nccl_options(
-        ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_high_priority
-    )
-    with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        return ProcessGroupNCCL(PrefixStore(f"nccl/{name}", store), *place, options)
 
 
 @contextlib.contextmanager

@@ -21,17 +21,18 @@ which takes no memory, and the next slot is made at the end of the file.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import struct
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.channel.mapping import discard, map_file
 from procpipe.channel.meta import Meta, layout
 from procpipe.forks import give_up_in_children
 from procpipe.limits import naming_file_limit
@@ -51,6 +52,8 @@ _IN_USE, _IS_MAPPED = 0, 1
 #: Tensors begin at multiples of this, as torch's own memory does.
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
+
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class ShmTransport:
@@ -72,7 +75,9 @@ class ShmTransport:
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         give_up_in_children(self)
 
-    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[_Sent, bytes]:
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[_ShmSlot, bytes]:
         """Copy contiguous CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot = self._free_slot(peer, channel_id, size)
@@ -85,7 +90,7 @@ class ShmTransport:
         if dropped:
             note += b"".join(map(_NUMBER.pack, dropped))
             dropped.clear()
-        return _Sent(slot), note
+        return slot, note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -100,7 +105,7 @@ class ShmTransport:
             if peer not in self._files_of:
                 self._files_of[peer] = _opened(self._pids[peer], descriptor, peer)
             slot = self._mapped[peer, start] = _Mapped(self._files_of[peer], start, num_bytes)
-        return slot.lend(meta), _no_wait
+        return slot.lend(meta), lambda: None  # they are there
 
     def drain(self) -> None:
         """Do nothing: no transfer is under way on a device."""
@@ -154,7 +159,7 @@ class _File:
 
 
 class _ShmSlot:
-    """A slot of this process, to send from."""
+    """A slot of this process, to send from: a send is over once its tensors are in it."""
 
     def __init__(self, file: _File, start: int, size_bytes: int) -> None:
         self.file = file
@@ -173,10 +178,17 @@ class _ShmSlot:
         self.memory = _mapped(file, start, self.num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
+    def wait(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        """Return whether the receiver has mapped the slot, and no longer needs the sender."""
+        return bool(self.memory[_IS_MAPPED])
+
     def discard_unused(self) -> None:
         """Return the memory to the system, unless the receiver uses it."""
-        if not self.memory[_IN_USE]:
-            discard(self.memory)
+        if not self.memory[_IN_USE]:  # no error if the system refuses: then it stays
+            _system().madvise(self.address, len(self.memory), mmap.MADV_REMOVE)
 
 
 class _Mapped:
@@ -214,24 +226,6 @@ class _Mapped:
         self._memory[_IN_USE] = 0
 
 
-class _Sent:
-    """A message in its slot: its tensors were copied."""
-
-    def __init__(self, slot: _ShmSlot) -> None:
-        self._slot = slot
-
-    def wait(self) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        """Return whether the receiver has mapped the slot, and no longer needs the sender."""
-        return bool(self._slot.memory[_IS_MAPPED])
-
-
-def _no_wait() -> None:
-    """Do nothing: received tensors are there."""
-
-
 def _opened(pid: int, descriptor: int, peer: int) -> _File:
     """Open the file of a peer's slots; ``FileNotFoundError`` if a failed peer has closed it."""
     path = f"/proc/{pid}/fd/{descriptor}"
@@ -242,12 +236,35 @@ def _opened(pid: int, descriptor: int, peer: int) -> _File:
 
 
 def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
-    try:
-        return map_file(file.descriptor, start, num_bytes)
-    except OSError as error:
+    """Map a slot into shared, writable memory; ``start`` is a multiple of the page size.
+
+    Python's ``mmap`` would keep a descriptor for each (3.13 can do without: ``trackfd``), so this
+    calls the system's. The memory is unmapped once nothing refers to its bytes: no slice, no tensor
+    over them.
+    """
+    system = _system()
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+    address = system.mmap(None, num_bytes, protection, flags, file.descriptor, start)
+    if address == _FAILED:
         raise MemoryError(
             f"a message of {num_bytes / 2**20:.1f} MiB cannot be mapped into memory "
-            f"({error.strerror}): the process has too many messages in use at a time "
-            "(vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
+            f"({os.strerror(ctypes.get_errno())}): the process has too many messages in use at a "
+            "time (vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
             "micro-batches (chunks), use Stage(schedule='1f1b'), or Stage(transport='gloo')"
-        ) from error
+        )
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    # Not as Python ends: other exit functions may still use it, and the process frees it anyway.
+    weakref.finalize(memory, system.munmap, address, num_bytes).atexit = False
+    return memoryview(memory).cast("B")
+
+
+@functools.cache
+def _system() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = pointer
+    # off_t has 64 bits wherever a pointer has.
+    library.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_ssize_t)
+    library.munmap.argtypes = (pointer, size)
+    library.madvise.argtypes = (pointer, size, number)
+    return library

@@ -18,6 +18,7 @@ a GPU the host waits for the numbers at the end of R. So only few mini-batches a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from procpipe.errors import RecomputeError
 from procpipe.torch_internals import pytree
 
 _NUM_PROJECTIONS = 4
@@ -38,7 +38,8 @@ _COARSE = 0.05
 
 _MINI_BATCHES = frozenset({1, *(2 * 8**k for k in range(20))})
 
-_REPEATED = (
+#: What recomputation repeats, for errors.
+REPEATED = (
     "Repeated are the generators of torch, random and numpy.random, those that modules hold as "
     "attributes (self.generator = torch.Generator()), and buffers (register_buffer, for a "
     "counter): use these, or checkpoint='never'"
@@ -46,11 +47,11 @@ _REPEATED = (
 
 
 class _Entry(NamedTuple):
-    """One tensor: what it is, and projections and root mean square if it has numbers."""
+    """One tensor: what it is; sums of projections, and of squares last, if it has numbers."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    numbers: Tensor | None
+    sums: Tensor | None
 
 
 #: All tensors of an output, from left to right.
@@ -103,12 +104,12 @@ class Digests:
 
     def _digest(self, value: Any) -> _Digest:
         return [
-            _Entry(tuple(leaf.shape), leaf.dtype, self._numbers(leaf))
+            _Entry(tuple(leaf.shape), leaf.dtype, self._sums(leaf))
             for leaf in pytree.tree_leaves(value)
             if isinstance(leaf, Tensor)
         ]
 
-    def _numbers(self, tensor: Tensor) -> Tensor | None:
+    def _sums(self, tensor: Tensor) -> Tensor | None:
         is_plain = type(tensor.detach()) is Tensor and tensor.layout == torch.strided
         if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
             return None
@@ -116,19 +117,28 @@ class Digests:
             tensor = torch.view_as_real(tensor.resolve_conj())
         vectors = self._vectors.get(tensor.device)
         if vectors is None:
-            own = torch.Generator(tensor.device).manual_seed(0)
-            vectors = self._vectors[tensor.device] = torch.randn(
-                _CHUNK, _NUM_PROJECTIONS, generator=own, dtype=torch.float64, device=tensor.device
-            )
-        total = torch.zeros(_NUM_PROJECTIONS + 1, dtype=torch.float64, device=tensor.device)
+            # On a GPU, another stage's may be drawn on another stream.
+            draw = _cpu_vectors if tensor.device.type == "cpu" else _vectors
+            vectors = self._vectors[tensor.device] = draw(tensor.device)
+        total: Tensor | None = None
         for k, piece in enumerate(_pieces(tensor)):
             values = piece.to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
             # A different factor for each piece, so that exchanged pieces are detected.
             projected = torch.mv(vectors[: len(values)].T, values) * (1 + 0.5 * math.cos(k))
-            total += torch.cat([projected, torch.dot(values, values)[None]])
-        total[:-1] /= math.sqrt(tensor.numel())
-        total[-1] = (total[-1] / tensor.numel()).sqrt()
+            sums = torch.cat([projected, torch.dot(values, values)[None]])
+            total = sums if total is None else total.add_(sums)
         return total
+
+
+def _vectors(device: torch.device) -> Tensor:
+    """Draw the random vectors, the same in all stages: ``(_CHUNK, _NUM_PROJECTIONS) float64``."""
+    own = torch.Generator(device).manual_seed(0)
+    shape = _CHUNK, _NUM_PROJECTIONS
+    with torch.inference_mode(mode=False):
+        return torch.randn(shape, generator=own, dtype=torch.float64, device=device)
+
+
+_cpu_vectors = functools.cache(_vectors)
 
 
 class Difference(NamedTuple):
@@ -162,14 +172,6 @@ def difference(first: Look, again: Look, *, is_coarse: bool) -> Difference | Non
     return None
 
 
-def differs(found: Difference, place: str, i: int) -> RecomputeError:
-    """Return the error that names the layer and the difference."""
-    return RecomputeError(
-        f"{place} gave {found.how} when micro-batch {i} was recomputed, so gradients would be "
-        f"wrong: it depends on what recomputation does not repeat. {_REPEATED}"
-    )
-
-
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Cut a tensor into flat pieces, the same for all strides, without a copy of the whole."""
     if tensor.numel() <= _CHUNK:
@@ -185,8 +187,16 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _numbers_of(one: _Digest, other: _Digest) -> Iterator[tuple[list[float], list[float]]]:
     for ours, theirs in zip(one, other, strict=True):
-        if ours.numbers is not None and theirs.numbers is not None:
-            yield ours.numbers.tolist(), theirs.numbers.tolist()
+        if ours.sums is not None and theirs.sums is not None:
+            yield _scaled(ours), _scaled(theirs)
+
+
+def _scaled(entry: _Entry) -> list[float]:
+    """Return projections and the root mean square, which do not grow with the tensor."""
+    assert entry.sums is not None
+    *projected, squares = entry.sums.tolist()
+    num_values = math.prod(entry.shape)
+    return [*(x / math.sqrt(num_values) for x in projected), math.sqrt(squares / num_values)]
 
 
 def _tolerance(look: Look) -> float:

@@ -1,4 +1,6 @@
-"""Keeps gradients of earlier calls apart from those of the call that runs, which may be corrected.
+"""Keeps gradients of earlier calls apart from those of the call that runs.
+
+Of all parameters if these may be corrected; else of those that other stages have, too.
 
 begin            the gradients of earlier calls are set aside, before the first backward task
 correct(0.98)    those of this call are multiplied by a number that is known only at its end
@@ -23,8 +25,6 @@ class Earlier:
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set aside the gradients of earlier calls, once a call."""
-        if self._set_aside:
-            return
         for parameter in parameters:
             if parameter not in self._set_aside:
                 self._set_aside[parameter] = parameter.grad
@@ -40,7 +40,7 @@ class Earlier:
             RuntimeError: hooks have used a parameter's gradient already.
         """
         for parameter in self._set_aside:
-            if has_gradient_hooks(parameter):
+            if parameter.requires_grad and has_gradient_hooks(parameter):
                 raise RuntimeError(
                     "loss_fn returns sums and weights, so gradients are not final before the end "
                     f"of step(), but a parameter of shape {tuple(parameter.shape)} has a hook that "

@@ -21,7 +21,7 @@ class Entry:
 class Enter(torch.autograd.Function):
     """Received tensors become results of this node, which catches their gradients.
 
-    ``detach`` makes aliases that are no views, so that layers may change them in place as in the
+    ``detach`` makes aliases that are not views, so that layers may change them in place as in the
     plain model. They share their version with the received tensors, so that this is detected.
     (``mark_dirty`` would count as such a change itself.)
     """

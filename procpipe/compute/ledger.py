@@ -9,8 +9,8 @@ hold whatever the timing, and equals what ``plan.simulate`` predicts from sizes 
     Run B(i)                  - input, - output, - gradient
 
 It counts the tensors that travel or wait between tasks. What autograd saves inside the layers
-depends on the layers, and is not counted; nor is what a backward in two tasks puts off from I to W,
-though a partition's input may be among it, which counts until I.
+depends on the layers, and is not counted. What a backward in two tasks puts off from I to W is not
+counted either; a partition's input may be part of it, and counts until I.
 """
 
 from __future__ import annotations

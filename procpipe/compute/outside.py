@@ -13,7 +13,7 @@ optimizers of torch 2.13) raises no version, and is not detected.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from procpipe.compute.buffers import BufferPlace, Buffers
 class OutsideChanges:
     """The versions of a partition's parameters and buffers."""
 
-    def __init__(self, layers: tuple[tuple[str, nn.Module], ...], buffers: Buffers) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], buffers: Buffers) -> None:
         self._layers = layers
         self._buffers = buffers
         self._parameters: list[Tensor] = []
@@ -48,7 +48,7 @@ class OutsideChanges:
         assert self._noted is not None, "noted by the first forward"
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
             self._is_searched = True
-            there = _parameters_of(m for _, layer in self._layers for m in layer.modules())
+            there = _parameters_of(m for layer in self._layers.values() for m in layer.modules())
             if len(there) != len(self._parameters) or any(
                 now is not before and not hasattr(before, "device_mesh")  # FSDP gathers a DTensor
                 for now, before in zip(there, self._parameters, strict=True)
@@ -80,7 +80,7 @@ class OutsideChanges:
     def _name_of(self, parameter: Tensor) -> str:
         return next(
             name
-            for layer_name, layer in self._layers
+            for layer_name, layer in self._layers.items()
             for name, found in layer.named_parameters(layer_name)
             if found is parameter
         )

@@ -23,32 +23,30 @@ Independent of other partitions and of the order of tasks, which the executor ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute import refused
 from procpipe.compute.buffers import BufferCopies, Buffers
-from procpipe.compute.digests import Digests, Look, difference, differs
+from procpipe.compute.digests import Look
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
+from procpipe.compute.layers import Finish, PartitionLayers
 from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import SharedInputs, Sharing, are_same
-from procpipe.compute.skips import SkipPorts
+from procpipe.compute.sharing import are_same
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
-from procpipe.skip.layout import SkipLayout
-from procpipe.skip.tracker import tracking
+from procpipe.errors import RecomputeError
 from procpipe.torch_internals import is_compiled, run_backward
-from procpipe.tree import Flat, Structure, flatten, in_words, is_plain, unflatten
+from procpipe.tree import Flat, Structure
 
-#: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
-Finish = Callable[[Any], Any]
+_Form = tuple[Structure, tuple[torch.dtype, ...]]
 
 
 @dataclass(slots=True)
@@ -66,73 +64,53 @@ class _Pass:
     look: Look | None = None
     versions: list[int] = field(default_factory=list)
 
-
-class _Learned(NamedTuple):
-    """What a first forward with a graph has shown for all inputs of the same form."""
-
-    form: tuple[Structure, tuple[torch.dtype, ...]]
-    requires_grad: tuple[bool, ...]
+    def leaving(self, output: Flat, flags: tuple[bool, ...]) -> Flat:
+        """Return the output detached; ``flags`` say which of its tensors require a gradient."""
+        self.requires_grad = flags
+        return _with(output, [tensor.detach() for tensor in output.tensors], flags)
 
 
 class Partition:
-    """The local layers, by their names in the full model, run task by task.
+    """The local layers, run task by task.
 
-    The model's first layer takes several inputs; the output of the last partition need not travel.
     Where skip tensors enter, an input is the tuple of what comes from the partition before and of
-    each source's skip tensors; where they leave, an output likewise. Every tensor at the edges must
-    be on ``device``.
+    each source's skip tensors; where they leave, an output likewise.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        device: torch.device,
-        *,
-        is_first: bool,
-        is_last: bool = True,
-        skips: SkipPorts | None = None,
-    ) -> None:
-        self.on_layer: Callable[[int], None] = lambda index: None
+    def __init__(self, layers: PartitionLayers) -> None:
+        self.layers = layers
         self.is_compiled = False
-        self._layers = tuple(layers.items())
-        self._current = -1
-        self.device = device
-        self._is_first = is_first
-        self._is_last = is_last
-        self.skips = skips or SkipPorts(SkipLayout(), 0)
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._buffers = Buffers(layers)
-        self._outside = OutsideChanges(self._layers, self._buffers)
-        self._generators = Generators(device)
-        self._digests = Digests()
-        self._splitter = Splitter(layers.values(), self._anchor)
-        self._sharing = Sharing()
+        self.device = layers.device
+        self._anchor = torch.empty(0, device=self.device, requires_grad=True)
+        self._buffers = Buffers(layers.named)
+        self._outside = OutsideChanges(layers.named, self._buffers)
+        self._generators = Generators(self.device)
+        self._splitter = Splitter(layers.named.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._trainable: tuple[bool, ...] = ()
         self._types: list[type] = []
-        self._learned: dict[tuple[Structure, tuple[bool, ...], bool, bool], _Learned] = {}
-        self._clone_inputs = bool(layers) and any(
-            getattr(module, "inplace", False) for module in self._layers[0][1].modules()
-        )
+        #: What a first forward with a graph has shown for all inputs of the same form: the form of
+        #: the output, and which of its tensors require a gradient.
+        self._learned: dict[tuple[Any, ...], tuple[_Form, tuple[bool, ...]]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
         self._passes.clear()
         self._put_off.clear()
-        self._digests.begin()
+        self.layers.digests.begin()
         # Read again, since a user may replace modules and parameters.
-        modules = [module for _, layer in self._layers for module in layer.modules()]
+        modules = [module for layer in self.layers.named.values() for module in layer.modules()]
         types = list(map(type, modules))
         if types != self._types:
-            check_not_data_parallel(self._layers)
+            check_not_data_parallel(self.layers.named.items())
             check_sharded_before(self._types or types, types)
             self._types = types
         self._generators.begin(modules)
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled
-            self._splitter = Splitter((layer for _, layer in self._layers), self._anchor)
+            self._splitter = Splitter(self.layers.named.values(), self._anchor)
         trainable = self._outside.begin(modules)
         if trainable != self._trainable:
             self._trainable = trainable
@@ -140,7 +118,7 @@ class Partition:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the layers, as they are now."""
-        for _, layer in self._layers:
+        for layer in self.layers.named.values():
             yield from layer.parameters()
 
     @property
@@ -181,19 +159,17 @@ class Partition:
         """
         if not keep:
             with torch.no_grad():
-                tensors, structure = self._run(inputs, inputs.tensors, finish)
-            return Flat(tensors, structure, (False,) * len(tensors)).sharing(*self._sharing)
+                output = self.layers.run(inputs, inputs.tensors, finish)
+            return _with(output, output.tensors, (False,) * len(output.tensors))
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
             output = self._forward_without_graph(this, is_left_out)
             self._outside.note(is_repeated=True)
             return output
         with self._splitter.into(this.put_off):
-            tensors, structure = self._run_with_graph(this)
+            output = self._run_with_graph(this)
         self._outside.note(is_repeated=False)
-        this.requires_grad = tuple(tensor.requires_grad for tensor in tensors)
-        detached = [tensor.detach() for tensor in tensors]
-        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
+        return this.leaving(output, output.requires_grad)
 
     def recompute(self, i: int) -> int:
         """Run micro-batch ``i`` again, with a graph; return the bytes of the roots it keeps."""
@@ -201,42 +177,51 @@ class Partition:
         assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
         if not any(this.requires_grad):
             return 0
-        if this.versions != self._versions(this.inputs.tensors):
-            raise refused.micro_batch_changed(i)
+        if this.versions != self.layers.versions(this.inputs.tensors):
+            raise RecomputeError(
+                f"the input of micro-batch {i} was changed in place after its first forward, so "
+                "recomputing it would start from the wrong values: leave a mini-batch's input "
+                "alone until its backward() is over, or use checkpoint='never'"
+            )
         if fault := self._outside.fault(this.buffers):
-            raise refused.changed_between(fault, i)
-        self._digests.start_again(this.look)
+            raise RecomputeError(
+                f"{fault} after the first forward of micro-batch {i} and before its "
+                "recomputation, whose gradients would be wrong: change parameters and buffers "
+                "after backward() is over (optimizer.step(), load_state_dict())"
+            )
+        self.layers.digests.start_again(this.look)
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
             self._splitter.into(this.put_off),
         ):
-            tensors, _ = self._run_with_graph(this)
+            output = self._run_with_graph(this)
         self._outside.note(is_repeated=True)
-        self._compare(i, this)
-        this.ambient = this.buffers = None
-        flags = tuple(tensor.requires_grad for tensor in tensors)
-        if len(flags) != len(this.requires_grad) or any(
-            now and not before for now, before in zip(flags, this.requires_grad, strict=True)
-        ):
-            raise refused.other_gradients(i, flags, this.requires_grad)
-        return num_bytes(tensors)
+        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
+        self.layers.compare(i, this.look, is_coarse=is_coarse)
+        this.ambient = this.buffers = this.look = None
+        flags, expected = output.requires_grad, this.requires_grad
+        if len(flags) != len(expected) or any(map(operator.gt, flags, expected)):
+            raise RecomputeError(
+                f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
+                f"first forward was taken to give {expected}: either a layer takes another way the "
+                "second time (see is_recomputing()), or which outputs require gradients differs "
+                "between micro-batches of one form; use checkpoint='never'"
+            )
+        return num_bytes(output.tensors)
 
     def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
 
-        Takes the gradient, or None, of each output tensor that requires one; returns that of each
-        input tensor that requires one, None where it had no influence.
+        This is task B; of a split micro-batch task I, without what W will do. Takes the gradient,
+        or None, of each output tensor that requires one; returns that of each input tensor that
+        requires one, None where it had no influence.
         """
-        assert self._passes[i].put_off is None, "split: its tasks are I and W"
-        return self._backward(i, gradients)
-
-    def backward_input(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Run task I of a split micro-batch: ``backward`` without what W will do."""
-        this = self._passes[i]
-        assert this.put_off is not None, "not split: its task is B"
+        this = self._passes.pop(i)
+        if this.put_off is None:
+            return self._backward(i, this, gradients)
         with self._splitter.into(this.put_off):
-            input_gradients = self._backward(i, gradients)
+            input_gradients = self._backward(i, this, gradients)
         self._put_off[i] = this.put_off
         return input_gradients
 
@@ -253,8 +238,7 @@ class Partition:
 
     # -- running the layers ---------------------------------------------------------------------
 
-    def _backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        this = self._passes.pop(i)
+    def _backward(self, i: int, this: _Pass, gradients: list[Tensor | None]) -> list[Tensor | None]:
         wanting = []
         if any(this.requires_grad):  # else it may not have been recomputed, and have no roots
             wanting = [r for r, wants in zip(this.roots, this.requires_grad, strict=True) if wants]
@@ -281,10 +265,10 @@ class Partition:
         ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
-        this.look = self._digests.start()
+        this.look = self.layers.digests.start()
         generators = self._generators
         this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
-        this.versions = self._versions(inputs.tensors)
+        this.versions = self.layers.versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
         learned = self._learned.get(kind)
@@ -292,30 +276,30 @@ class Partition:
             if learned is None or self.is_compiled:
                 before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
-                    tensors, structure = self._run_with_graph(this)
+                    output = self._run_with_graph(this)
                 if not all(map(are_same, before, inputs.tensors)):
-                    raise refused.input_changed_past_autograd()
+                    raise RecomputeError(
+                        "a layer changed its partition's input past autograd (through x.data or "
+                        "NumPy), so recomputing it would start from the wrong values: change a "
+                        "copy, or use checkpoint='never'"
+                    )
                 this.roots, this.entry = [], Entry()
-                learned = learned or _Learned(
-                    _form(tensors, structure), tuple(t.requires_grad for t in tensors)
-                )
-                self._learned[kind] = learned
+                learned = self._learned.setdefault(kind, (_form(output), output.requires_grad))
             else:
-                given = self._unshared(inputs.tensors)
-                tensors, structure = self._run(inputs, given, this.finish, inputs.tensors)
-        self._digests.stop()
+                given = self.layers.unshared(inputs.tensors)
+                output = self.layers.run(inputs, given, this.finish, inputs.tensors)
+        self.layers.digests.stop()
         self._buffers.after_forward()
-        this.requires_grad = learned.requires_grad
-        if learned.form != _form(tensors, structure):  # the output's form depends on the data
-            this.requires_grad = tuple(tensor.is_floating_point() for tensor in tensors)
-        detached = [tensor.detach() for tensor in tensors]
-        return Flat(detached, structure, this.requires_grad).sharing(*self._sharing)
+        form, flags = learned
+        if form != _form(output):  # the output's form depends on the data
+            flags = tuple(tensor.is_floating_point() for tensor in output.tensors)
+        return this.leaving(output, flags)
 
-    def _run_with_graph(self, this: _Pass) -> tuple[list[Tensor], Structure]:
+    def _run_with_graph(self, this: _Pass) -> Flat:
         tensors, flags = this.inputs.tensors, this.inputs.requires_grad
         # The model's input is one tensor for all micro-batches, and so is its version.
-        is_kept = this.ambient is not None or self._is_first
-        inputs = self._unshared(tensors) if is_kept else list(tensors)
+        is_kept = this.ambient is not None or self.layers.is_first
+        inputs = self.layers.unshared(tensors) if is_kept else list(tensors)
         entering = [k for k, wants in enumerate(flags) if wants]
         if entering:
             entered = Enter.apply(  # type: ignore[no-untyped-call]
@@ -324,139 +308,24 @@ class Partition:
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
         untouched = tensors if this.ambient is not None else ()
-        this.roots, structure = self._run(this.inputs, inputs, this.finish, untouched)
-        return this.roots, structure
-
-    def _run(
-        self,
-        inputs: Flat,
-        tensors: list[Tensor],
-        finish: Finish | None,
-        untouched: Sequence[Tensor] = (),
-    ) -> tuple[list[Tensor], Structure]:
-        """Run the layers on ``tensors``, in the structure of ``inputs``.
-
-        ``untouched`` are the tensors that recomputation needs as they are now.
-        """
-        value = unflatten(tensors, inputs.structure)
-        watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
-        entered: list[Any] = []
-        if self.skips.sources:
-            value, *entered = value
-        tracker = self.skips.tracker(entered)
-        tracker.on_stash = lambda tensor: self._digests.add(self._current, tensor)
-        with tracking(tracker):
-            value = self._run_layers(value, finish, untouched, watch)
-        self.skips.check(tracker)
-        if self.skips.destinations:
-            value = (value, *self.skips.messages(tracker))
-        outputs, structure = flatten(value)
-        for output in outputs:
-            if not (self._is_last or is_plain(output)):
-                raise refused.not_plain(self.where(), output)
-            if output.device != self.device or output.layout != torch.strided:
-                raise refused.misplaced(self.where(), output, self.device)
-        if not self._is_last:
-            self._sharing = watch.leaving(outputs, self._layers[0][0] if self._layers else "")
-        self._enter(-1)
-        return outputs, structure
-
-    def _run_layers(
-        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: SharedInputs
-    ) -> Any:
-        versions = self._versions(untouched)
-        spread = self._is_first
-        must_look = watch.is_needed or self._digests.is_looking  # rarely
-        self._digests.add(-1, value)
-        for k, (_, layer) in enumerate(self._layers):
-            self._enter(k)
-            try:
-                value = _called(layer, value) if spread else layer(value)
-            except Exception as error:
-                error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
-                raise
-            spread = False
-            if must_look:
-                watch.look(self.where)
-                self._digests.add(self._current, value)
-            if versions and versions != self._versions(untouched):
-                raise refused.input_changed(self.where())
-        if finish is not None:
-            self._enter(len(self._layers))
-            value = finish(_passed_on(value) if spread else value)
-            if must_look:
-                watch.look(self.where)
-                self._digests.add(self._current, value)
-            if versions and versions != self._versions(untouched):
-                raise refused.input_changed(self.where())
-        elif spread:  # a partition without layers passes its inputs on
-            value = _passed_on(value)
-        return value
-
-    def _versions(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return what rises when one of these inputs is changed in place.
-
-        Empty where the first layer may do so: it works on copies of what is recomputed, but not of
-        the last micro-batch, whose version is that of the whole mini-batch.
-        """
-        return [] if self._clone_inputs else [tensor._version for tensor in tensors]
-
-    def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return inputs that the first layer may change although they are kept."""
-        return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
+        output = self.layers.run(this.inputs, inputs, this.finish, untouched)
+        this.roots = output.tensors
+        return output
 
     def tensors_of(self, i: int) -> Iterator[Tensor]:
         """Yield the layers' own tensors and a micro-batch's inputs and roots."""
-        for _, layer in self._layers:
+        for layer in self.layers.named.values():
             yield from layer.parameters()
             yield from layer.buffers()
         if (this := self._passes.get(i)) is not None:
             yield from this.inputs.tensors
             yield from this.roots
 
-    # -- faults ---------------------------------------------------------------------------------
 
-    @property
-    def places(self) -> list[str]:
-        """The layers in words, then the loss, by the indices of ``on_layer``."""
-        layers = [f"layer {name!r} ({type(layer).__name__})" for name, layer in self._layers]
-        return [*layers, "loss_fn"]
-
-    def where(self) -> str:
-        """Name the layer that is running, or that raised."""
-        return self.places[self._current] if self._current >= 0 else "between layers"
-
-    def _enter(self, index: int) -> None:
-        self._current = index
-        self.on_layer(index)
-
-    def _compare(self, i: int, this: _Pass) -> None:
-        """Compare a recomputation with its first forward, if both have digests."""
-        first, again = this.look, self._digests.stop()
-        this.look = None
-        if first is None or again is None:
-            return
-        assert this.ambient is not None
-        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
-        if found := difference(first, again, is_coarse=is_coarse):
-            self._current = found.place  # which the error's notes name, too
-            raise differs(found, self.where(), i)
+def _with(output: Flat, tensors: list[Tensor], flags: tuple[bool, ...]) -> Flat:
+    """Return an output with other tensors, and which of them require a gradient."""
+    return Flat(tensors, output.structure, flags).sharing(output.memories, output.changes)
 
 
-def _passed_on(inputs: Any) -> Any:
-    """Return the model's inputs as the first partition passes them on without a layer."""
-    if isinstance(inputs, dict):
-        raise refused.named_without_layer()
-    return inputs[0] if len(inputs) == 1 else inputs
-
-
-def _called(layer: nn.Module, inputs: Any) -> Any:
-    """Call the model's first layer with its inputs: positional, or a dict by position and name."""
-    if isinstance(inputs, tuple):
-        return layer(*inputs)
-    positional = [value for key, value in inputs.items() if isinstance(key, int)]
-    return layer(*positional, **{k: value for k, value in inputs.items() if isinstance(k, str)})
-
-
-def _form(tensors: list[Tensor], structure: Structure) -> tuple[Structure, tuple[torch.dtype, ...]]:
-    return structure, tuple(tensor.dtype for tensor in tensors)
+def _form(output: Flat) -> _Form:
+    return output.structure, tuple(tensor.dtype for tensor in output.tensors)

@@ -9,6 +9,7 @@ pop   <── stashed in this partition
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,13 +36,9 @@ class SkipPorts:
         self.destinations = layout.out_of(partition)
         self._entering = [layout.keys[a, partition] for a in self.sources]
         self._leaving = [layout.keys[partition, b] for b in self.destinations]
-        self._num_pops = [layout.num_pops[a, partition] for a in self.sources]
-        self._num_pops_elsewhere: dict[SkipKey, int] = {}
-        for b in self.destinations:
-            pair = partition, b
-            for key, num_pops in zip(layout.keys[pair], layout.num_pops[pair], strict=True):
-                known = self._num_pops_elsewhere.get(key, 0)
-                self._num_pops_elsewhere[key] = known + num_pops
+        self._num_pops_elsewhere: Counter[SkipKey] = Counter()
+        for num_pops in self._leaving:
+            self._num_pops_elsewhere.update(num_pops)
         #: Skip tensors popped here of which a later partition has a copy of its own.
         self._needed_later = {
             key: b
@@ -53,8 +50,8 @@ class SkipPorts:
     def tracker(self, messages: Iterable[Sequence[Any]]) -> StageTracker:
         """Make the tracker of one run of the layers, from the values of each source's message."""
         tracker = StageTracker(self._num_pops_elsewhere)
-        for keys, counts, values in zip(self._entering, self._num_pops, messages, strict=True):
-            for key, num_pops, value in zip(keys, counts, values, strict=True):
+        for keys, values in zip(self._entering, messages, strict=True):
+            for (key, num_pops), value in zip(keys.items(), values, strict=True):
                 if not isinstance(value, str):
                     tracker.enter(key, value, num_pops, is_needed_later=key in self._needed_later)
         return tracker
@@ -69,12 +66,13 @@ class SkipPorts:
         Raises:
             RuntimeError: a skip tensor that a later one pops too was changed in place.
         """
-        for key in tracker.changed():
-            raise RuntimeError(
-                f"skip tensor {key} was changed in place by a layer that popped it, but partition "
-                f"{self._needed_later[key]} pops it too, and has it as it was: change a copy "
-                "(skip = skip + 1 for skip.add_(1))"
-            )
+        for key, (tensor, version) in tracker.needed_later.items():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"skip tensor {key} was changed in place by a layer that popped it, but "
+                    f"partition {self._needed_later[key]} pops it too, and has it as it was: "
+                    "change a copy (skip = skip + 1 for skip.add_(1))"
+                )
 
 
 class StageTracker(PlainTracker):
@@ -82,15 +80,16 @@ class StageTracker(PlainTracker):
 
     Attributes:
         leaving: what later partitions will pop.
+        needed_later: what later partitions pop too, and its version when it entered.
         on_stash: called with whatever a layer stashes.
     """
 
-    def __init__(self, num_pops_elsewhere: dict[SkipKey, int]) -> None:
+    def __init__(self, num_pops_elsewhere: Counter[SkipKey]) -> None:
         super().__init__()
         self.on_stash: Callable[[Tensor | None], None] = lambda tensor: None
         self.leaving: dict[SkipKey, Tensor | None] = {}
         self._num_pops_elsewhere = num_pops_elsewhere
-        self._versions: dict[SkipKey, tuple[Tensor, int]] = {}
+        self.needed_later: dict[SkipKey, tuple[Tensor, int]] = {}
 
     def enter(
         self, key: SkipKey, tensor: Tensor | None, num_pops: int, *, is_needed_later: bool
@@ -98,18 +97,12 @@ class StageTracker(PlainTracker):
         """Keep a tensor that came from an earlier partition for the layers that will pop it."""
         super().stash(key, tensor, num_pops)
         if is_needed_later and tensor is not None and not tensor.is_inference():
-            self._versions[key] = tensor, tensor._version
-
-    def changed(self) -> list[SkipKey]:
-        """List the tensors needed on later partitions too that were changed in place."""
-        return [
-            key for key, (tensor, version) in self._versions.items() if tensor._version != version
-        ]
+            self.needed_later[key] = tensor, tensor._version
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the layers of this partition that will pop it, and for later ones."""
         self.on_stash(tensor)
-        num_elsewhere = self._num_pops_elsewhere.get(key, 0)
+        num_elsewhere = self._num_pops_elsewhere[key]
         if num_elsewhere:
             self.leaving[key] = tensor
         if num_pops > num_elsewhere:

@@ -2,11 +2,12 @@
 
 Each stage has a copy. In each call with a backward pass
 
-    begin          what earlier calls have left in .grad is set aside
+    Earlier.begin  what earlier calls have left in .grad is set aside
     B, W tasks     add what this stage's layers contribute
     message        goes to each other stage that has a copy, after the last of these tasks
     add_up         sums the contributions in the order of the stages, which is the same everywhere,
-                   so that all copies get equal bits; and adds what was set aside
+                   so that all copies get equal bits
+    Earlier.end    adds what was set aside
 
 So equal optimizers keep the copies equal. Partitions of one stage use the tensor itself.
 """
@@ -15,14 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.earlier import Earlier
 from procpipe.notes import warn
 from procpipe.torch_internals import has_accumulation_hooks
 
@@ -67,7 +67,6 @@ class Tied:
         self._buffers = tuple(buffers)
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
-        self._earlier = Earlier()
         self._num_calls = 0
 
     def renamed(
@@ -98,28 +97,19 @@ class Tied:
             if ours:
                 send(other, [copy.tensor for copy in ours])
 
-    def names_in(self, saved: Container[str]) -> dict[str, str]:
-        """Return, for each name of a copy, under which one its value is to be read.
-
-        That is the last name of those saved, whose value plain PyTorch would leave in it; so all
-        copies get the same, also where names are missing or have different values.
-        """
-        found: dict[str, str] = {}
-        for copy in self.parameters + self._buffers:
-            last = next((name for name in reversed(copy.all_names) if name in saved), None)
-            if last is not None:
-                found |= dict.fromkeys(copy.all_names, last)
-        return found
-
     def all_names(self) -> list[tuple[str, ...]]:
         """Return, for each copy, all its names in the full model, in order."""
         return [copy.all_names for copy in self.parameters + self._buffers]
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load each copy under the name that counts, which may be one on another stage."""
-        names = self.names_in(state_dict)
+        """Load each copy under the last of its names there, which may be one on another stage.
+
+        Plain PyTorch would leave that value in it; so all copies get the same, also where names are
+        missing or have different values.
+        """
         for copy in self.parameters + self._buffers:
-            value = state_dict[names[copy.name]] if copy.name in names else None
+            last = next((name for name in reversed(copy.all_names) if name in state_dict), None)
+            value = None if last is None else state_dict[last]
             if isinstance(value, Tensor) and value.shape == copy.tensor.shape:
                 with torch.no_grad():
                     copy.tensor.copy_(value)
@@ -213,10 +203,6 @@ class Tied:
                     found.append(parameter.grad)
         return by_partition, counted_elsewhere
 
-    def begin(self) -> None:
-        """Set aside the gradients of earlier calls, once a call."""
-        self._earlier.begin(copy.tensor for copy in self.parameters)
-
     def gradients_for(self, stage: int) -> list[Part]:
         """Return what this stage contributes to the parameters that another has, too.
 
@@ -245,11 +231,6 @@ class Tied:
         sums = [self._sum_of(copy, others) for copy in self.parameters]
         for copy, total in zip(self.parameters, sums, strict=True):
             copy.tensor.grad = total
-        self._earlier.end()
-
-    def abandon(self) -> None:
-        """Put back what was set aside, if a call has failed."""
-        self._earlier.abandon()
 
     def _sum_of(self, copy: Copy, others: Mapping[int, Iterator[Part]]) -> Tensor | None:
         own = copy.tensor.grad

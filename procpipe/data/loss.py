@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.microbatch import checked_weights
 from procpipe.data.remote import Remote
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
@@ -37,7 +36,8 @@ class Loss:
     weight_per_sample: Tensor | None = field(default=None, init=False)
     #: Multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
-    _last_weight: Tensor | None = field(default=None, init=False)
+    #: What the mini-batch of the newest step counts; 0-dim, float64.
+    last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def check(self) -> None:
@@ -118,10 +118,16 @@ class Loss:
                 "loss_weight needs a target: give one to step() on rank 0 or on the last stage, or "
                 "leave loss_weight out"
             )
-        found = checked_weights([float(self.weight(target)) for target in targets])
+        found = tuple(float(self.weight(target)) for target in targets)
+        total = sum(found)
+        if any(not weight >= 0 for weight in found) or not total < math.inf:
+            raise ValueError(
+                f"the loss weights of the micro-batches are {list(found)}, which add up to {total}:"
+                " each must be a finite number from 0, and so must be their sum"
+            )
         if not is_share:
             self.warn_of_weights(found)
-        return tuple(found)
+        return found
 
     def warn_of_weights(self, weights: Sequence[float]) -> None:
         """Warn, once, if no micro-batch of a mini-batch counts."""
@@ -129,7 +135,7 @@ class Loss:
             self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
 
     def expected(self, num_samples: float) -> Tensor:
-        """Return what samples are expected to count, of sums; as much as in the step before."""
+        """Return the expected weight of samples, for sums: per sample as in the step before."""
         rate = self.weight_per_sample
         if rate is None:
             rate = torch.ones((), dtype=torch.float64)
@@ -148,14 +154,8 @@ class Loss:
         if isinstance(weight, Tensor):
             self.weight_per_sample = weight / whole
         found = whole if weight is None else weight
-        self._last_weight = torch.as_tensor(found, dtype=torch.float64)
+        self.last_weight = torch.as_tensor(found, dtype=torch.float64)
         return loss
-
-    def weight_of_last_step(self) -> Tensor:
-        """Return what the mini-batch of the newest step counts; see ``Stage.last_weight``."""
-        if self._last_weight is None:
-            raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
-        return self._last_weight
 
     def warn_of_no_weight(self, what: str) -> None:
         """Warn, once, of a mini-batch that counts nothing."""

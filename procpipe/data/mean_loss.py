@@ -29,7 +29,7 @@ class MeanLoss:
         loss: the user's function.
         weights: what each micro-batch counts; of sums, their samples.
         total_weight: what the sum is divided by; None for the sum of the weights.
-        is_sent: whether the other stages do not know the weights.
+        is_sent: whether the other stages need the sum of the weights from this one.
         whole: what the micro-batches of all replicas count, if there are several; of sums, their
             samples. Then the total of sums is known on no stage before the end.
     """
@@ -89,39 +89,39 @@ class MeanLoss:
         if not self._loss.is_sum:
             return torch.full_like(loss, self._shares[i], dtype=dtype)
         if self._divisor is None:
-            self._divisor = self._total()
-            if self._total_weight is None and self._whole is not None:
-                self._is_divisor_exact = False
-                self._divisor = self._loss.expected(self._whole).to(self._divisor.device)
-            elif self._total_weight is None and len(self._counted) < len(self._weights):
-                self._is_divisor_exact = False
-                known = math.fsum(self._weights[k] for k in self._counted)
-                rate = self._loss.weight_per_sample
-                rate = self._divisor / known if rate is None else rate.to(self._divisor.device)
-                # Where nothing is known, a sample counts 1.
-                rate = torch.where(rate == 0, torch.ones_like(rate), rate)
-                self._divisor = self._divisor + rate * (math.fsum(self._weights) - known)
-            self._divisor = or_one(self._divisor)
+            self._divisor = or_one(self._expected_total())
         return self._divisor.reciprocal().to(loss.device, dtype)
 
-    def _total(self) -> Tensor:
-        if self._total_weight is None:
-            return self._weight_so_far()
-        return torch.full_like(next(iter(self._counted.values())), self._total_weight)
+    def _expected_total(self) -> Tensor:
+        """Return the total of sums, 0-dim, or what it is expected to be, and note which."""
+        so_far = self._weight_so_far()
+        if self._total_weight is not None:
+            return torch.full_like(so_far, self._total_weight)
+        is_all_counted = len(self._counted) == len(self._weights)
+        self._is_divisor_exact = self._whole is None and is_all_counted
+        if self._whole is not None:
+            return self._loss.expected(self._whole).to(so_far.device)
+        if is_all_counted:
+            return so_far
+        known = math.fsum(self._weights[k] for k in self._counted)
+        rate = self._loss.weight_per_sample
+        rate = so_far / known if rate is None else rate.to(so_far.device)
+        # Where nothing is known, a sample counts 1.
+        return so_far + or_one(rate) * (math.fsum(self._weights) - known)
 
     def _weight_so_far(self) -> Tensor:
         return torch.stack([self._counted[i] for i in sorted(self._counted)]).sum()
 
     @property
     def part(self) -> LossPart:
-        """What this stage knows of the loss, once all its micro-batches are counted."""
+        """This stage's part of the loss, once all its micro-batches are counted."""
         assert self._sum is not None, "a mini-batch has a micro-batch"
         divisor = None if self._is_divisor_exact else self._divisor
         return LossPart(self._sum, self.weight, divisor)
 
     @cached_property
     def weight(self) -> Tensor | float | None:
-        """What the mini-batch counts; None if all stages know that."""
+        """What the mini-batch counts; None if all stages have that number."""
         if not self._loss.is_sum:
             return math.fsum(self._weights) if self._is_sent else None
         weight = self._weight_so_far()
@@ -136,12 +136,12 @@ class MeanLoss:
 
 
 class LossPart(NamedTuple):
-    """What one last stage knows of a mini-batch's loss."""
+    """One last stage's part of a mini-batch's loss."""
 
     #: Of weighted means, divided by the total already; or of the sums that ``loss_fn`` returned.
     #: 0-dim.
     sum: Tensor
-    #: What the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages know it.
+    #: What the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages have it.
     weight: Tensor | float | None = None
     #: Of sums, what gradients were divided by, 0-dim, if that was not the total.
     divisor: Tensor | None = None
@@ -150,8 +150,8 @@ class LossPart(NamedTuple):
 def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a mini-batch and what its gradients are to be multiplied by, both 0-dim.
 
-    There is no second where gradients are right. ``part`` is that of the last stage; with replicas,
-    of all of them. ``total_weight`` is the user's, or None.
+    The second is None if gradients are right already. ``part`` is that of the last stage; with
+    replicas, that of all replicas. ``total_weight`` is the user's, or None.
     """
     if not isinstance(part.weight, Tensor):
         return part.sum, None

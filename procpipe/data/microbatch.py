@@ -15,25 +15,25 @@ mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.containers import USABLE, opened
+from procpipe.containers import USABLE, Container, opened
 from procpipe.errors import BoundaryError
 from procpipe.tree import PLAIN_TYPES
 
 
 class NoChunk:
-    """Wraps a tensor that is not split: every micro-batch is given the whole of it.
+    """Wraps a tensor that is not scattered: every micro-batch is given the whole of it.
 
     Args:
         tensor: of any shape and dtype; its dim 0 need not be the batch.
 
     Raises:
-        TypeError: it is not a tensor (anything else is never split, so needs no wrapping).
+        TypeError: it is not a tensor (anything else is never scattered, so needs no wrapping).
 
     Source:
         ``NoChunk`` of ``torch.distributed.pipeline.sync``, the name its users know.
@@ -45,7 +45,7 @@ class NoChunk:
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"NoChunk wraps a tensor, not a {type(tensor).__qualname__}: pass the value as it "
-                "is, since only tensors are split"
+                "is, since only tensors are scattered"
             )
         self.tensor = tensor
 
@@ -60,7 +60,7 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
     become views; ``NoChunk`` tensors and plain values are repeated.
 
     Raises:
-        TypeError: there is no tensor to split, or a value of another type (``BoundaryError``).
+        TypeError: there is no tensor to scatter, or a value of another type (``BoundaryError``).
         ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
     """
     if type(inputs) is tuple and len(inputs) == 1:
@@ -114,27 +114,12 @@ def gather(outputs: list[Any]) -> Any:
     return _merge(outputs, "output")
 
 
-def checked_weights(weights: Sequence[float]) -> list[float]:
-    """Return what each micro-batch counts in the loss.
-
-    Raises:
-        ValueError: a weight, or the sum of all, is negative or not a finite number.
-    """
-    total = sum(weights) if weights else math.nan
-    if any(not weight >= 0 for weight in weights) or not total < math.inf:
-        raise ValueError(
-            f"the loss weights of the micro-batches are {list(weights)}, which add up to {total}: "
-            "each must be a finite number from 0, and so must be their sum"
-        )
-    return list(weights)
-
-
 def _batch_size(inputs: Any) -> int:
     tensors = _tensors_to_split(inputs, "input")
     first = next(tensors, None)
     if first is None:
         raise TypeError(
-            "the input holds no tensor that could be split into micro-batches: pass at least one "
+            "the input holds no tensor to scatter over micro-batches: pass at least one "
             "tensor with the batch in dim 0 that is not wrapped in NoChunk"
         )
     first_where, first_tensor = first
@@ -153,8 +138,8 @@ def _batch_size(inputs: Any) -> int:
 def _num_samples(tensor: Tensor, where: str) -> int:
     if tensor.dim() == 0:
         raise ValueError(
-            f"{where} is a tensor without dimensions, which cannot be split into micro-batches: "
-            "wrap it in NoChunk to give it whole to each"
+            f"{where} is a tensor without dimensions, which cannot be scattered over "
+            "micro-batches: wrap it in NoChunk to give it whole to each"
         )
     return len(tensor)
 
@@ -162,7 +147,7 @@ def _num_samples(tensor: Tensor, where: str) -> int:
 def _other_size(where: str, size: int, other: str, other_size: int) -> ValueError:
     return ValueError(
         f"{where} has {size} samples but {other} has {other_size}: give both the same size of dim "
-        "0, or wrap a tensor that is not to be split in NoChunk"
+        "0, or wrap a tensor that is not to be scattered in NoChunk"
     )
 
 
@@ -172,80 +157,55 @@ def _sizes(batch_size: int, chunks: int) -> list[int]:
     return [min(step, batch_size - start) for start in range(0, batch_size, step)]
 
 
-class _Inside(NamedTuple):
-    """What a container holds: its class, and what must be the same in all micro-batches."""
-
-    children: dict[str, Any]  # by label, as in [0], ['x'] and .loss
-    like: Callable[[list[Any]], Any]  # builds such a container from other children, in order
-    in_words: str
-
-
-def _inside(value: Any, where: str) -> _Inside | None:
-    """Return what a container holds, None for any other value."""
-    of = type(value)
-    if of is tuple or of is list:
-        children = {f"[{position}]": child for position, child in enumerate(value)}
-        return _Inside(children, of, f"a {of.__name__} of {len(value)}")
-    if of is dict:
-        keys = tuple(value)
-        children = {f"[{key!r}]": child for key, child in value.items()}
-        form = f"a dict with the keys {', '.join(sorted(map(repr, keys)))}"
-        return _Inside(children, lambda parts: dict(zip(keys, parts, strict=True)), form)
-    if isinstance(value, Tensor) or of in (NoChunk, *PLAIN_TYPES):
+def _opened(value: Any, where: str) -> Container | None:
+    """Take a container apart; return None for a tensor, ``NoChunk`` or plain value."""
+    if isinstance(value, Tensor) or type(value) in (NoChunk, *PLAIN_TYPES):
         return None
     container = opened(value, where)
     if container is None:
         raise _unknown_type(value, where)
-    children = dict(zip(container.labels, container.children, strict=True))
-    return _Inside(children, container.like, container.in_words)
+    return container
 
 
 def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield where, value
-    elif (inside := _inside(value, where)) is not None:
-        for label, child in inside.children.items():
+    elif (container := _opened(value, where)) is not None:
+        for label, child in zip(container.labels, container.children, strict=True):
             yield from _tensors_to_split(child, where + label)
 
 
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
     if isinstance(value, Tensor):
         return list(torch.split(value, list(sizes)))
-    if (inside := _inside(value, "a value")) is not None:
-        children = [_divide(child, sizes) for child in inside.children.values()]
-        return [inside.like([parts[i] for parts in children]) for i in range(len(sizes))]
+    if (container := _opened(value, "a value")) is not None:
+        children = [_divide(child, sizes) for child in container.children]
+        return [container.like([parts[i] for parts in children]) for i in range(len(sizes))]
     repeated = value.tensor if type(value) is NoChunk else value
     return [repeated for _ in sizes]
 
 
 def _merge(values: list[Any], where: str) -> Any:
-    expected, inside = _form(values[0], where)
-    children = []
-    for i, value in enumerate(values):
-        found, own = _form(value, where)
-        if found != expected:
+    containers, forms = [], []
+    for value in values:
+        if type(value) is NoChunk:
+            raise _unknown_type(value, where)
+        containers.append(container := _opened(value, where))
+        plain = "a tensor" if isinstance(value, Tensor) else "a plain value"
+        forms.append(container.in_words if container else plain)
+        if forms[-1] != forms[0]:
             raise ValueError(
-                f"{where} is {expected} in micro-batch 0 but {found} in micro-batch {i}: let the "
-                "last stage build its output alike for every micro-batch"
+                f"{where} is {forms[0]} in micro-batch 0 but {forms[-1]} in micro-batch "
+                f"{len(forms) - 1}: let the last stage build its output alike for every micro-batch"
             )
-        children.append(own.children if own else {})
     if isinstance(values[0], Tensor):
         return torch.cat(values) if values[0].dim() else torch.stack(values)
-    if inside is not None:
-        return inside.like(
-            [_merge([each[key] for each in children], where + key) for key in inside.children]
-        )
-    return None if all(value is None for value in values) else values
-
-
-def _form(value: Any, where: str) -> tuple[str, _Inside | None]:
-    """Return in words what must be the same in all micro-batches, and what a container holds."""
-    if isinstance(value, Tensor):
-        return "a tensor", None
-    if type(value) is NoChunk:
-        raise _unknown_type(value, where)
-    inside = _inside(value, where)
-    return (inside.in_words, inside) if inside else ("a plain value", None)
+    if (first := containers[0]) is None:
+        return None if all(value is None for value in values) else values
+    by_label = [dict(zip(each.labels, each.children, strict=True)) for each in containers if each]
+    return first.like(
+        [_merge([each[label] for each in by_label], where + label) for label in first.labels]
+    )
 
 
 def _unknown_type(value: Any, where: str) -> BoundaryError:

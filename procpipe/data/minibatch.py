@@ -21,11 +21,10 @@ from torch import Tensor
 from procpipe.compute.graph import Enter
 from procpipe.compute.sharing import shared
 from procpipe.data.mean_loss import MeanLoss
-from procpipe.data.microbatch import gather, scatter
-from procpipe.data.upload import uploaded
-from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
+from procpipe.data.microbatch import gather
+from procpipe.tree import Flat, cut, flatten, joined, map_tensors, unflatten
 
-#: Runs the backward pass, given the gradients of each micro-batch's outputs that want one.
+#: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
 
 
@@ -95,11 +94,6 @@ class Ingoing:
     requiring: list[list[Tensor]]
 
     @classmethod
-    def of(cls, inputs: Inputs, chunks: int, device: torch.device) -> Ingoing:
-        """Scatter a model's inputs; see ``microbatch.scatter`` for what is raised."""
-        return cls.of_parts(*scatter(inputs, chunks), device)
-
-    @classmethod
     def of_parts(
         cls, parts: Sequence[Inputs], sizes: Sequence[int], device: torch.device
     ) -> Ingoing:
@@ -149,7 +143,7 @@ class MiniBatch:
     #: before the total is known; 0-dim.
     expected: Tensor | None = None
     #: On the stage of the last partition, for a program that begins with backward tasks: each
-    #: micro-batch's gradients of the output tensors that want one.
+    #: micro-batch's gradients of the output tensors that require one.
     output_gradients: Sequence[list[Tensor | None]] | None = None
 
 
@@ -164,7 +158,7 @@ class Outcome:
     #: What the mini-batch counts, if the order does not say it: a tensor where ``loss_fn`` returns
     #: it.
     weight: Tensor | float | None = None
-    #: On the first stage, each micro-batch's gradients of inputs that want one.
+    #: On the first stage, each micro-batch's gradients of inputs that require one.
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 
@@ -173,30 +167,38 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
 
     ``run_backward`` is called when the user runs a loss backward; None if that cannot follow.
     """
-    if run_backward is None or not any(any(output.requires_grad) for output in outputs):
-        return gather([output.value for output in outputs])
-    wanting = [
-        tensor
-        for output in outputs
-        for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
-        if wants
-    ]
-    counts = [sum(output.requires_grad) for output in outputs]
-    anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
-    attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
-    values = []
-    for output in outputs:
-        chosen = [
-            next(attached) if wants else tensor
-            for tensor, wants in zip(output.tensors, output.requires_grad, strict=True)
-        ]
-        values.append(unflatten(chosen, output.structure))
-    return gather(values)
+    whole = joined(outputs)
+    tensors = whole.tensors
+    wanting = [t for t, wants in zip(tensors, whole.requires_grad, strict=True) if wants]
+    if run_backward is not None and wanting:
+        counts = [sum(output.requires_grad) for output in outputs]
+        anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
+        attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
+        pairs = zip(tensors, whole.requires_grad, strict=True)
+        tensors = [next(attached) if wants else tensor for tensor, wants in pairs]
+    value = unflatten(tensors, whole.structure)
+    return gather(list(value) if len(outputs) > 1 else [value])
 
 
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a nested value with its tensors on a device; the host waits for no device."""
     return map_tensors(lambda tensor: uploaded(tensor, device), value)
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, as ``tensor.to(device)``; does not wait for the device.
+
+    A copy from ordinary memory waits for all work queued on the stream. One from pinned memory does
+    not, but that memory must not change until the device has read it, and a user may fill it with
+    the next mini-batch. So a tensor is first copied into pinned memory of torch's allocator, which
+    reuses it once the device has read it:
+
+        user's tensor ── host copies ──> pinned memory ══ the device copies, later ══> GPU
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return tensor.to(device)
+    pinned = torch.empty_like(tensor, memory_format=torch.preserve_format, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 class _Output(Enter):

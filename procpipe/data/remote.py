@@ -92,7 +92,7 @@ class Remote:
 
     def detach(self) -> Remote:
         """Return a placeholder of the same value without a backward pass."""
-        return _placeholder(self, ())
+        return _joined([self], ())
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Run this rank's part of the backward pass.
@@ -236,15 +236,13 @@ class _BackwardPass:
         self._function()
 
 
-def _placeholder(like: Remote, passes: tuple[_BackwardPass, ...]) -> Remote:
-    placeholder = Remote(like._rank, like._what, None)
-    placeholder._passes = passes
+def _joined(remotes: Sequence[Remote], passes: Iterable[_BackwardPass] | None = None) -> Remote:
+    """Return a placeholder for what is computed from others, with all their passes by default."""
+    if passes is None:
+        passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
+    placeholder = Remote(remotes[0]._rank, remotes[0]._what, None)
+    placeholder._passes = tuple(passes)
     return placeholder
-
-
-def _joined(remotes: Sequence[Remote]) -> Remote:
-    passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
-    return _placeholder(remotes[0], tuple(passes))
 
 
 def _result(func: Any, arguments: Any) -> Remote:
@@ -276,11 +274,8 @@ def _operands(value: Any) -> Iterator[Any]:
     """Yield the placeholders and tensors in the nested arguments of a call."""
     if isinstance(value, (Remote, Tensor)):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for child in value:
-            yield from _operands(child)
-    elif isinstance(value, dict):
-        for child in value.values():
+    elif isinstance(value, (tuple, list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
             yield from _operands(child)
 
 

@@ -55,7 +55,7 @@ def family_of(model: nn.Module) -> Family:
     """Return the row of a model's class.
 
     Raises:
-        TypeError: no model of transformers, or of a class that is not supported.
+        TypeError: not a model of transformers, or of a class that is not supported.
     """
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models."):

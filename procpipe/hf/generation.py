@@ -11,7 +11,6 @@ replica 0.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,7 +57,7 @@ def generate(
         ends where all sequences have.
 
     Raises:
-        TypeError: the model is no causal language model of ``hf.sequential``.
+        TypeError: the model is not a causal language model of ``hf.sequential``.
         ValueError: no prompts, or another wrong argument on rank 0.
         RemoteStageError: another rank failed.
 
@@ -73,15 +72,8 @@ def generate(
     job: dict[str, Any] = {}
     if stage.rank == 0:
         try:
-            ends = _ends(model, eos_token_id)
-            padding = model.generation_config.pad_token_id
-            if attention_mask is None and isinstance(input_ids, Tensor) and padding is not None:
-                attention_mask = None if padding in ends else input_ids != padding
-            job = _job(
-                input_ids, attention_mask, max_new_tokens, temperature if do_sample else None
-            )
-            padding = padding if padding is not None else ends[0] if ends else 0
-            job |= {"ends": ends, "padding": padding}
+            given = input_ids, attention_mask, max_new_tokens
+            job = _job(model, *given, temperature if do_sample else None, eos_token_id)
         except (TypeError, ValueError) as error:
             job = {"fault": str(error)}
     job = stage.fetch(job)
@@ -164,14 +156,24 @@ def _chosen(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     return chosen.masked_fill(has_none, -1)
 
 
-def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None) -> dict[str, Any]:
+def _job(
+    model: Any, tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None, eos: Any
+) -> dict[str, Any]:
     """Return what all ranks need of rank 0's arguments, checked."""
+    eos = model.generation_config.eos_token_id if eos is None else eos
+    eos = eos.tolist() if isinstance(eos, Tensor) else eos
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if wrong := [end for end in ends if not isinstance(end, int)]:
+        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         form = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
-    if not isinstance(mask, Tensor | None):
+    padding = model.generation_config.pad_token_id
+    if mask is None:
+        is_known = padding is not None and padding not in ends
+        mask = tokens != padding if is_known else torch.ones_like(tokens)
+    if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
-    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
     if mask.shape != tokens.shape or not mask[:, -1].all():
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(tokens.shape)}, or "
@@ -187,22 +189,13 @@ def _job(tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None)
         )
     return {
         "tokens": tokens,
-        "mask": mask,
+        "mask": mask.to(tokens),
         "max_new_tokens": max_new_tokens,
         "temperature": None if temperature is None else float(temperature),
         "seed": 0 if temperature is None else int(torch.randint(2**62, ())),
+        "ends": ends,
+        "padding": padding if padding is not None else ends[0] if ends else 0,
     }
-
-
-def _ends(model: Any, eos: int | Sequence[int] | Tensor | None) -> list[int]:
-    if eos is None:
-        eos = model.generation_config.eos_token_id
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    if wrong := [end for end in ends if not isinstance(end, int)]:
-        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
-    return ends
 
 
 class _Caches:
@@ -216,38 +209,21 @@ class _Caches:
         """Start with the first micro-batch again."""
         self._position = 0
 
-    def next(self, config: Any) -> Any:
-        """Return the cache of the next micro-batch; a new one in the first pass."""
+    def next(self, config: Any, num_blocks: int) -> Any:
+        """Return the cache of the next micro-batch; a new one in the first pass.
+
+        Args:
+            config: of the block alone, which asks for its cache by its index in the whole model.
+            num_blocks: of the whole model.
+        """
         if self._position == len(self._caches):
-            self._caches.append(_cache_type()(config=config))
+            from transformers import DynamicCache
+
+            cache = DynamicCache(config=config)
+            cache.layers *= num_blocks  # the same one at each index
+            self._caches.append(cache)
         self._position += 1
         return self._caches[self._position - 1]
-
-
-@functools.cache
-def _cache_type() -> Any:
-    from transformers import DynamicCache
-
-    class OneBlockCache(DynamicCache):
-        """A cache of one block, which asks for it by its index in the whole model."""
-
-        def update(
-            self,
-            key_states: Tensor,
-            value_states: Tensor,
-            layer_idx: int,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            return super().update(key_states, value_states, 0, *args, **kwargs)
-
-        def get_seq_length(self, layer_idx: int = 0) -> Any:
-            return super().get_seq_length(0)
-
-        def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> Any:
-            return super().get_mask_sizes(query_length, 0)
-
-    return OneBlockCache
 
 
 @contextmanager

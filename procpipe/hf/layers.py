@@ -27,7 +27,7 @@ _TRAVELS = ("attention_mask", "position_ids")
 #: The attribute of hidden states with what blocks on this stage are called with, by kind of block.
 _GIVEN = "_procpipe_given"
 
-#: Parameters of a forward that are no inputs of a mini-batch.
+#: Parameters of a forward that are not inputs of a mini-batch.
 _NO_INPUTS = ("self", "past_key_values", "use_cache", "kwargs", "encoder_hidden_states")
 
 #: The output of one layer: the hidden states, and what travels with them, by name.
@@ -168,7 +168,8 @@ class Block(ShellLayer):
     def _by_shell(self, state: State) -> State:
         given = {name: state[name] for name in self._travels if name in state}
         if self.caches is not None:
-            given |= {"past_key_values": self.caches.next(self.shell.config), "use_cache": True}
+            cache = self.caches.next(self.shell.config, self._config.num_hidden_layers)
+            given |= {"past_key_values": cache, "use_cache": True}
         result = self.run(inputs_embeds=state["hidden_states"], **given)
         state = {**state, "hidden_states": result[0]}
         logits = getattr(result, "router_logits", None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,36 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     model, member = model_of(stage), Member.of(stage)
     path = Path(folder).absolute()
     _check_whole(stage, "hf.save_pretrained")
+    keys = FileKeys.of(stage, None)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which transformers ties to others
+    prefixes = tuple(prefix for prefix, _ in _adapted(stage))
+    adapted = [name for key, name in keys.own.items() if key.startswith(prefixes)]
     with member.call("hf.save_pretrained") as agree:
         faults = agree(
-            _shared(stage, model),
-            lambda lists: sorted({key for keys in lists for key in keys}),
+            [name for name in adapted if name in {*tied, *tied.values()}],
+            lambda of_ranks: sorted({*chain.from_iterable(of_ranks)}),
         )
         if not faults:
-            _write(stage, model, path, _merged(stage), agree)
+            values = stage.state_dict() | _merged(stage)
+            agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
+            own = {name: values[key] for key, name in _to_write(keys, tied)}
+            write_files(path, member.own_share(_parts(model, own)), member, agree)
+            dtype = next((value.dtype for value in own.values()), model.config.dtype)
+            agree(None, lambda _: _write_configuration(model, path, dtype))
     raise_faults(
         "adapters change one name of a matrix that has several, which one folder cannot hold "
         "(save the adapter alone with hf.save_adapter)",
         faults,
     )
+
+
+def _write_configuration(model: Any, path: Path, dtype: torch.dtype) -> None:
+    config = copy.copy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(path)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(path)
 
 
 def _check_whole(stage: Stage, call: str) -> None:
@@ -110,33 +129,10 @@ def _check_whole(stage: Stage, call: str) -> None:
         )
 
 
-def _write(stage: Stage, model: Any, path: Path, merged: dict[str, Tensor], agree: Agree) -> None:
-    """Write the folder of a model, with these values merged."""
-    member = Member.of(stage)
-    agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
-    values = stage.state_dict()
-    own = {
-        name: merged.get(key, values[key])
-        for key, name in _to_write(model, FileKeys.of(stage, None))
-        if not is_of_adapter(key)
-    }
-    write_files(path, member.own_share(_parts(model, own)), member, agree)
-
-    def write_configuration(_: list[Any]) -> None:
-        config = copy.copy(model.config)
-        config.architectures = [type(model).__name__]
-        config.dtype = next(iter(own.values())).dtype if own else config.dtype
-        config.save_pretrained(path)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(path)
-
-    agree(None, write_configuration)
-
-
 def read_into(
     pieces: dict[str, Tensor],
     source: Source,
-    agree: Callable[..., Any],
+    agree: Agree,
     saved: Iterable[str],
     *,
     strict: bool,
@@ -230,12 +226,12 @@ def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: part.as_subclass(Tensor) for key, part in parts.items()}
 
 
-def _to_write(model: Any, keys: FileKeys) -> Iterator[tuple[str, str]]:
+def _to_write(keys: FileKeys, tied: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the keys to be written, each with that in the file; of a shared tensor one of all."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which transformers ties to others
     for key, name in keys.own.items():
         names = keys.names.get(key, (key,))
-        if key == next((each for each in names if keys.to_file(each) not in tied), names[0]):
+        written = next((each for each in names if keys.to_file(each) not in tied), names[0])
+        if key == written and not is_of_adapter(key):
             yield key, name
 
 
@@ -255,7 +251,7 @@ def _adapted(stage: Stage) -> Iterator[tuple[str, Any]]:
     modules: Iterable[tuple[str, Any]] = stage.named_modules()
     for name, module in modules:
         if getattr(module, "disable_adapters", True):
-            continue  # also of what is no layer of peft
+            continue  # also of modules that are not layers of peft
         if hasattr(module, "original_module"):
             yield f"{name}.original_module.", module
         elif hasattr(module, "get_delta_weight") and not module.merged:
@@ -275,12 +271,3 @@ def _merged(stage: Stage) -> dict[str, Tensor]:
             values = of_peft.get_base_layer().state_dict()
         found |= {f"{prefix}{key}": value for key, value in values.items()}
     return found
-
-
-def _shared(stage: Stage, model: Any) -> list[str]:
-    """Return the files' keys of what adapters change and transformers ties to others."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    prefixes = tuple(prefix for prefix, _ in _adapted(stage))
-    to_file = FileKeys.of(stage, None).to_file
-    files = [to_file(key) for key in stage.state_dict() if key.startswith(prefixes)]
-    return [key for key in files if key in {*tied, *tied.values()}]

@@ -117,7 +117,7 @@ class BoardReading:
             place = f"{self.task}, {self.layer}" if self.layer else self.task
             return f"in {place}, for {self.task_s:.1f} s"
         if self.call:
-            return f"in {self.call}(), last heard of {self.heard_s:.1f} s ago"
+            return f"in {self.call}(), last active {self.heard_s:.1f} s ago"
         return f"between calls, in the user's code, for {self.heard_s:.1f} s"
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.mesh import Mesh
-from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
+from procpipe.errors import ProcpipeError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
 
@@ -80,15 +80,11 @@ class DeviceWaits:
                 continue
             failure, left = ahead
             peers = self._stuck_with()
-            if not peers:
-                continue
             waited_s = time.monotonic() - self._since_s
-            error: ProcpipeError | None = failure
-            if failure is None:
+            error: ProcpipeError | None = failure if waited_s >= _STUCK_AFTER_S else None
+            if failure is None and peers:
                 error = self._fault(peers, left.intersection(peers), waited_s)
-            elif waited_s < _STUCK_AFTER_S:
-                error = None
-            if error is not None:
+            if peers and error is not None:
                 self._end_wait(error)
                 return
 
@@ -110,20 +106,12 @@ class DeviceWaits:
 
     def _fault(self, peers: list[int], left: set[int], waited_s: float) -> ProcpipeError | None:
         """Return what is wrong although no peer has failed, if anything; report a stall."""
-        name_of, number_of, rank = self._mesh.name_of, self._mesh.ranks, self._mesh.rank
-        what = f"its device, in transfers with ranks {[number_of[peer] for peer in peers]}"
+        numbers = [self._mesh.ranks[peer] for peer in peers]
+        what = f"its device, in transfers with ranks {numbers}"
         if left and waited_s >= _LEFT_AFTER_S:
-            peer = min(left)
-            return PeerLostError(
-                number_of[peer],
-                f"{name_of(peer)} has left the pipeline (its script ended, or closed its stage) "
-                f"while {name_of(rank)} waits for {what}: every rank must make the same calls",
-            )
+            return self._mesh.gone(min(left), f"waits for {what}")
         if waited_s >= self._mesh.timeout_s:
-            return WaitTimeoutError(
-                f"{name_of(rank)} has waited {waited_s:.1f} s for {what}; if that is not a fault, "
-                "give Stage a larger timeout_s"
-            )
+            return self._mesh.too_long(waited_s, what)
         if waited_s >= self._next_stall_s:
             self._next_stall_s *= 2
             self._mesh.reports.start_wait(what, self._since_s)

@@ -2,13 +2,13 @@
 
 When one rank fails, all others raise ``RemoteStageError`` with its traceback. Each of them would
 print that once more, with its own traceback, which does not help. So a rank that ends because
-another failed prints one line instead, and so does one that is interrupted:
+another failed, or that is interrupted, prints one line instead:
 
     procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
     procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
 
-The line has the reason because the rank that failed may not print it: ``SystemExit`` prints
-nothing, nor does an exception that its user catches.
+The line has the reason because the rank that failed may not print it: ``SystemExit`` and
+exceptions that the user catches print nothing.
 
 The user's threads may keep a process alive long after its main thread has ended:
 
@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
@@ -99,29 +99,26 @@ def print_victims_briefly(rank: int, board: Board, first: int = 0) -> None:
     The board says where this rank was when the error came; the newest one counts. ``first`` is the
     rank that prints what all have found.
     """
-    victims = _victims()
-    victims.rank, victims.first, victims.board, victims.pid = rank, first, board, os.getpid()
+    _victims()[os.getpid()] = rank, board, first
 
 
-class _Victims:
-    """Replaces the hooks that print tracebacks."""
+@functools.cache  # once a process, whatever the number of its stages
+def _victims() -> dict[int, tuple[int, Board, int]]:
+    """Replace the hooks that print tracebacks; return what they read: the newest, by process."""
+    victims: dict[int, tuple[int, Board, int]] = {}
 
-    def __init__(self) -> None:
-        self.rank = self.first = self.pid = 0
-        self.board: Board | None = None
-        _replace_hooks(self._handle, self._handle)
-
-    def _handle(self, error: BaseException | None, print_traceback: Callable[[], object]) -> None:
-        line = ""
-        if error is not None and self.board is not None and os.getpid() == self.pid:
-            line = line_of(self.rank, error, self.board.read(), self.first)
+    def handle(error: BaseException | None, print_traceback: Callable[[], object]) -> None:
+        line, ours = "", victims.get(os.getpid())
+        if error is not None and ours is not None:
+            rank, board, first = ours
+            line = line_of(rank, error, board.read(), first)
         if line:
             write_note(line)
         else:
             print_traceback()
 
-
-_victims = functools.cache(_Victims)  # once a process, whatever the number of its stages
+    _replace_hooks(handle, handle)
+    return victims
 
 
 def _replace_hooks(of_main_thread: Hook, of_threads: Hook) -> None:
@@ -131,13 +128,34 @@ def _replace_hooks(of_main_thread: Hook, of_threads: Hook) -> None:
     def hook(
         error_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        of_main_thread(error, lambda: previous(error_type, error, trace))
+        with _without_interrupts():
+            of_main_thread(error, lambda: previous(error_type, error, trace))
 
     def hook_of_threads(args: threading.ExceptHookArgs) -> None:
         of_threads(args.exc_value, lambda: previous_of_threads(args))
 
     sys.excepthook = hook
     threading.excepthook = hook_of_threads
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C while the main thread reports what ended it: it would replace the report.
+
+    A launcher's Ctrl-C reaches a rank after the failure of another rank that it has interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:  # it came just before
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:  # one that was not set from Python cannot be set again
+            signal.signal(signal.SIGINT, before)
 
 
 def error_of_script() -> BaseException | None:
@@ -167,12 +185,17 @@ def watch_threads(
         has_failed: returns whether the job has failed; then a process whose main thread an
             exception has ended does not stay alive for long.
     """
-    end = _EndAfterFailure(has_failed)
+    main_thread_ends = threading.Event()
+
+    @functools.cache
+    def start_to_end() -> None:
+        """Start a thread that ends the process, if Python waits for others too long."""
+        _start(lambda: _end_after_failure(main_thread_ends, has_failed))
 
     def of_main_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
         if error is not None and not _is_at_prompt():
             raised(error)
-            end.start()
+            start_to_end()
         go_on()
 
     def of_thread(error: BaseException | None, go_on: Callable[[], object]) -> None:
@@ -180,12 +203,12 @@ def watch_threads(
             raised(error)
         go_on()
 
-    def main_thread_ends() -> None:
+    def at_end_of_main_thread() -> None:
         error = error_of_script()
         if error is not None:  # in case another excepthook has replaced ours
             raised(error)
-            end.start()
-            end.main_thread_ends.set()
+            start_to_end()
+            main_thread_ends.set()
         if _others():
             _report_until_exit(main_ended)
 
@@ -193,7 +216,7 @@ def watch_threads(
     # The last one registered runs first: this one before threads of pools are joined.
     importlib.import_module("concurrent.futures.thread")
     with contextlib.suppress(AttributeError, RuntimeError):  # then atexit does it
-        threading._register_atexit(main_thread_ends)  # type: ignore[attr-defined]
+        threading._register_atexit(at_end_of_main_thread)  # type: ignore[attr-defined]
 
 
 def _others() -> list[threading.Thread]:
@@ -210,50 +233,31 @@ def _report_until_exit(main_ended: Callable[[float], None]) -> None:
         while _others() and not is_exiting.wait(_LOOK_EVERY_S):
             main_ended(time.monotonic() - started_s)
 
-    def stop() -> None:
-        is_exiting.set()
-        thread.join()  # it may be sending a goodbye
-
-    thread = threading.Thread(target=report, name="procpipe end", daemon=True)
-    if _started(thread):
-        atexit.register(stop)
+    thread = _start(report)
+    if thread is not None:
+        atexit.register(thread.join)  # it may be sending a goodbye
+        atexit.register(is_exiting.set)  # the last one registered runs first
 
 
-class _EndAfterFailure:
-    """Ends the process, if its job has failed and Python waits for other threads too long."""
-
-    def __init__(self, has_failed: Callable[[], bool]) -> None:
-        self._has_failed = has_failed
-        self._thread: threading.Thread | None = None
-        self.main_thread_ends = threading.Event()
-
-    def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._end, name="procpipe end", daemon=True)
-            _started(self._thread)
-
-    def _end(self) -> None:
-        self.main_thread_ends.wait()
-        deadline_s = time.monotonic() + _LIVE_ON_S
-        while True:
-            alive = _waited_for()
-            if alive and self._has_failed() and time.monotonic() >= deadline_s:
-                break
-            time.sleep(_LOOK_EVERY_S)
-        rank = os.environ.get("RANK")
-        end_at_once(f"process {os.getpid()} (rank {rank})", alive)
+def _end_after_failure(main_thread_ends: threading.Event, has_failed: Callable[[], bool]) -> None:
+    main_thread_ends.wait()
+    time.sleep(_LIVE_ON_S)
+    while not ((alive := _waited_for()) and has_failed()):
+        time.sleep(_LOOK_EVERY_S)
+    end_at_once(f"process {os.getpid()} (rank {os.environ.get('RANK')})", alive)
 
 
-def _started(thread: threading.Thread) -> bool:
-    """Start a thread; return False in Python 3.12.0 to 3.12.2, which start none while they end.
+def _start(act: Callable[[], None]) -> threading.Thread | None:
+    """Start a thread; None in Python 3.12.0 to 3.12.2, which start none while they end.
 
     https://github.com/python/cpython/issues/113964
     """
+    thread = threading.Thread(target=act, name="procpipe end", daemon=True)
     try:
         thread.start()
     except RuntimeError:
-        return False
-    return True
+        return None
+    return thread
 
 
 def end_at_once(who: str, waiting_for: str = "its device, which is stuck in transfers") -> NoReturn:
@@ -286,19 +290,15 @@ def line_of(
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: {ours} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != first:
-        why = f"the ranks do not agree (rank {first} prints on what)"
-        return f"procpipe: {ours} ends, because {why}"
+        return (
+            f"procpipe: {ours} ends, because the ranks do not agree (rank {first} prints on what)"
+        )
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
     if isinstance(error, PeerLostError):
         return f"procpipe: {ours} ends, because {error.story}{meanwhile}"
     cause = grid.rank_name(error.rank)
-    return f"procpipe: {ours} ends, because {cause} failed{_reason(error)}{meanwhile}"
-
-
-def _reason(error: RemoteStageError) -> str:
-    """Return the rest of a failure's first line after the rank: " in step(): KeyError: 'boom'"."""
-    first_line, _, _ = error.story.partition("\n")
-    _, _, reason = first_line.partition(f"(rank {error.rank}),")
-    return reason
+    # The rest of the failure's first line: " in step(): KeyError: 'boom'".
+    _, _, reason = error.story.partition("\n")[0].partition(f"(rank {error.rank}),")
+    return f"procpipe: {ours} ends, because {cause} failed{reason}{meanwhile}"

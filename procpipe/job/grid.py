@@ -56,6 +56,11 @@ class Grid:
         return self.rank // self.num_stages
 
     @property
+    def job_rank(self) -> int:
+        """This rank's number in the job."""
+        return self.numbers[self.rank]
+
+    @property
     def is_part(self) -> bool:
         """Whether other ranks of the job make pipelines of their own."""
         return self.numbers is not IN_ORDER

@@ -12,7 +12,6 @@ that cannot come leaves a note there, so that the others do not wait for it. Wit
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -27,8 +26,8 @@ from typing import TYPE_CHECKING
 from procpipe.channel.handshake import Joiner, accept_peers, connect_to
 from procpipe.channel.sockets import Address, address_towards, host_identity, listen, own_address
 from procpipe.errors import PeerLostError, RemoteStageError
-from procpipe.job.attendance import Announcement, Attendance
-from procpipe.job.grid import IN_ORDER
+from procpipe.job.attendance import Attendance
+from procpipe.job.grid import Grid
 from procpipe.job.keys import given_key
 from procpipe.job.rollcall import (
     Notes,
@@ -66,22 +65,12 @@ class Start:
     """One pipeline's start on one rank.
 
     ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
-    ``numbers`` holds each rank's number in the job, if the pipeline has some of its ranks.
     ``network_address`` is where this rank listens for ranks on other hosts, once that is known;
     None if there are none.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        store: Store | None,
-        timeout_s: float,
-        numbers: Sequence[int] = IN_ORDER,
-    ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.numbers = numbers
+    def __init__(self, grid: Grid, store: Store | None, timeout_s: float) -> None:
+        self.grid = grid
         self.network_address: str | None = None
         self._store = store
         self._timeout_s = timeout_s
@@ -102,72 +91,68 @@ class Start:
             self._hold_store()
             raise
         except DistError as error:
-            raise self._lost_store(error) from error
-        finally:
-            if self._opened is not None:
-                self._opened.attendance.close()
+            holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"
+            where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+            reason = str(error).partition("\n")[0]
+            raise PeerLostError(
+                0,
+                f"{holder}, which holds the job's store at {where}, ended while rank "
+                f"{self.grid.job_rank} waited for the others to start ({reason})",
+            ) from error
 
-    def leave_note(self, story: str) -> None:
+    def leave_note(self, failure: RemoteStageError) -> None:
         """Leave a note for the others that this rank failed; raises if the store is unreachable."""
-        if self._opened is None:
-            try:
-                key = given_key()
-            except ValueError:  # perhaps why it failed; the others show the note as unproven
-                key = None
-            self._opened = self._newly_opened(key, _NOTE_TIMEOUT_S)
-        self._opened.notes.leave(self.numbers[self.rank], story)
+        try:
+            key = given_key()
+        except ValueError:  # perhaps why it failed; the others show the note as unproven
+            key = None
+        self._open_store(key, _NOTE_TIMEOUT_S).notes.leave(failure)
         self._hold_store()
 
     def close(self) -> None:
         """Drop the store."""
-        if self._opened is not None:
-            self._opened.attendance.close()
         self._store = self._opened = self._round = None
 
     def shared_store(self) -> JobStore:
         """Return the store of this round of the job; the first call waits for all ranks."""
         if self._round is None:
-            num_files = (self.num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
-            check_file_limit(num_files, f"the connections of one of {self.num_ranks} ranks")
-            store = self._open_store().store
+            num_ranks = self.grid.num_ranks
+            num_files = (num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
+            check_file_limit(num_files, f"the connections of one of {num_ranks} ranks")
+            store = self._open_store(given_key(), self._timeout_s).store
             name = agree_on_round(
-                store,
-                self.rank,
-                self.num_ranks,
-                timeout_s=self._timeout_s,
-                check=self._check_for_failure,
-                numbers=self.numbers,
+                store, self.grid, timeout_s=self._timeout_s, check=self._check_for_failure
             )
             self._round = store.under(f"{name}/")
         return self._round
 
     def _connect_sockets(self, purpose: str) -> dict[int, socket.socket]:
-        store = self.shared_store()
+        store, grid = self.shared_store(), self.grid
         deadline_s = time.monotonic() + self._timeout_s
-        ranks = range(self.num_ranks)
-        if self.rank == 0 and store.key is None:
+        if grid.rank == 0 and store.key is None:
             store.set("key", secrets.token_hex(32))
-        store.set(f"host/{self.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
-        announced = [
-            json.loads(self._wait_for_key(f"host/{rank}", rank, deadline_s)) for rank in ranks
-        ]
-        _check_purpose(self.rank, [theirs for _, _, theirs in announced], self.numbers)
-        hosts = [(host, address) for host, address, _ in announced]
-        _check_hosts([host for host, _ in hosts], self.numbers)
-        self.network_address = address_towards(self.rank, hosts)
+        store.set(f"host/{grid.rank}", json.dumps([host_identity(), own_address(), purpose]))  # 1
+        announced = (
+            json.loads(self._wait_for_key(f"host/{k}", k, deadline_s))
+            for k in range(grid.num_ranks)
+        )
+        hosts, addresses, purposes = zip(*announced, strict=True)
+        _check_purpose(grid, purposes)
+        _check_hosts(grid, hosts)
+        self.network_address = address_towards(grid.rank, list(zip(hosts, addresses, strict=True)))
         listeners, ours = listen(self.network_address)  # 2
-        store.set(f"address/{self.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
+        store.set(f"address/{grid.rank}", json.dumps([ours.host, ours.unix, *ours.tcp]))
         key = store.key_for("sockets")
         if key is None:
             key = bytes.fromhex(self._wait_for_key("key", 0, deadline_s))
-        us = Joiner(self.rank, key, deadline_s, self._check_for_failure, self.numbers)
+        us = Joiner(grid.rank, key, deadline_s, self._check_for_failure, grid.numbers)
         sockets: dict[int, socket.socket] = {}
         try:
-            for peer in range(self.rank):  # 3
+            for peer in range(grid.rank):  # 3
                 where = self._wait_for_key(f"address/{peer}", peer, deadline_s)
                 host, unix, tcp_host, tcp_port = json.loads(where)
                 sockets[peer] = connect_to(peer, Address(host, unix, (tcp_host, tcp_port)), us)
-            sockets |= accept_peers(listeners, set(range(self.rank + 1, self.num_ranks)), us)
+            sockets |= accept_peers(listeners, set(range(grid.rank + 1, grid.num_ranks)), us)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -177,33 +162,26 @@ class Start:
                 listener.close()
         return sockets
 
-    def _open_store(self) -> _OpenedStore:
+    def _open_store(self, key: bytes | None, timeout_s: float) -> _OpenedStore:
         """Return the job's store, which may be older than this round."""
-        if self._opened is None:
-            self._opened = self._newly_opened(given_key(), self._timeout_s)
-        return self._opened
-
-    def _newly_opened(self, key: bytes | None, timeout_s: float) -> _OpenedStore:
         from procpipe.job.store import JobStore, launchers_store
 
-        def part_of(store: Store, prefix: str) -> JobStore:
-            return JobStore(store, prefix, key=key, timeout_s=self._timeout_s)
-
-        if self._store is not None:
-            ours = part_of(self._store, "")
-            return _OpenedStore(ours, Notes(ours, outlives_rounds=False), Attendance(ours, ()))
-        launchers, is_older = launchers_store(timeout_s), has_launchers_store()
-        in_job = [self.numbers[rank] for rank in range(self.num_ranks)]
-        others = set(in_job) - {in_job[self.rank]}
-        self._serves_store = in_job[self.rank] == 0 and not is_older
-        name = "" if self.numbers is IN_ORDER else f"ranks-{'-'.join(map(str, in_job))}/"
-        ours = part_of(launchers, f"procpipe/{name}{next(_connected[name])}/")
-        return _OpenedStore(
-            ours,
-            Notes(ours, outlives_rounds=is_older),
-            # A launcher monitors its processes.
-            Attendance(part_of(launchers, "procpipe/"), () if is_older else others),
-        )
+        if self._opened is not None:
+            return self._opened
+        store, prefix, is_older, others = self._store, "", False, set[int]()
+        if store is None:
+            store, is_older = launchers_store(timeout_s), has_launchers_store()
+            in_job = [self.grid.numbers[rank] for rank in range(self.grid.num_ranks)]
+            self._serves_store = self.grid.job_rank == 0 and not is_older
+            if not is_older:  # else the launcher monitors its processes
+                others = set(in_job) - {self.grid.job_rank}
+            name = "" if not self.grid.is_part else f"ranks-{'-'.join(map(str, in_job))}/"
+            prefix = f"procpipe/{name}{next(_connected[name])}/"
+        ours = JobStore(store, prefix, key=key, timeout_s=self._timeout_s)
+        of_all = JobStore(store, "procpipe/", key=key, timeout_s=self._timeout_s)
+        notes = Notes(ours, outlives_rounds=is_older)
+        self._opened = _OpenedStore(ours, notes, Attendance(of_all, others))
+        return self._opened
 
     def _hold_store(self) -> None:
         """Wait while the others read why this process ends, if the store ends with it."""
@@ -211,7 +189,7 @@ class Start:
             time.sleep(_HOLD_STORE_S)
 
     def _wait_for_key(self, key: str, peer: int, deadline_s: float) -> str:
-        store, ours, theirs = self.shared_store(), self.numbers[self.rank], self.numbers[peer]
+        store, ours, theirs = self.shared_store(), self.grid.job_rank, self.grid.numbers[peer]
         wait_until(
             lambda: store.check([key]),
             check=self._check_for_failure,
@@ -222,24 +200,15 @@ class Start:
 
     def _check_for_failure(self) -> None:
         """Raise if another rank has left a note, or its process has ended."""
-        opened = self._open_store()
+        opened = self._opened
+        assert opened is not None, "it is checked while waiting for the store"
         opened.notes.check()
         try:
             opened.attendance.check()
         except PeerLostError as error:
             opened.notes.check()  # it may have left a note before it ended
-            opened.notes.leave(error.rank, error.story, is_lost=True)
+            opened.notes.leave(error)
             raise
-
-    def _lost_store(self, error: Exception) -> PeerLostError:
-        holder = "the launcher of rank 0" if has_launchers_store() else "rank 0"
-        where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-        reason = str(error).partition("\n")[0]
-        return PeerLostError(
-            0,
-            f"{holder}, which holds the job's store at {where}, ended while rank "
-            f"{self.numbers[self.rank]} waited for the others to start ({reason})",
-        )
 
 
 @dataclass(frozen=True)
@@ -251,14 +220,9 @@ class _OpenedStore:
     attendance: Attendance
 
 
-@functools.cache
-def _announced(pid: int, rank: int, timeout_s: float) -> Announcement:
-    del pid  # a forked process has another
-    return Announcement(rank, timeout_s)
-
-
-def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> None:
+def _check_purpose(grid: Grid, purposes: Sequence[str]) -> None:
     """Check that this rank connects for the same purpose as rank 0."""
+    rank, numbers = grid.rank, grid.numbers
     ours, first = purposes[rank], purposes[0]
     if ours != first:
         finding, found, other = (0, first, rank) if ours == FIRST_CALL else (rank, ours, 0)
@@ -268,27 +232,17 @@ def _check_purpose(rank: int, purposes: list[str], numbers: Sequence[int]) -> No
         )
 
 
-def _check_hosts(hosts: list[str], numbers: Sequence[int]) -> None:
+def _check_hosts(grid: Grid, hosts: Sequence[str]) -> None:
     """Check that ranks which one launcher has started on one host are all there.
 
-    Otherwise whoever can write into the store could make them use the network.
+    Otherwise a process that can write into the store could make them use the network.
     """
     local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    is_whole = numbers is IN_ORDER
-    if local != size or (is_whole and size != str(len(hosts))) or len(set(hosts)) == 1:
+    if local != size or (not grid.is_part and size != str(len(hosts))) or len(set(hosts)) == 1:
         return
     other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
     raise ValueError(
         f"LOCAL_WORLD_SIZE={local} says that all ranks are on one host, but rank "
-        f"{numbers[other]} is not where rank {numbers[0]} is (another network "
+        f"{grid.numbers[other]} is not where rank {grid.numbers[0]} is (another network "
         "namespace, or PROCPIPE_ADDRESS): set LOCAL_WORLD_SIZE to the number of ranks on each host"
     )
-
-
-def announce(rank: int, timeout_s: float) -> None:
-    """Note in the store which process this is, unless a launcher monitors it; never blocks.
-
-    A background thread waits for the store for ``timeout_s``.
-    """
-    if not has_launchers_store():
-        _announced(os.getpid(), rank, timeout_s)

@@ -97,7 +97,9 @@ class OpenTransports:
             from procpipe.channel.gloo import GlooTransport
 
         host = start.network_address or "127.0.0.1"
-        return self._added(GlooTransport(store, mesh.rank, start.num_ranks, mesh.timeout_s, host))
+        return self._added(
+            GlooTransport(store, mesh.rank, start.grid.num_ranks, mesh.timeout_s, host)
+        )
 
     def _added(self, transport: Transport) -> Transport:
         self.opened.append(transport)

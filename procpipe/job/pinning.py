@@ -25,9 +25,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
+
 from procpipe.job.topology import Core, Device, Topology, cpus_text, read_device, read_topology
 from procpipe.notes import write_note
-from procpipe.processes import parent_of
 from procpipe.words import text_table
 
 #: Set it to 0, and no process is pinned.
@@ -156,17 +157,15 @@ def _was_pinned_already(run_id: str) -> bool:
     The launcher need not be the parent: in ``torchrun --no-python start.sh``, where the script has
     ``taskset -p … $$; python train.py``, it is the first ancestor that is not of the run itself.
     """
-    pid = os.getppid()
-    while pid > 1 and _is_of_run(pid, run_id):
-        pid = parent_of(pid)
-    return pid > 0 and os.sched_getaffinity(pid) != os.sched_getaffinity(0)
+    others = (each for each in psutil.Process().parents() if not _is_of_run(each, run_id))
+    launcher = next(others, None)
+    return launcher is not None and set(launcher.cpu_affinity()) != os.sched_getaffinity(0)
 
 
-def _is_of_run(pid: int, run_id: str) -> bool:
+def _is_of_run(process: psutil.Process, run_id: str) -> bool:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as environ:
-            return f"\0{_RUN_ID}={run_id}\0".encode() in b"\0" + environ.read()
-    except PermissionError:  # of another user
+        return bool(process.environ().get(_RUN_ID) == run_id)
+    except psutil.AccessDenied:  # of another user
         return False
 
 
@@ -181,7 +180,7 @@ def _domains(topology: Topology, wanted: Sequence[int | None]) -> list[tuple[Cor
         num_domains = min(num_domains, len(wanted))
     return [
         tuple(core for node in nodes[run] for core in topology.cores_of(node))
-        for run in _runs(_shares(len(nodes), num_domains))
+        for run in _runs(len(nodes), num_domains)
     ]
 
 
@@ -215,24 +214,18 @@ def _divide(cores: Sequence[Core], num_processes: int) -> list[list[Core]]:
         return parts
     for core_type in sorted({core.core_type for core in cores}):
         of_type = [core for core in cores if core.core_type == core_type]
-        shares = _shares(len(of_type), num_processes, by=lambda k: len(parts[k]))
-        for part, run in zip(parts, _runs(shares), strict=True):
+        runs = _runs(len(of_type), num_processes, by=lambda k: len(parts[k]))
+        for part, run in zip(parts, runs, strict=True):
             part.extend(of_type[run])
     return parts
 
 
-def _shares(
-    total: int, num_shares: int, by: Callable[[int], int] = lambda share: share
-) -> tuple[int, ...]:
-    """Return integers that add up to ``total``; the remainder goes to those lowest in ``by``."""
-    least, remainder = divmod(total, num_shares)
-    larger = set(sorted(range(num_shares), key=by)[:remainder])
-    return tuple(least + (share in larger) for share in range(num_shares))
-
-
-def _runs(shares: Sequence[int]) -> list[slice]:
-    ends = list(itertools.accumulate(shares))
-    return [slice(end - share, end) for end, share in zip(ends, shares, strict=True)]
+def _runs(total: int, num_runs: int, by: Callable[[int], int] = lambda run: run) -> list[slice]:
+    """Divide ``total`` items into runs; the remainder goes to those lowest in ``by``."""
+    least, remainder = divmod(total, num_runs)
+    larger = set(sorted(range(num_runs), key=by)[:remainder])
+    ends = list(itertools.accumulate(least + (run in larger) for run in range(num_runs)))
+    return [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 def _reason(

@@ -16,8 +16,6 @@ whose seat another has taken belongs to a round that is over, and raises an erro
 
 A rank that cannot take part leaves a note. One written before this process was started is
 of an earlier round.
-
-``store`` is any of torch's.
 """
 
 from __future__ import annotations
@@ -28,33 +26,18 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from procpipe.channel.failures import decode_failure, encode_failure
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job.grid import Grid
 from procpipe.processes import start_ticks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 #: Until the store, which answers in about 0.1 ms, is asked again: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
-
-
-class KeyValues(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a value, waiting until it is set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all of these are set."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return several values, waiting for all of them."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Replace the expected value; where there is none, expect ""."""
 
 
 def wait_until(
@@ -79,25 +62,17 @@ def wait_until(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def agree_on_round(
-    store: KeyValues,
-    rank: int,
-    num_ranks: int,
-    *,
-    timeout_s: float,
-    check: Callable[[], None],
-    numbers: Sequence[int] = range(1 << 62),
-) -> str:
+def agree_on_round(store: Store, grid: Grid, *, timeout_s: float, check: Callable[[], None]) -> str:
     """Return a name of this round: equal on all ranks, different from the names of earlier rounds.
 
     Every rank calls it, and it waits for all of them. The store lives as long as the job, or as
-    this round. ``check`` is called while waiting; it raises if the start has failed. ``numbers``
-    holds each rank's number in the job, for messages.
+    this round. ``check`` is called while waiting; it raises if the start has failed.
 
     Raises:
         PeerLostError: this process was replaced.
         WaitTimeoutError: a rank did not come within the timeout.
     """
+    rank, num_ranks, numbers = grid.rank, grid.num_ranks, grid.numbers
     ours = secrets.token_hex(8)
     seats = [f"seat/{seat}" for seat in range(num_ranks)]
     store.set(seats[rank], ours)  # 1
@@ -107,7 +82,7 @@ def agree_on_round(
         nonlocal confirmed, awaited
         words = store.get("list").decode() if store.check(["list"]) else ""
         if rank == 0 and store.check(seats):  # 2
-            posted, words = words, ",".join(word.decode() for word in store.multi_get(seats))
+            posted, words = words, ",".join(store.get(seat).decode() for seat in seats)
             if words != posted:
                 store.set("list", words)
         listed = words.split(",")
@@ -123,7 +98,11 @@ def agree_on_round(
 
     def check_all() -> None:
         if store.get(seats[rank]).decode() != ours:
-            raise _lost_seat(numbers[rank])
+            raise PeerLostError(
+                numbers[rank],
+                f"another process has started as rank {numbers[rank]} while this one waited for "
+                "the others: the launcher has started the job again without ending this process",
+            )
         check()
 
     def missing() -> WaitTimeoutError:
@@ -135,29 +114,13 @@ def agree_on_round(
     return confirmed
 
 
-def _lost_seat(rank: int) -> PeerLostError:
-    return PeerLostError(
-        rank,
-        f"another process has started as rank {rank} while this one waited for the others: "
-        "the launcher has started the job again without ending this process",
-    )
-
-
 def not_started(rank: int, missing: Sequence[int], waited_s: float) -> WaitTimeoutError:
     """Return the error of a rank that waited for others; all by their numbers in the job."""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return WaitTimeoutError(
-        f"rank {rank} waited {waited_s:.1f} s in vain for {who} to start: did every process reach "
+        f"rank {rank} waited {waited_s:.1f} s, but {who} did not start: did every process reach "
         "its first step?"
     )
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    story: str
-    written_s: float
-    is_lost: bool = False
 
 
 class Notes:
@@ -166,32 +129,25 @@ class Notes:
     ``outlives_rounds`` says whether a note may be of an earlier round.
     """
 
-    def __init__(self, store: KeyValues, *, outlives_rounds: bool) -> None:
+    def __init__(self, store: Store, *, outlives_rounds: bool) -> None:
         self._store = store
         self._old = b""
         if outlives_rounds and store.check(["failure"]):
             found = store.get("failure")
             # A later note is of this round, whatever the hosts' clocks say.
-            if _decoded(found).written_s < process_start_s():
+            if json.loads(found)["written_s"] < process_start_s():
                 self._old = found
 
-    def leave(self, rank: int, story: str, *, is_lost: bool = False) -> None:
-        """Leave a note, unless this round has one; ``is_lost`` if the process left no message."""
-        note = asdict(_Failure(rank, story, time.time(), is_lost))
-        self._store.compare_set("failure", self._old.decode(), json.dumps(note))
+    def leave(self, error: RemoteStageError) -> None:
+        """Leave a note, unless this round has one."""
+        note = encode_failure(error, written_s=time.time())
+        self._store.compare_set("failure", self._old.decode(), note)
 
     def check(self) -> None:
         """Raise ``RemoteStageError`` if a rank of this round has left a note."""
-        if self._store.check(["failure"]):
-            found = self._store.get("failure")
-            if found != self._old:
-                note = _decoded(found)
-                error_type = PeerLostError if note.is_lost else RemoteStageError
-                raise error_type(note.rank, note.story)
-
-
-def _decoded(text: bytes) -> _Failure:
-    return _Failure(**json.loads(text))
+        found = self._store.get("failure") if self._store.check(["failure"]) else self._old
+        if found != self._old:
+            raise decode_failure(found)
 
 
 def has_launchers_store() -> bool:

@@ -1,6 +1,6 @@
 """Reports what each rank waits for: on its board, and on standard error when nothing progresses.
 
-    procpipe: no progress for 30.0 s, says rank 0
+    procpipe: no progress for 30.0 s, reported by rank 0
       stage 0 (rank 0): in B3, waiting 30.0 s for gradient from stage 1 (rank 1)
       stage 1 (rank 1): in F5, layer 'conv4' (Conv2d), for 30.1 s; its process 4711 is stopped …
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 
 import psutil
 
@@ -21,6 +20,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.sockets import peer_credentials
 from procpipe.job.board import Board, BoardReading
+from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 
 #: Each rank waits this long for every lower one to be the first to print.
@@ -28,18 +28,16 @@ _TURN_S = 0.02
 
 
 class StallReports(WaitReports):
-    """Reports the waits of one rank, which has this board; reads the boards of the others."""
+    """Reports the waits of one rank, which has this board and place; reads the others' boards."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, grid: Grid) -> None:
+        self.grid = grid
         self._board = board
-        self._rank = rank
-        self._boards: dict[int, Board] = {rank: board}
+        self._boards: dict[int, Board] = {grid.rank: board}
         #: The processes of those peers whose open files this process may open, too.
         self.pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
-        #: Describes a rank.
-        self.name_of: Callable[[int], str] = lambda rank: f"stage {rank} (rank {rank})"
 
     def find_boards(self, mesh: Mesh) -> None:
         """Find the boards of the peers on this host, once they are connected."""
@@ -54,7 +52,7 @@ class StallReports(WaitReports):
 
     def close(self) -> None:
         """Drop the boards of the peers, each of which takes a descriptor."""
-        self._boards = {self._rank: self._board}
+        self._boards = {self.grid.rank: self._board}
 
     def start_wait(self, what: str, since_s: float) -> None:
         """Write on the board what this rank waits for."""
@@ -66,25 +64,28 @@ class StallReports(WaitReports):
             self._has_reported = False
             reading = self._board.read()
             waited_s = reading.wait.seconds if reading.wait else 0.0
-            write_note(f"procpipe: {self.name_of(self._rank)} goes on after {waited_s:.1f} s")
+            name = self.grid.name_of(self.grid.rank)
+            write_note(f"procpipe: {name} continues after {waited_s:.1f} s")
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
         """Print what every stage is doing, unless another rank has just done so."""
-        time.sleep(_TURN_S * self._rank)
+        grid, ours = self.grid, self.grid.rank
+        time.sleep(_TURN_S * ours)
         readings = {rank: board.read() for rank, board in self._boards.items()}
         if any(
             reading.reported_s is not None and reading.reported_s < waited_s / 2
             for rank, reading in readings.items()
-            if rank != self._rank
+            if rank != ours
         ):
             return
         self._has_reported = True
         self._board.note_report()
-        says = self.name_of(self._rank).rpartition("(")[2].rstrip(")")
-        lines = [f"procpipe: no progress for {waited_s:.1f} s, says {says}"]
-        for rank in sorted({self._rank, *self._peers}):
-            who = f"  {self.name_of(rank)}:"
+        lines = [
+            f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"
+        ]
+        for rank in sorted({ours, *self._peers}):
+            who = f"  {grid.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
                 state = _state_of(reading.pid)
@@ -118,7 +119,7 @@ def _state_of(pid: int) -> str:
     except psutil.Error:
         status = psutil.STATUS_ZOMBIE
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"; its process {pid} is stopped (kill -CONT {pid} lets it go on)"
+        return f"; its process {pid} is stopped (kill -CONT {pid} continues it)"
     if status == psutil.STATUS_ZOMBIE:
         return f"; its process {pid} has ended"
     if status == psutil.STATUS_DISK_SLEEP:

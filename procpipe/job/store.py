@@ -15,7 +15,6 @@ A wait for a value also checks whether the start has failed, even inside gloo.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import os
@@ -103,10 +102,6 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         """Return whether all of these are set."""
         return bool(self.underlying_store.check([self._prefix + name for name in names]))
 
-    def multi_get(self, names: Iterable[str]) -> list[bytes]:
-        """Return several values, waiting for all of them."""
-        return [self.get(name) for name in names]
-
     def compare_set(self, name: str, expected: str, desired: str) -> bytes:
         """Replace the expected value; where there is none, expect ""."""
         return bytes(
@@ -125,7 +120,7 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
             check=self._check_start,
             deadline_s=time.monotonic() + timeout_s,
             timed_out=lambda: DistStoreError(
-                f"nobody has set {', '.join(names)} in {timeout_s:.1f} s"
+                f"{', '.join(names)}: not set within {timeout_s:.1f} s"
             ),
         )
 
@@ -162,10 +157,10 @@ class JobStore(Store):  # type: ignore[misc, unused-ignore]
         ):
             return data
         shown = data if stored.startswith(_SEAL) else stored
-        who = "has another key" if self.key is not None else "has a key, and this rank has none"
+        how = "another key" if self.key is not None else "a key, and this rank has none"
         raise ValueError(
-            f"in the job's store, whoever wrote {name!r} {who}: give every rank of the job the "
-            "same PROCPIPE_KEY_FILE, or none of them; if they have it, somebody else writes into "
+            f"in the job's store, {name!r} was written with {how}: give every rank of the job the "
+            "same PROCPIPE_KEY_FILE, or none of them; if they have it, another program writes into "
             f"the store. What is there, unproven: {shown[:_SHOWN_BYTES].decode(errors='replace')!r}"
         )
 
@@ -194,13 +189,8 @@ def launchers_store(timeout_s: float, is_given_up: Callable[[], bool] = lambda: 
             "torchrun or procpipe run, or give each the address and a free port of rank 0's host"
         )
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return _connection(os.getpid(), address).get(timeout_s, is_given_up)
-
-
-@functools.cache
-def _connection(pid: int, address: tuple[str, int]) -> _StoreConnection:
-    del pid
-    return _StoreConnection(address)
+    connection = _connections.setdefault((os.getpid(), address), _StoreConnection(address))
+    return connection.get(timeout_s, is_given_up)
 
 
 class _StoreConnection:
@@ -221,12 +211,18 @@ class _StoreConnection:
         holds = os.environ["RANK"] == "0" and not is_launchers
         deadline_s = time.monotonic() + timeout_s
         while True:
-            if not holds and self._store is None:
-                _wait_listening(self._address, deadline_s, is_given_up)
+            if not holds:
+                self._wait_listening(deadline_s, is_given_up)
             with self._lock:
                 if self._store is None:
                     try:
-                        self._store = self._opened(holds, is_launchers)
+                        self._store = TCPStore(
+                            *self._address,
+                            is_master=holds,
+                            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it just listened
+                            wait_for_workers=False,  # the roll call waits for them
+                            multi_tenant=not is_launchers,  # the user's group may use it, too
+                        )
                         self._store.set_timeout(timedelta(seconds=timeout_s))
                     except DistError:
                         if holds or not _is_listening(self._address):  # the store has ended
@@ -234,32 +230,25 @@ class _StoreConnection:
                         continue
                 return self._store
 
-    def _opened(self, holds: bool, is_launchers: bool) -> Store:
-        host, port = self._address
-        return TCPStore(
-            host_name=host,
-            port=port,
-            is_master=holds,
-            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),  # it was listening just now
-            wait_for_workers=False,  # the roll call waits for them
-            multi_tenant=not is_launchers,  # the user's process group may use it, too
-        )
+    def _wait_listening(self, deadline_s: float, is_given_up: Callable[[], bool]) -> None:
+        """Wait until the store's port is open, or another thread has found it open.
+
+        Torch's own wait ignores signals and prints a lot.
+        """
+        begun_s = time.monotonic()
+        while self._store is None and not _is_listening(self._address):
+            now_s = time.monotonic()
+            if is_given_up() or now_s > deadline_s:
+                raise WaitTimeoutError(
+                    f"rank {os.environ.get('RANK')} waited {now_s - begun_s:.1f} s, but rank 0 did "
+                    f"not start: nothing listens at {self._address[0]} port {self._address[1]}, "
+                    "where the job's store should be; did every process reach its first step?"
+                )
+            time.sleep(_RETRY_S)
 
 
-def _wait_listening(
-    address: tuple[str, int], deadline_s: float, is_given_up: Callable[[], bool]
-) -> None:
-    """Wait until the store's port is open; torch's own wait ignores signals and prints a lot."""
-    begun_s = time.monotonic()
-    while not _is_listening(address):
-        now_s = time.monotonic()
-        if is_given_up() or now_s > deadline_s:
-            raise WaitTimeoutError(
-                f"rank {os.environ.get('RANK')} waited {now_s - begun_s:.1f} s in vain for rank 0 "
-                f"to start: nothing listens at {address[0]} port {address[1]}, where the job's "
-                "store should be; did every process reach its first step?"
-            )
-        time.sleep(_RETRY_S)
+#: One of each process, by its number and the store's address.
+_connections: dict[tuple[int, tuple[str, int]], _StoreConnection] = {}
 
 
 def _is_listening(address: tuple[str, int]) -> bool:

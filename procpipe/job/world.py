@@ -17,17 +17,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from procpipe.channel.mesh import Mesh
+from procpipe.errors import RemoteStageError
 from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.job.attendance import announce
 from procpipe.job.board import Board
 from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
-from procpipe.job.joining import FIRST_CALL, Start, announce
+from procpipe.job.joining import FIRST_CALL, Start
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pinning import pin_this_process
 from procpipe.job.stalls import StallReports
@@ -59,14 +62,11 @@ _closed_boards: list[Board] = []
 class World:
     """This process's place in the job.
 
-    ``store`` is one that all ranks share, or None to open the launcher's when it is needed.
-    ``devices`` holds what each rank computes on, as far as this one knows; by default that is its
-    own. ``number`` says which of the script's pipelines this is. ``may_share`` says whether the
-    rank may share its GPU with others. ``numbers`` holds each rank's number in the job, if the
-    pipeline has some of its ranks.
+    ``devices`` holds what each rank computes on, as far as known here. ``store`` is one that all
+    ranks share, or None to open the launcher's when it is needed. ``number`` says which of the
+    script's pipelines this is. ``may_share`` says whether the rank may share its GPU with others.
 
     Attributes:
-        job_rank: this process's number in the job, for messages.
         grid: this rank's place among stages and replicas.
         caller: the thread that makes the calls of the pipeline.
         transports: those to other ranks, opened once the ranks are connected.
@@ -74,35 +74,28 @@ class World:
 
     def __init__(
         self,
-        *,
-        rank: int,
-        num_ranks: int,
+        grid: Grid,
+        devices: Sequence[torch.device],
         store: Store | None,
-        device: torch.device,
-        devices: Sequence[torch.device] | None = None,
+        *,
         number: int = 0,
         is_launched: bool = True,
         may_share: bool = True,
-        numbers: Sequence[int] = IN_ORDER,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> None:
-        self.rank = rank
-        self.job_rank = numbers[rank]
-        self.num_ranks = num_ranks
-        self.device = device
-        self.devices = tuple(devices) if devices is not None else (device,) * num_ranks
+        self.grid = grid
+        self.rank, self.num_ranks = grid.rank, grid.num_ranks
+        self.device, self.devices = devices[grid.rank], tuple(devices)
         self.number = number
         self.is_launched = is_launched
         self._may_share = may_share
         while _closed_boards:
             _closed_boards.pop().close()
         with naming_file_limit("the board of a stage", 2):
-            self.board = Board.create(self.job_rank, num_ranks, rank)
-        self._stalls = StallReports(self.board, rank)
-        self.grid = Grid(rank, num_ranks, numbers=numbers)
-        self._stalls.name_of = self.grid.name_of
-        self._start = Start(rank, num_ranks, store, timeout_s, numbers)
+            self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
+        self._stalls = StallReports(self.board, grid)
+        self._start = Start(grid, store, timeout_s)
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
@@ -141,15 +134,12 @@ class World:
             raise_file_limit()
         is_first = not _made
         world = cls(
-            rank=members.index(job_rank),
-            num_ranks=len(members),
+            Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
+            [all_devices[member] for member in members],
             store=None,
-            device=device,
-            devices=[all_devices[member] for member in members],
             number=next(_made[numbers or ()]),
             is_launched=is_launched,
             may_share=devices is not None,
-            numbers=IN_ORDER if numbers is None else numbers,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
@@ -163,8 +153,8 @@ class World:
 
     def divide(self, num_replicas: int) -> Grid:
         """Divide the ranks into replicas; return this rank's place."""
-        self.grid = Grid(self.rank, self.num_ranks, num_replicas, self.grid.numbers)
-        self._stalls.name_of = self.grid.name_of
+        self.grid = replace(self.grid, num_replicas=num_replicas)
+        self._stalls.grid = self.grid
         self.board.divide(num_replicas)
         return self.grid
 
@@ -189,8 +179,8 @@ class World:
             stall_timeout_s=self._stall_timeout_s,
             reports=self._stalls,
             ranks=self.grid.numbers,
+            name_of=self.grid.rank_name,
         )
-        self._mesh.name_of = self.grid.rank_name
         self.transports.mesh, self.transports.device = self._mesh, self.device
         self._stalls.find_boards(self._mesh)  # fills pids
         return self._mesh
@@ -244,11 +234,12 @@ class World:
         """
         if self.num_ranks == 1:
             return
+        failure = RemoteStageError(self.grid.job_rank, story)
         if self._mesh is not None:
-            self._mesh.send_failure(self.job_rank, story)
+            self._mesh.send_failure(failure)
             return
         try:
-            self._start.leave_note(story)
+            self._start.leave_note(failure)
         except (RuntimeError, OSError, ValueError) as error:
             write_note(
                 f"procpipe: {self.grid.rank_name(self.rank)} could not send its failure to the "

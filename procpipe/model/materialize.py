@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -38,18 +38,22 @@ def materialize(
     shared = {place.value for name in ours for place in _places_on_meta(name, layers[name])}
     for index, (name, layer) in enumerate(layers.items()):
         of_layer = _places_on_meta(name, layer)
-        if name in ours:
-            _initialise(layer, of_layer, memory, device, seed, index)
-            places += of_layer
-        elif not shared.isdisjoint(place.value for place in of_layer):
-            before = [place.value for place in of_layer]
-            _initialise(layer, of_layer, memory, device, seed, index)
-            for place, value in zip(of_layer, before, strict=True):
-                if value in shared:  # and stays so: the model may be given to another stage
-                    places.append(place)
-                else:
-                    setattr(place.owner, place.key, value)
-                    memory.pop(value, None)
+        before = [place.value for place in of_layer]
+        if shared.isdisjoint(before):
+            continue
+        modules = _modules_on_meta(layer)
+        for place in of_layer:
+            place.allocate(device, memory)
+        with _seeded(device, seed, index):
+            for module in modules:
+                if (reset := _reset_function(module)) is not None:
+                    reset()
+        for place, value in zip(of_layer, before, strict=True):
+            if value in shared:  # and stays so: the model may be given to another stage
+                places.append(place)
+            else:
+                setattr(place.owner, place.key, value)
+                memory.pop(value, None)
     unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
     faults = [place.fault for place in places if place.value in unwritten]
     if faults:
@@ -60,23 +64,6 @@ def materialize(
         )
     for name in ours:
         layers[name].to(device)
-
-
-def _initialise(
-    layer: nn.Module,
-    places: Sequence[_Place],
-    memory: dict[Tensor, Tensor],
-    device: torch.device,
-    seed: int,
-    index: int,
-) -> None:
-    modules_to_reset = _modules_on_meta(layer)
-    for place in places:
-        place.allocate(device, memory)
-    if modules_to_reset:
-        with _seeded(device, seed, index):
-            for module in modules_to_reset:
-                _reset_function(module)()
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,7 @@ class _Place:
     @property
     def fault(self) -> str:
         owner = type(self.owner).__qualname__
-        if _reset_function(self.owner) is _do_nothing:
+        if _reset_function(self.owner) is None:
             return f"{self.full_name} ({owner} has no reset_parameters())"
         return f"{self.full_name} ({owner}.reset_parameters() leaves it unset)"
 
@@ -119,12 +106,11 @@ def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
 
 def _modules_on_meta(layer: nn.Module) -> list[nn.Module]:
     """Return the modules with tensors on the meta device in them or below, inner ones first."""
-    outer_first = [
+    return [
         module
-        for module in layer.modules()
+        for module in reversed(list(layer.modules()))
         if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
     ]
-    return outer_first[::-1]
 
 
 def _allocated(tensor: Tensor, device: torch.device) -> Tensor:
@@ -146,17 +132,10 @@ def _is_unwritten(memory: Tensor) -> bool:
     return memory._version == 0
 
 
-def _reset_function(module: nn.Module) -> Callable[[], None]:
+def _reset_function(module: nn.Module) -> Callable[[], None] | None:
     # nn.MultiheadAttention has it under a private name.
-    for name in ("reset_parameters", "_reset_parameters"):
-        function: Callable[[], None] | None = getattr(module, name, None)
-        if function is not None:
-            return function
-    return _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+    private = getattr(module, "_reset_parameters", None)
+    return getattr(module, "reset_parameters", private)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ one after the other, beside the tasks. The gradients of parameters that other st
 last, when those stages have sent theirs.
 
 A replica begins its all-reduces in the same order whatever its plan is, and no task waits for one,
-so they cannot deadlock; ``verify.py`` need not know of them.
+so they cannot deadlock, and ``verify.py`` does not check them.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from procpipe.plan.all_reduce import Bucket
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,17 @@ class Costs:
     def num_partitions(self) -> int:
         """The number of partitions that the costs are for."""
         return len(self.forward_s)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, Sequence[float]]:
+        """The seconds of tasks by their kind, for each partition."""
+        return {
+            FORWARD: self.forward_s,
+            RECOMPUTE: self.recompute_s,
+            BACKWARD: self.backward_s,
+            INPUT_GRADIENT: self.input_gradient_s,
+            WEIGHT_GRADIENT: self.weight_gradient_s,
+        }
 
     def tied_between(self, stages: tuple[int, int], placement: Sequence[int]) -> tuple[int, float]:
         """Return the bytes and seconds of the message of tied gradients between two stages."""

@@ -32,11 +32,13 @@ nothing. All receives move up by the same number of tasks, so each channel keeps
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
+from procpipe.plan.all_reduce import last_additions
 from procpipe.plan.routes import Routes, Transfer
-from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class Run:
     is_recomputed: bool = field(default=False, compare=False)
     #: Of a forward task, whether its backward will be two tasks, I and W.
     is_split: bool = field(default=False, compare=False)
+    #: Whether it is the last task that adds to the gradients of its partition.
+    adds_last: bool = field(default=False, compare=False)
+    #: Of a forward task whose graph is kept, whether its B task is that one.
+    precedes_last: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"run {self.task}"
@@ -87,6 +93,11 @@ class Receive:
 Step = Run | Send | Receive
 Program = tuple[Step, ...]
 
+_CYCLE = _PLACE = itemgetter(0)
+
+#: What a stage sends and receives, each with its cycle: by cycle, then as in its fence.
+Fenced = Sequence[tuple[int, Transfer]]
+
 
 def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
     """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
@@ -95,6 +106,18 @@ def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
         for k, transfer in routes.sent(plan, stage):
             found[k].append(transfer)
     return [tuple(fence) for fence in found]
+
+
+def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
+    """List what each stage sends and receives: for ``bare_program`` of all stages."""
+    found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
+    for stage in range(plan.num_stages):
+        for fenced in routes.sent(plan, stage):
+            found[stage].append(fenced)
+            found[routes.placement[fenced[1].destination]].append(fenced)
+    for of_stage in found:
+        of_stage.sort(key=_CYCLE)
+    return [*found]
 
 
 def program(
@@ -107,25 +130,27 @@ def program(
     has the micro-batches that a later plan recomputes, if this one has no backward.
     """
     steps = bare_program(plan, routes, stage, ahead=ahead)
-    tasks = {step.task for step in steps if isinstance(step, Run)}
+    runs = [step.task for step in steps if isinstance(step, Run)]
+    tasks, last = {*runs}, last_additions(runs)
     if not plan.has_backward:
         tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
     return tuple(
-        _run(step.task, tasks, routes) if isinstance(step, Run) else step for step in steps
+        _run(step.task, tasks, last, routes) if isinstance(step, Run) else step for step in steps
     )
 
 
-def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> Program:
-    """Make the same program without what its executor needs: to count and to compare steps."""
+def bare_program(
+    plan: Plan, routes: Routes, stage: int, *, ahead: int = 1, fenced: Fenced | None = None
+) -> Program:
+    """Make the same program without what its executor needs: to count and to compare steps.
+
+    ``fenced`` is what ``all_fenced`` lists for the stage, for a caller that makes the programs of
+    all stages.
+    """
     if ahead < 0:
         raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
-    touching = [
-        fenced
-        for maker in sorted([stage, *routes.sources(stage)])
-        for fenced in routes.sent(plan, maker)
-        if stage in routes.stages_of(fenced[1])
-    ]
-    touching.sort(key=lambda fenced: fenced[0])  # stable: within a fence by maker, as in fences()
+    if fenced is None:
+        fenced = _fenced(plan, routes, stage)
     row = plan.row(stage)
     # A stable sort by place and rank. For the p-th task of the stage, rank
     #     0    receives that were hoisted to it; past the first task, at the start of the program
@@ -135,7 +160,7 @@ def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> P
         ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, transfer in touching:
+    for k, transfer in fenced:
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
         at_fence = num_done - 1, 2
@@ -143,19 +168,32 @@ def bare_program(plan: Plan, routes: Routes, stage: int, *, ahead: int = 1) -> P
             placed.append((at_fence, Send(transfer)))
         else:
             placed.append(((num_done - ahead, 0) if ahead else at_fence, Receive(transfer)))
-    placed.sort(key=lambda step: step[0])
-    return tuple(step for _, step in placed)
+    placed.sort(key=_PLACE)
+    return tuple([step for _, step in placed])
 
 
-def _run(task: Task, tasks: Collection[Task], routes: Routes) -> Run:
+def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
+    found = [
+        fenced
+        for maker in sorted([stage, *routes.sources(stage)])
+        for fenced in routes.sent(plan, maker)
+        if stage in routes.stages_of(fenced[1])
+    ]
+    return sorted(found, key=_CYCLE)  # stable: within a fence by maker, as in fences()
+
+
+def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:
     """Add what the executor needs to a task; ``tasks`` are all of its stage."""
     kind, i, j = task
+    is_recomputed = kind == FORWARD and (RECOMPUTE, i, j) in tasks
     return Run(
         task,
         tuple(routes.used_by(task)),
         tuple(routes.made_by(task)),
-        is_recomputed=kind == FORWARD and (RECOMPUTE, i, j) in tasks,
+        is_recomputed=is_recomputed,
         is_split=kind == FORWARD and (INPUT_GRADIENT, i, j) in tasks,
+        adds_last=task == last.get(j),
+        precedes_last=kind == FORWARD and not is_recomputed and last.get(j) == (BACKWARD, i, j),
     )
 
 

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.task import BACKWARD, FORWARD, WEIGHT_GRADIENT, Plan, Task, gradient_tasks
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+    gradient_tasks,
+)
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -118,8 +126,7 @@ class Routes:
 
     def leaving(self, task: Task, plan: Plan) -> list[Transfer]:
         """List what a stage sends after a task of a plan, in order."""
-        complete = task.i == plan.last_forward
-        return [t for t in self.made_by(task, is_last=complete) if self._travels(t)]
+        return self._travelling(self.made_by(task, is_last=task.i == plan.last_forward))
 
     def made_by(self, task: Task, *, is_last: bool = False) -> list[Transfer]:
         """List what a task makes for other partitions, including those of its own stage.
@@ -129,16 +136,23 @@ class Routes:
             is_last: whether its micro-batch completes the loss.
         """
         kind, i, j = task
+        last = len(self.placement) - 1
         if kind == FORWARD:
-            return self._made_forward(i, j, complete=is_last)
-        if task.makes_gradient:
+            down = [Transfer(ACTIVATION, i, j, j + 1)] if j < last else []
+            down += [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
+            if self.target and j == 0 < last:
+                down.append(Transfer(TARGET, i, 0, last))
+            if self.loss and j == last and is_last:
+                down += [Transfer(LOSS, i, last, first) for first in self._first_partitions]
+            return down
+        if kind in (BACKWARD, INPUT_GRADIENT):
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
         return []
 
     def needed(self, task: Task) -> list[Transfer]:
         """List what a task needs from other stages."""
-        return [transfer for transfer in self.used_by(task) if self._travels(transfer)]
+        return self._travelling(self.used_by(task))
 
     def used_by(self, task: Task) -> list[Transfer]:
         """List what a task uses from other partitions, including those of its own stage."""
@@ -150,7 +164,7 @@ class Routes:
             if self.target and j == last > 0:
                 down.append(Transfer(TARGET, i, 0, last))
             return down
-        if task.makes_gradient:
+        if kind in (BACKWARD, INPUT_GRADIENT):
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []
@@ -177,16 +191,15 @@ class Routes:
 
     def skips_from(self, partition: int) -> tuple[int, ...]:
         """List the partitions that use skip tensors made in this one."""
-        return tuple(sorted(b for a, b in self.skips if a == partition))
+        return self._skips_from.get(partition, ())
 
     def skips_into(self, partition: int) -> tuple[int, ...]:
         """List the partitions that make skip tensors used in this one."""
-        return tuple(sorted(a for a, b in self.skips if b == partition))
+        return self._skips_into.get(partition, ())
 
     def sources(self, stage: int) -> list[int]:
         """List the stages that may send tensors to this one."""
-        place = self.placement
-        return sorted({place[a] for _, a, b in self.channels() if place[b] == stage})
+        return self._sources.get(stage, [])
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
@@ -207,18 +220,24 @@ class Routes:
             if self.placement[a] != self.placement[b]
         ]
 
-    def _travels(self, transfer: Transfer) -> bool:
-        return self.placement[transfer.source] != self.placement[transfer.destination]
+    def _travelling(self, transfers: list[Transfer]) -> list[Transfer]:
+        stages = self.placement
+        return [t for t in transfers if stages[t.source] != stages[t.destination]]
 
-    def _made_forward(self, i: int, j: int, *, complete: bool) -> list[Transfer]:
-        last = len(self.placement) - 1
-        down = [Transfer(ACTIVATION, i, j, j + 1)] if j < last else []
-        down += [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
-        if self.target and j == 0 < last:
-            down.append(Transfer(TARGET, i, 0, last))
-        if self.loss and j == last and complete:
-            down += [Transfer(LOSS, i, last, first) for first in self._first_partitions]
-        return down
+    @cached_property
+    def _skips_from(self) -> dict[int, tuple[int, ...]]:
+        return {j: tuple(sorted(b for a, b in self.skips if a == j)) for j, _ in self.skips}
+
+    @cached_property
+    def _skips_into(self) -> dict[int, tuple[int, ...]]:
+        return {j: tuple(sorted(a for a, b in self.skips if b == j)) for _, j in self.skips}
+
+    @cached_property
+    def _sources(self) -> dict[int, list[int]]:
+        found: dict[int, set[int]] = {}
+        for _, a, b in self.channels():
+            found.setdefault(self.placement[b], set()).add(self.placement[a])
+        return {stage: sorted(sources) for stage, sources in found.items()}
 
     @cached_property
     def _first_partitions(self) -> tuple[int, ...]:

@@ -27,10 +27,8 @@ counts bytes.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from procpipe.plan.all_reduce import AllReduce, last_additions
 from procpipe.plan.costs import Costs
@@ -47,29 +45,6 @@ from procpipe.plan.task import (
 )
 
 
-class _Track:
-    """Start and end of every task of one kind, at infinity until they are known.
-
-    Row ``i`` has a place for each partition and one more at either end, where inputs of the first
-    and the last partition come from, at time 0: ``0.0 [0] [1] … [p-1] 0.0``.
-    """
-
-    def __init__(self, m: int, p: int, ends_s: array[float] | None = None) -> None:
-        row = array("d", [0.0, *([math.inf] * p), 0.0])
-        self.starts_s = row * m
-        self.ends_s = row * m if ends_s is None else ends_s
-
-
-class _Rule(NamedTuple):
-    """How the times of one kind of task are computed; sequences are by partition."""
-
-    track: _Track
-    seconds: Sequence[float]
-    makers_s: array[float]  # the ends of the tasks that make the inputs
-    away: int  # how many partitions away those are
-    hop_s: Sequence[float]
-
-
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """When each task of a plan starts and ends, from 0 to ``total_s``."""
@@ -80,8 +55,7 @@ class Timeline:
     total_s: float  # seconds of the step
     exposed_s: float  # the part of it in which only gradients are added up over replicas
     all_reduces: tuple[AllReduce, ...]  # when each stage does that, by stage and in order
-    _tracks: Mapping[str, _Track] = field(repr=False)
-    _busy_s: tuple[float, ...] = field(repr=False)
+    _starts_s: Mapping[Task, float] = field(repr=False)
 
     def start_s(self, task: Task) -> float:
         """Return when a task starts.
@@ -89,8 +63,9 @@ class Timeline:
         Raises:
             KeyError: the plan does not have the task.
         """
-        place = self._place(task)
-        return self._tracks[task.kind].starts_s[place]
+        if task not in self._starts_s:
+            raise KeyError(f"{task} is not in the plan")
+        return self._starts_s[task]
 
     def end_s(self, task: Task) -> float:
         """Return when a task ends.
@@ -98,12 +73,11 @@ class Timeline:
         Raises:
             KeyError: the plan does not have the task.
         """
-        place = self._place(task)
-        return self._tracks[task.kind].ends_s[place]
+        return self.start_s(task) + self.costs.seconds[task.kind][task.j]
 
     def busy_s(self, stage: int) -> float:
         """Return how long a stage computes."""
-        return self._busy_s[stage]
+        return self._added(self.plan.tasks_of(stage))
 
     @property
     def bubble(self) -> float:
@@ -112,7 +86,7 @@ class Timeline:
         Includes the time of ``exposed_s``.
         """
         whole_s = self.total_s * self.plan.num_stages
-        return 1.0 - math.fsum(self._busy_s) / whole_s if whole_s else 0.0
+        return 1.0 - self._added(self.plan.tasks()) / whole_s if whole_s else 0.0
 
     @property
     def exposed(self) -> float:
@@ -131,18 +105,9 @@ class Timeline:
         """Return the most bytes that a stage holds, as ``memory.py`` counts them."""
         return peak_bytes(self.plan, self.costs, self.routes, stage)
 
-    def _place(self, task: Task) -> int:
-        m, p = self.plan.num_micro_batches, self.plan.num_partitions
-        place = _place_of(task, self.plan)
-        there = task.kind in self._tracks and 0 <= task.i < m and 0 <= task.j < p
-        if not there or math.isinf(self._tracks[task.kind].starts_s[place]):
-            raise KeyError(f"{task} is not in the plan")
-        return place
-
-
-def _place_of(task: Task, plan: Plan) -> int:
-    """Return a task's place in a track."""
-    return task.i * (plan.num_partitions + 2) + task.j + 1
+    def _added(self, tasks: Iterable[Task]) -> float:
+        seconds = self.costs.seconds
+        return math.fsum(seconds[kind][j] for kind, _, j in tasks)
 
 
 def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:
@@ -162,7 +127,7 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
         if count != plan.num_partitions:
             what = "stages" if plan.num_partitions == plan.num_stages else "partitions"
             raise ValueError(f"the plan has {plan.num_partitions} {what}, but the {name} {count}")
-    tracks, free_s, busy_s = _walk(plan, costs)
+    starts_s, free_s = _walk(plan, costs)
     total_s = max(free_s)
     if math.isinf(total_s):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
@@ -170,17 +135,17 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
     for stage in range(plan.num_stages):
         for _, task, transfer in routes.tied_gradients(plan, stage):
             to = routes.stages_of(transfer)
-            made_s = tracks[task.kind].ends_s[_place_of(task, plan)]
+            made_s = starts_s[task] + costs.seconds[task.kind][task.j]
             ends_s[to[1]] = max(ends_s[to[1]], made_s + costs.tied_between(to, plan.placement)[1])
     computed_s = max(ends_s)
-    all_reduces = tuple(_all_reduces(plan, costs, tracks, ends_s)) if costs.buckets else ()
+    all_reduces = tuple(_all_reduces(plan, costs, starts_s, ends_s)) if costs.buckets else ()
     total_s = max([computed_s, *(one.end_s for one in all_reduces)])
     exposed_s = total_s - computed_s
-    return Timeline(plan, costs, routes, total_s, exposed_s, all_reduces, tracks, tuple(busy_s))
+    return Timeline(plan, costs, routes, total_s, exposed_s, all_reduces, starts_s)
 
 
 def _all_reduces(
-    plan: Plan, costs: Costs, tracks: Mapping[str, _Track], ends_s: Sequence[float]
+    plan: Plan, costs: Costs, starts_s: Mapping[Task, float], ends_s: Sequence[float]
 ) -> Iterator[AllReduce]:
     """Yield when each stage adds up its buckets, given the end of everything else it does."""
     if len(costs.buckets) != plan.num_stages:
@@ -196,43 +161,44 @@ def _all_reduces(
             for j, share in final:
                 if j not in last:
                     raise ValueError(f"stage {stage} adds up gradients of partition {j}, of others")
-                place = _place_of(last[j], plan)
-                track = tracks[last[j].kind]
-                start_s, end_s = track.starts_s[place], track.ends_s[place]
-                ready_s = max(ready_s, start_s + share * (end_s - start_s))
+                part_s = share * costs.seconds[last[j].kind][j]
+                ready_s = max(ready_s, starts_s[last[j]] + part_s)
             start_s = max(free_s, ready_s)
             free_s = start_s + seconds
             yield AllReduce(stage, num_bytes, start_s, free_s)
 
 
-def _walk(plan: Plan, costs: Costs) -> tuple[Mapping[str, _Track], list[float], list[float]]:
-    """Return the tracks, when each stage has ended, and how long each has computed."""
-    m, p, placement = plan.num_micro_batches, plan.num_partitions, plan.placement
-    forward, backward, recompute = _Track(m, p), _Track(m, p), _Track(m, p)
-    first_half = _Track(m, p, ends_s=backward.ends_s)  # of a backward; either makes the gradient
-    second_half = _Track(m, p)
+def _walk(plan: Plan, costs: Costs) -> tuple[dict[Task, float], list[float]]:
+    """Return when each task starts, and when each stage has ended."""
+    placement, p = plan.placement, plan.num_partitions
+    hops_s = (0.0, *costs.hops_s(placement), 0.0)
+    # By micro-batch and partition, when outputs are made and gradients of inputs; at infinity until
+    # known. One place more at either end: what comes from elsewhere, at time 0.
+    unknown = [0.0, *[math.inf] * p, 0.0]
+    outputs_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
+    gradients_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
     if not plan.has_forward:  # an earlier plan has run it
-        forward.ends_s = array("d", [0.0]) * len(forward.ends_s)
-    hops_s = costs.hops_s(placement)
-    down_s, up_s, none_s = (0.0, *hops_s), (*hops_s, 0.0), (0.0,) * p
-    gradients_s = backward.ends_s
-    rules = {
-        FORWARD: _Rule(forward, costs.forward_s, forward.ends_s, -1, down_s),
-        BACKWARD: _Rule(backward, costs.backward_s, gradients_s, +1, up_s),
-        RECOMPUTE: _Rule(recompute, costs.recompute_s, forward.ends_s, 0, none_s),
-        INPUT_GRADIENT: _Rule(first_half, costs.input_gradient_s, gradients_s, +1, up_s),
-        WEIGHT_GRADIENT: _Rule(second_half, costs.weight_gradient_s, gradients_s, 0, none_s),
-    }
-    free_s, busy_s = [0.0] * plan.num_stages, [0.0] * plan.num_stages
-    for cycle in plan.cycles:
-        for kind, i, j in cycle:
-            track, seconds, makers_s, away, hop_s = rules[kind]
-            place, stage = i * (p + 2) + j + 1, placement[j]
-            start_s = free_s[stage]
-            arrival_s = makers_s[place + away] + hop_s[j]
-            if arrival_s > start_s:
-                start_s = arrival_s
-            track.starts_s[place] = start_s
-            track.ends_s[place] = free_s[stage] = start_s + seconds[j]
-            busy_s[stage] += seconds[j]
-    return {kind: rule.track for kind, rule in rules.items()}, free_s, busy_s
+        outputs_s = [[0.0] * (p + 2)] * plan.num_micro_batches
+    seconds = costs.seconds
+    starts_s: dict[Task, float] = {}
+    free_s = [0.0] * plan.num_stages
+    for task in plan.tasks():
+        kind, i, j = task
+        if kind == FORWARD:
+            arrival_s = outputs_s[i][j] + hops_s[j]
+        elif kind == RECOMPUTE:
+            arrival_s = outputs_s[i][j + 1]
+        elif kind == WEIGHT_GRADIENT:
+            arrival_s = gradients_s[i][j + 1]
+        else:
+            arrival_s = gradients_s[i][j + 2] + hops_s[j + 1]
+        start_s = free_s[placement[j]]
+        if arrival_s > start_s:
+            start_s = arrival_s
+        starts_s[task] = start_s
+        end_s = free_s[placement[j]] = start_s + seconds[kind][j]
+        if kind == FORWARD:
+            outputs_s[i][j + 1] = end_s
+        elif kind in (BACKWARD, INPUT_GRADIENT):
+            gradients_s[i][j + 1] = end_s
+    return starts_s, free_s

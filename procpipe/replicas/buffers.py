@@ -49,11 +49,7 @@ class _Noted:
 
 
 class ReplicaBuffers:
-    """The buffers of one stage.
-
-    Args:
-        group: the processes that run this stage.
-    """
+    """The buffers of one stage, which the processes of a group run."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -18,47 +18,47 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.partition import Partition
 from procpipe.data.mean_loss import LossPart
+from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.all_reduce import bucketed
+from procpipe.plan.program import Run
+from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation
 from procpipe.run.observer import Observers
+from procpipe.run.replicas import Replicas
 from procpipe.torch_internals import has_accumulation_hooks
-
-if TYPE_CHECKING:
-    from procpipe.data.minibatch import MiniBatch
 
 #: The dtypes that a loss can have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Reduction:
-    """One stage's part in adding up over replicas.
-
-    Args:
-        group: the processes that run this stage.
-        device: this stage's device.
+class Reduction(Replicas):
+    """One stage's part in adding up over replicas; ``group`` are the processes that run it.
 
     Attributes:
         overlaps: whether sums of this call may begin before its end.
-        observers: follow each sum.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, replica: int, device: torch.device) -> None:
         self.overlaps = False
-        self.observers = Observers()
         self._group = group
+        self._is_first = replica == 0
         self._device = device
-        self._own: dict[nn.Parameter, None] = {}  # gradients to be added up, see Stage.no_sync
+        self._observers = Observers()
+        self._joined = ReplicaBuffers(group)
+        self._own: set[nn.Parameter] = set()  # gradients to be added up, see Stage.no_sync
         self._fresh: set[nn.Parameter] = set()  # without a gradient before this call
         self._reduces = False
+        #: How many layers with a parameter are still to add to its gradient for the last time.
+        self._num_to_add: Counter[nn.Parameter] = Counter()
         self._apart: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._num_begun = 0
@@ -67,22 +67,42 @@ class Reduction:
         self._is_sum = False  # of the loss, and its dtype once it is known
         self._dtype: torch.dtype | None = None
 
+    def observe(self, observers: Observers) -> None:
+        """Call these observers for each sum from now on."""
+        self._observers = observers
+
+    def close(self) -> None:
+        """Drop the sums that are under way, and the connections."""
+        self._buckets = []
+        self._group.close()
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def make_equal(self, layers: Iterable[nn.Module]) -> None:
+        """Give the layers of this replica the values of replica 0."""
+        for layer in layers:
+            self._group.copy_first((*layer.parameters(), *layer.buffers()))
+            self._joined.note(layer)
+
+    def end_forward(self, layers: Iterable[nn.Module]) -> None:
+        """Join the replicas' statistics of batch normalisation, and make other buffers equal."""
+        self._joined.end_forward(layers)
+
     # -- gradients ------------------------------------------------------------------------------
 
     def begin(
-        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], apart: Iterable[nn.Parameter]
-    ) -> None:
-        """Begin a call with a backward pass, before the first backward task.
+        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
+    ) -> Iterable[nn.Parameter]:
+        """Begin a call with a backward pass; the gradients of ``tied`` are added up apart.
 
-        Args:
-            batch: the call's mini-batch.
-            parameters: of this stage's layers, in the order of the model.
-            apart: those that other stages have, too; added up in one order on all of these.
+        In one order on all stages that have them.
         """
-        free = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in self._own]
+        found = list(parameters)
+        self._num_to_add = Counter(found)
+        free = [p for p in dict.fromkeys(found) if p.requires_grad or p in self._own]
         if batch.reduces:
             _check_hooks(free)
-        keeps_apart = batch.may_correct and batch.reduces and self._own.keys().isdisjoint(free)
+        keeps_apart = batch.may_correct and batch.reduces and self._own.isdisjoint(free)
         self._fresh = {parameter for parameter in free if parameter.grad is None}
         for parameter in free if not keeps_apart else ():
             if parameter.grad is not None and parameter not in self._own:
@@ -90,26 +110,32 @@ class Reduction:
                     parameter.grad.div_(self._group.num_replicas)
         self.overlaps = keeps_apart or not batch.may_correct
         self._reduces = batch.reduces
-        for parameter in free:
-            if batch.reduces:
-                self._own.pop(parameter, None)
-            else:
-                self._own[parameter] = None
-        self._apart = [p for p in dict.fromkeys(apart) if p in set(free)]
+        self._own = self._own.difference(free) if batch.reduces else self._own.union(free)
+        self._apart = [p for p in dict.fromkeys(tied) if p in set(free)]
         # Those of a loss come last, as their gradients are final at the call's end only.
         rest = set() if batch.loss is None else {*batch.loss.parameters()}
         buckets = _bucketed([p for p in free if p not in rest.union(self._apart)])
         of_loss = _bucketed([p for p in free if p in rest.difference(self._apart)])
         self._buckets = [*buckets, *of_loss] if batch.reduces else []
         self._num_begun = 0
+        return found
+
+    def during(self, step: Run, partition: Partition) -> AbstractContextManager[None]:
+        """Add up gradients to which no later task adds, as they become final."""
+        self._look()
+        return self._adding_up(partition) if step.adds_last else nullcontext()
 
     @contextmanager
-    def during(self, own: set[nn.Parameter]) -> Iterator[None]:
-        """Add up gradients as they become final: in the last task that adds to them on this stage.
+    def _adding_up(self, partition: Partition) -> Iterator[None]:
+        """Add up gradients in the last task that adds to those of a partition.
 
-        In the first such task it is only counted how often autograd adds to each: more than once
-        where layers are recomputed with reentrant checkpointing.
+        Not those of parameters that later partitions have, too. In the first such task it is only
+        counted how often autograd adds to each: more than once where layers are recomputed with
+        reentrant checkpointing.
         """
+        here = Counter(partition.parameters())
+        own = {p for p, num_layers in here.items() if num_layers == self._num_to_add[p]}
+        self._num_to_add.subtract(here)
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}
         handles = []
         if self.overlaps:
@@ -124,10 +150,11 @@ class Reduction:
                 handle.remove()
         for parameter, bucket in bucket_of.items():
             bucket.missing.discard(parameter)
-            self._times_added.setdefault(parameter, self._counts.pop(parameter, 1))
+            if self.overlaps:  # else nothing has counted
+                self._times_added.setdefault(parameter, self._counts.pop(parameter, 1))
         self._begin_complete()
 
-    def end(self) -> None:
+    def end(self, factor: Tensor | None = None) -> None:
         """Wait until all gradients are added up, and write the sums into ``.grad``."""
         if not self._reduces:
             return
@@ -137,48 +164,42 @@ class Reduction:
         self._begin_complete()
         for k, bucket in enumerate(self._buckets):
             asked_ns = time.perf_counter_ns()
-            for hook in self.observers.ask_sum:
-                hook(f"gradients {k}")
-            bucket.wait()
-            self.look()
-            self._note(f"gradients {k}", bucket.num_bytes, *bucket.span_ns, asked_ns)
+            self._observers.ask_sum(f"gradients {k}")
+            num_bytes = bucket.wait()
+            self._look()
+            times_ns = bucket.begun_ns, bucket.ended_ns, asked_ns
+            self._observers.added_up(f"gradients {k}", num_bytes, *times_ns)
             bucket.end(self._fresh)
         self._buckets = []
         for parameter in self._apart:
             self._add_up_apart(parameter)
 
-    def look(self) -> None:
-        """Note which sums are over, if anything observes them; on a GPU the host does not know."""
-        if self.observers.added_up and self._device.type == "cpu":
-            for bucket in self._buckets[: self._num_begun]:
-                bucket.look()
-
-    def _note_begin(self, what: str, operation: Operation | None = None) -> None:
-        wait = operation.wait if operation is not None and operation.is_queued else None
-        for hook in self.observers.begin_sum:
-            hook(what, wait)
-
-    def _note(self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int) -> None:
-        for hook in self.observers.added_up:
-            hook(what, num_bytes, begun_ns, ended_ns, asked_ns)
-
-    def _note_at_once(self, what: str, num_bytes: int, begun_ns: int) -> None:
-        """Note a sum that was waited for from its beginning."""
-        self._note(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
-
-    @property
-    def holds_own(self) -> bool:
-        """Whether some gradients are not added up yet, and are not 0.
+    def check_added_up(self, call: str) -> None:
+        """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be added up.
 
         Zeros of this replica, as zero_grad(set_to_none=False) leaves them, need no sum; if another
         replica's are not 0, that one finds it.
         """
         gradients = (parameter.grad for parameter in self._own)
-        return any(g is not None and (g.is_sparse or bool(g.any())) for g in gradients)
+        if any(g is not None and (g.is_sparse or bool(g.any())) for g in gradients):
+            raise RuntimeError(
+                f"{call} after calls in no_sync(): gradients are still to be added up over "
+                "replicas; run the last step of an accumulation outside of it"
+            )
 
-    def abandon(self) -> None:
-        """Drop the sums that are under way."""
-        self._buckets = []
+    def _look(self) -> None:
+        """Note which sums are over, if anything observes them; on a GPU the host does not know."""
+        if self._observers.added_up and self._device.type == "cpu":
+            for bucket in self._buckets[: self._num_begun]:
+                bucket.look()
+
+    @contextmanager
+    def _waiting(self, what: str, num_bytes: int) -> Iterator[None]:
+        """Surround a sum that is waited for from its beginning."""
+        begun_ns = time.perf_counter_ns()
+        self._observers.begin_sum(what, None)
+        yield
+        self._observers.added_up(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
 
     def _is_final(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
         if parameter not in self._times_added:
@@ -198,13 +219,14 @@ class Reduction:
         """Begin the sums of complete buckets, in order."""
         if not self.overlaps:
             return
-        self.look()
+        self._look()
         while self._num_begun < len(self._buckets):
             bucket = self._buckets[self._num_begun]
             if bucket.missing:
                 return
             operation = bucket.begin(self._group)
-            self._note_begin(f"gradients {self._num_begun}", operation)
+            wait = operation.wait if operation.is_queued else None
+            self._observers.begin_sum(f"gradients {self._num_begun}", wait)
             self._num_begun += 1
 
     def _add_up_apart(self, parameter: nn.Parameter) -> None:
@@ -212,10 +234,8 @@ class Reduction:
         own = parameter.grad
         given = torch.zeros_like(parameter) if own is None else own
         is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
-        begun_ns = time.perf_counter_ns()
-        self._note_begin("shared gradient")
-        parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
-        self._note_at_once("shared gradient", given.nbytes, begun_ns)
+        with self._waiting("shared gradient", given.nbytes):
+            parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -224,8 +244,10 @@ class Reduction:
 
     # -- losses ---------------------------------------------------------------------------------
 
-    def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart:
+    def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
         """Return the part of all replicas, from that of this one; None where it has no samples."""
+        if not batch.is_step:
+            return part
         vector = torch.zeros(3 + len(_DTYPES), dtype=torch.float64, device=self._device)
         if part is not None:
             self._is_sum, self._dtype = isinstance(part.weight, Tensor), part.sum.dtype
@@ -233,14 +255,14 @@ class Reduction:
             if isinstance(part.weight, Tensor):
                 vector[1] = part.weight
             vector[3 + _DTYPES.index(self._dtype)] = 1
-        begun_ns = time.perf_counter_ns()
-        self._note_begin("loss")
-        self._group.begin_sum(vector).wait()
-        self._note_at_once("loss", vector.nbytes, begun_ns)
+        with self._waiting("loss", vector.nbytes):
+            self._group.begin_sum(vector).wait()
         if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
             _, _, num_sums, *num_of_dtype = vector.tolist()
             self._is_sum, self._dtype = num_sums > 0, _DTYPES[num_of_dtype.index(max(num_of_dtype))]
         loss = vector[0].to(self._dtype)
+        if batch.loss is not None and self._is_first and self._is_sum:
+            batch.loss.warn_of_sum(vector[1])
         if not self._is_sum:
             return LossPart(loss)
         divisor = batch.expected if batch.may_correct else None
@@ -264,10 +286,11 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.missing = set(parameters)
+        self.begun_ns = 0
+        self.ended_ns = 0  # when the sum was first seen to be over
         self._parameters = parameters
         self._flat: Tensor | None = None
         self._sum: Operation | None = None
-        self._begun_ns = self._ended_ns = 0
 
     def begin(self, group: Group) -> Operation:
         """Copy the gradients, and begin their sum, which is returned.
@@ -292,30 +315,21 @@ class _Bucket:
         for is_there, run in groupby(present):  # no copy from the host, which would wait
             parts.append(first.new_full((len([*run]),), float(is_there)))
         self._flat = torch.cat(parts)
-        self._begun_ns = time.perf_counter_ns()
+        self.begun_ns = time.perf_counter_ns()
         self._sum = group.begin_sum(self._flat)
         return self._sum
 
     def look(self) -> None:
         """Note when the sum is first seen to be over."""
-        if not self._ended_ns and self._sum is not None and self._sum.is_over:
-            self._ended_ns = time.perf_counter_ns()
+        if not self.ended_ns and self._sum is not None and self._sum.is_over:
+            self.ended_ns = time.perf_counter_ns()
 
-    def wait(self) -> None:
-        """Wait for the sum."""
-        assert self._sum is not None, "it was begun"
+    def wait(self) -> int:
+        """Wait for the sum; return its bytes."""
+        assert self._sum is not None and self._flat is not None, "it was begun"
         self._sum.wait()
-        self._ended_ns = self._ended_ns or time.perf_counter_ns()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all gradients."""
-        return 0 if self._flat is None else self._flat.nbytes
-
-    @property
-    def span_ns(self) -> tuple[int, int]:
-        """When the sum began, and when it was first seen to be over."""
-        return self._begun_ns, self._ended_ns
+        self.ended_ns = self.ended_ns or time.perf_counter_ns()
+        return self._flat.nbytes
 
     def end(self, fresh: set[nn.Parameter]) -> None:
         """Make the sum the gradients, or write it into those of earlier calls.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError, CallMismatchError
 from procpipe.run.calls import Calls
 from procpipe.run.messages import BatchDetail, Order
-from procpipe.tree import flatten, from_json, unflatten
+from procpipe.tree import TENSOR, Structure, flatten, from_json, num_tensors, unflatten
 
 _NOTHING: Any = object()
 
@@ -39,7 +39,7 @@ class Batches:
 
     Attributes:
         delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
-            second of two entries of the latest item. Something that is no target otherwise.
+            second of two entries of the latest item. Otherwise a value that is not a target.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Batches:
         device: torch.device,
     ) -> None:
         self._bodies: dict[object, bool] = {}  # the loops in whose bodies the script is
-        self._shards: dict[int, weakref.ref[Tensor]] = {}
+        #: The tensors of items that this rank alone has read, by their ids.
+        self._shards: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.delivered_target: Any = _NOTHING
         self._delivered_as: list[Any] = []
         self._calls = calls
@@ -61,44 +62,27 @@ class Batches:
         self._device = device
 
     def read(self, loader: Loader) -> Iterator[Any]:
-        """Yield a loader's items, on rank 0, and send an order for each to the others."""
-        items: Iterator[Any] | None = None
+        """Yield a loader's items on rank 0, and items of their form on the others."""
+        items = _items_of(loader, "batches(None) on rank 0, which reads the loader")
         while True:
             with self._calls.together("batches") as pipeline:
-                if loader is None:
-                    raise TypeError("batches(None) on rank 0, which reads the loader")
-                if items is None:
-                    items = iter(loader() if callable(loader) else loader)
-                item = next(items, _NOTHING)
-                if item is _NOTHING:
-                    self._issue_or_follow("batches", detail=BatchDetail())
-                    return
+                item = next(items, _NOTHING) if self._rank == 0 else _NOTHING
                 delivered = _deliverable(item)
-                self._issue_or_follow(
-                    "batches", detail=BatchDetail(_form_of(item), delivered is not None)
-                )
-                if self._output_rank == 0 and delivered is not None:  # this stage will use it
+                form = None if item is _NOTHING else _form_of(item)
+                detail = self._issue_or_follow_item(BatchDetail(form, delivered is not None))
+                if detail.form is None:
+                    return
+                if self._rank != 0:
+                    if detail.is_delivered and self._rank == self._output_rank:
+                        delivered = pipeline.wires.take_value(0)
+                    item = _placeholders(detail.form, delivered)
+                elif delivered is not None and self._output_rank != 0:
+                    pipeline.wires.send_value(self._output_rank, delivered)
+                elif delivered is not None:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
                     delivered = None
-                if delivered is not None:
-                    pipeline.wires.send_value(self._output_rank, delivered)
                 self._note(delivered)
-            with self._body(is_sharded=False):
-                yield item
-
-    def follow(self) -> Iterator[Any]:
-        """Yield items of the form of rank 0's, on the other ranks."""
-        while True:
-            with self._calls.together("batches") as pipeline:
-                detail = self._issue_or_follow_item(BatchDetail())
-                if detail.form is None:
-                    return
-                delivered = None
-                if detail.is_delivered and self._rank == self._output_rank:
-                    delivered = pipeline.wires.take_value(0)
-                self._note(delivered)
-                item = _placeholders(detail.form, delivered)
             with self._body(is_sharded=False):
                 yield item
 
@@ -126,28 +110,23 @@ class Batches:
         The loop ends when all have ended. Until then, one that has ended yields placeholders.
         ``is_first``: whether this is such a rank, whose ``loader`` is read.
         """
-        items: Iterator[Any] | None = None
+        items = _items_of(
+            loader,
+            f"batches(None, sharded=True) on rank {self._rank}, the first of its replica, which "
+            "reads a loader of its own",
+        )
         while True:
             with self._calls.together("batches") as pipeline:
                 self._issue_or_follow_item(BatchDetail(is_sharded=True))
-                item = _NOTHING
-                if is_first:
-                    if loader is None:
-                        raise TypeError(
-                            f"batches(None, sharded=True) on rank {self._rank}, the first of its "
-                            "replica, which reads a loader of its own"
-                        )
-                    if items is None:
-                        items = iter(loader() if callable(loader) else loader)
-                    item = next(items, _NOTHING)
+                item = next(items, _NOTHING) if is_first else _NOTHING
                 form = None if item is _NOTHING else _form_of(item)
-                forms = pipeline.replicas.gather_offers(json.dumps(form))
+                forms = pipeline.exchange.gather_offers(json.dumps(form))
                 found = next((f for f in map(json.loads, forms) if f is not None), None)
                 detail = self._issue_or_follow_item(BatchDetail(found, is_sharded=True))
                 self._note(None)
             if detail.form is None:
                 return
-            self._remember(item)
+            self._shards.update({id(tensor): tensor for tensor in flattened(item)})
             with self._body(is_sharded=True):
                 yield _placeholders(detail.form, None) if item is _NOTHING else item
 
@@ -167,20 +146,14 @@ class Batches:
             )
         return detail
 
-    def _remember(self, item: Any) -> None:
-        self._shards = {k: ref for k, ref in self._shards.items() if ref() is not None}
-        for tensor in flattened(item):
-            self._shards[id(tensor)] = weakref.ref(tensor)
-
     def check_not_sharded(self, inputs: Any) -> None:
-        """Check that inputs are no share of a mini-batch, outside of the loop that has read it.
+        """Check that inputs are not a share of a mini-batch, outside of the loop that has read it.
 
         Raises:
             RuntimeError: they are, and the shares of other replicas would be lost.
         """
         for tensor in flattened(inputs) if self._shards else ():
-            ref = self._shards.get(id(tensor))
-            if ref is not None and ref() is tensor:
+            if self._shards.get(id(tensor)) is tensor:
                 raise RuntimeError(
                     "an item of batches(…, sharded=True) is used outside of the body of that loop, "
                     "where the first rank's input would be taken as the whole mini-batch: use it "
@@ -211,25 +184,26 @@ def flattened(value: Any) -> list[Tensor]:
         return []
 
 
-def _form_of(item: Any) -> Any:
-    """Describe a loader's item as plain JSON: its outer form, or the whole of a container."""
-    form = _outer_form_of(item)
-    if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
-        try:
-            if opened(item) is not None:
-                tensors, structure = flatten(item)
-                return ["container", [structure, len(tensors), form]]
-        except BoundaryError:
-            pass  # it need not travel: the outer form will do
-    return form
+def _items_of(loader: Loader, nothing: str) -> Iterator[Any]:
+    """Yield a loader's items, once asked for the first; ``TypeError`` if there is no loader."""
+    if loader is None:
+        raise TypeError(nothing)
+    for item in loader() if callable(loader) else loader:  # noqa: UP028 - its end closes no loader
+        yield item
 
 
-def _outer_form_of(item: Any) -> Any:
+def _form_of(item: Any) -> list[Any]:
+    """Describe a loader's item by structures: the whole of a container, then the outer form."""
+    outer: Any = TENSOR
     if isinstance(item, (tuple, list)):
-        return ["tuple" if isinstance(item, tuple) else "list", len(item)]
-    if isinstance(item, Mapping):
-        return ["dict", list(item)]
-    return ["value", 1]
+        outer = ("t" if isinstance(item, tuple) else "l", (TENSOR,) * len(item))
+    elif isinstance(item, Mapping):
+        outer = ("d", (TENSOR,) * len(item), *item)
+    if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
+        with suppress(BoundaryError):  # it need not travel: the outer form will do
+            if opened(item) is not None:
+                return [flatten(item)[1], outer]
+    return [outer]
 
 
 def _deliverable(item: Any) -> tuple[Any, ...] | None:
@@ -259,42 +233,31 @@ def _contents(value: Any) -> list[Any]:
     return [structure, *tensors, *versions]
 
 
-def _placeholders(form: Any, delivered: tuple[Any, ...] | None) -> Any:
-    """Return an item of this form, with placeholders for all that was not delivered here."""
-    outer, content = form
-    if outer == "value":
-        return _placeholder("the mini-batch")
-    if outer == "container":
-        structure, num_tensors, outer_form = content
-        return _container_of_placeholders(structure, num_tensors, outer_form, delivered)
-    if outer == "dict":
-        return {key: _placeholder(f"{key!r} of the mini-batch") for key in content}
-    if delivered is not None:
-        entries = [_placeholder("entry 0 of the mini-batch"), *delivered]
-    else:
-        entries = [_placeholder(f"entry {k} of the mini-batch") for k in range(content)]
-    return tuple(entries) if outer == "tuple" else entries
+def _placeholders(form: list[Any], delivered: tuple[Any, ...] | None) -> Any:
+    """Return an item of this form, with placeholders for all that was not delivered here.
 
-
-def _container_of_placeholders(
-    structure: Any, num_tensors: int, form: Any, delivered: tuple[Any, ...] | None
-) -> Any:
-    """Return a container with placeholders for its tensors, but for what was delivered.
-
-    If only rank 0 has imported its class, the container's outer form is used instead.
+    If only rank 0 has imported the class of a container, its outer form is used instead.
     """
-    tensors = [_placeholder("a tensor of the mini-batch") for _ in range(num_tensors)]
+    structure = from_json(form[0])
     try:
-        item = unflatten(tensors, from_json(structure))
+        item = unflatten([Remote(0, name, None) for name in _names(structure)], structure)
     except BoundaryError:
-        return _placeholders(form, delivered)
+        return _placeholders(form[1:], delivered)
     if delivered is None:
         return item
     container = opened(item)
-    assert container is not None, "rank 0 has opened it"
+    assert container is not None, "only a part of a container is delivered"
     first, *rest = container.children
     return container.like([first, *delivered, *rest[len(delivered) :]])
 
 
-def _placeholder(what: str) -> Remote:
-    return Remote(0, what, None)
+def _names(structure: Structure) -> list[str]:
+    """Say what each placeholder of an item stands for."""
+    if structure == TENSOR:
+        return ["the mini-batch"]
+    name, entries, *keys = structure
+    if name in ("t", "l"):
+        return [f"entry {k} of the mini-batch" for k in range(len(entries))]
+    if name == "d":
+        return [f"{key!r} of the mini-batch" for key in keys]
+    return ["a tensor of the mini-batch"] * num_tensors(structure)

@@ -16,6 +16,9 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import CallMismatchError
 from procpipe.run.messages import decode, encode
 
+#: ``agree(ours, combine)``: every rank's value to rank 0, and what it makes of them to every rank.
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
+
 #: The mesh's number of this channel; those of the plan count from 1.
 CONTROL = 0
 
@@ -35,7 +38,7 @@ class Control:
 
     def send_to_all(self, message: bytes) -> None:
         """Send a message from rank 0 to every other rank; never blocks."""
-        assert self._mesh.rank == 0, "only rank 0 tells all"
+        assert self._mesh.rank == 0, "only rank 0 sends to all"
         for peer in self._heard:
             self.send(peer, message)
 

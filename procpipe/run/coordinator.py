@@ -78,7 +78,7 @@ class Coordinator:
             self.program(order)  # verifies, before any rank starts
             if (replica, order.plan) not in self._sent:
                 self._sent.add((replica, order.plan))
-                order = replace(order, plan_text=self.plan_text(order))
+                order = replace(order, plan_text=self.plan(order).to_text())
         return order
 
     def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
@@ -120,10 +120,6 @@ class Coordinator:
                 plan, routes, self._grid.stage, ahead=self.ahead, recompute=order.recompute
             )
         return self._programs[key]
-
-    def plan_text(self, order: Order) -> str:
-        """Return the text of an order's plan."""
-        return self.plan(order).to_text()
 
     def plan(self, order: Order) -> Plan:
         """Return an order's plan."""

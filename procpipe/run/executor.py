@@ -5,14 +5,14 @@
     Run(F i)            take activation, skips, target ─> partition.forward  ─> made[…]
     Run(R i)            partition.recompute
     Run(B i)            take gradients                 ─> partition.backward ─> made[…]
-    Run(I i), Run(W i)  the same in two                ─> partition.backward_input, …_weight
+    Run(I i), Run(W i)  the same in two                ─> partition.backward, backward_weight
     Send(transfer)      made[…] ─> channel
     at the end          take the loss, and add up the gradients of tied parameters
 
 A message is known by its ``Transfer`` everywhere: in the program, in ``made``, in the ledger. What
 one partition makes for another of the same stage stays in ``made`` until that one takes it. A
-gradient that nothing requires is not sent: both ends know from the activation's metadata, and each
-leaves out its part of the transfer.
+gradient that nothing requires is not sent: the activation's metadata shows that at both ends, and
+each leaves out its part of the transfer.
 
 Independent of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome``.
 """
@@ -22,8 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -63,8 +62,8 @@ class _Passage:
     """One micro-batch in one partition, from its forward task to its backward task."""
 
     held: Sequence[Transfer]  # what its forward task took and holds until then
-    num_wanted: list[int]  # of each input, how many tensors want a gradient
-    wants: list[tuple[bool, ...]]  # of each output, which tensors want a gradient
+    num_wanted: list[int]  # of each input, how many tensors require a gradient
+    wants: list[tuple[bool, ...]]  # of each output, which tensors require a gradient
 
 
 class Executor:
@@ -99,7 +98,7 @@ class Executor:
         self._observers = observers
         self.replicas.observe(observers)
         for j, partition in self.partitions.items():
-            partition.on_layer = observers.on_layer(j)
+            partition.layers.on_layer = observers.on_layer(j)
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
@@ -120,13 +119,11 @@ class Executor:
         outcome = Outcome()
         at_end: list[Transfer] = []
         self._has_begun = False
-        self.replicas.start(program, self.partitions)
         try:
             for step in program:
                 if isinstance(step, Run):
                     self._channels.poll()
-                    with self.replicas.during(step.task):
-                        self._run(step, batch, outcome)
+                    self._run(step, batch, outcome)
                 elif isinstance(step, Send):
                     self._send(step.transfer, batch)
                 else:
@@ -136,31 +133,22 @@ class Executor:
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
             self._take_at_end(at_end, batch, outcome)
-        except RemoteStageError:
-            self._put_back()
-            raise
         except BaseException as error:
-            self._put_back()
-            if self.current_task is not None:
+            self._earlier.abandon()
+            if self.current_task is not None and not isinstance(error, RemoteStageError):
                 where = self._grid.name_of(self._grid.rank)
                 note_where(error, self.current_task, where, self.partitions, self.ledger)
             raise
         if batch.is_backward or not batch.keep:
             self.replicas.settle()
-        for hook in self._observers.held:
-            hook(self.ledger.sizes)
+        self._observers.held(self.ledger.sizes)
         self.ledger.settle()
         return outcome
-
-    def _put_back(self) -> None:
-        """Give parameters the gradients that they had before a call that has failed."""
-        self.tied.abandon()
-        self._earlier.abandon()
 
     def _take_at_end(
         self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
     ) -> None:
-        """Take what no task of this stage needs."""
+        """Take what no task of this stage needs, and complete the gradients."""
         tied: dict[int, Sequence[Part]] = {}
         part = batch.loss.part if batch.loss and outcome.outputs else None
         for transfer in transfers:
@@ -170,12 +158,17 @@ class Executor:
                 self.ledger.size(transfer, 0)
             else:
                 tied[self._placement[transfer.source]] = message.value
+                self.ledger.release(transfer)
         if batch.is_backward and not self._has_begun:
             self._begin_gradients(batch)  # this replica has no samples
         if tied:
             self.tied.add_up(tied)
-        else:
-            self.tied.abandon()  # nothing was added
+        self._end_gradients(part, batch, outcome)
+
+    def _end_gradients(self, part: LossPart | None, batch: MiniBatch, outcome: Outcome) -> None:
+        """Add up over replicas, and correct what was divided by an expected total."""
+        if not batch.may_correct:
+            self._earlier.end()  # before replicas are added up, which divides what was there
         if batch.is_backward and self.replicas.overlaps:
             self.replicas.end()
         part, correction = self.replicas.total(part, batch), None
@@ -187,38 +180,30 @@ class Executor:
         self._earlier.end()
         if batch.is_backward and not self.replicas.overlaps:
             self.replicas.end(correction)
-        for transfer in transfers:
-            if transfer.payload == TIED_GRADIENT:
-                self.ledger.release(transfer)
 
     # -- tasks ----------------------------------------------------------------------------------
 
     def _run(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = self.current_task = step.task
-        for hook in self._observers.begin_task:
-            hook(task)
-        if task.kind == FORWARD:
-            self._forward(step, batch, outcome)
-        elif task.kind in (BACKWARD, INPUT_GRADIENT):
-            self._backward(step, batch, outcome)
-        else:
-            partition = self.partitions[task.j]
-            self._begin_layers(task)
-            if task.kind == RECOMPUTE:
-                # step 9
-                self.ledger.hold(_roots(task.i, task.j), partition.recompute(task.i))
+        self._observers.begin_task(task)
+        is_backward = task.kind in (BACKWARD, INPUT_GRADIENT)
+        if is_backward and not self._has_begun:
+            self._begin_gradients(batch)
+        partition = self.partitions[task.j]
+        with self.replicas.during(step, partition):
+            if task.kind == FORWARD:
+                self._forward(step, batch, outcome)
+            elif is_backward:
+                self._backward(step, batch, outcome)
             else:
-                partition.backward_weight(task.i)
-            self._end_task(task)
+                self._observers.begin_layers(task)
+                if task.kind == RECOMPUTE:
+                    # step 9
+                    self.ledger.hold(_roots(task.i, task.j), partition.recompute(task.i))
+                else:
+                    partition.backward_weight(task.i)
+                self._observers.end_task(task)
         self.current_task = None
-
-    def _begin_layers(self, task: Task) -> None:
-        for hook in self._observers.begin_layers:
-            hook(task)
-
-    def _end_task(self, task: Task) -> None:
-        for hook in self._observers.end_task:
-            hook(task)
 
     def _forward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
@@ -229,7 +214,9 @@ class Executor:
         target = batch.targets[i] if is_last and batch.targets is not None else None
         if j == 0:
             held.append(Transfer(ACTIVATION, i, -1, 0))
-            inputs.append(self._users_input(held[-1], batch))
+            assert batch.inputs is not None, "stage 0 has the inputs"
+            inputs.append(batch.inputs[i])
+            self.ledger.hold(held[-1], num_bytes(inputs[0].tensors))
         for transfer in step.takes:
             message = self._take(transfer)
             if transfer.payload == TARGET:
@@ -237,25 +224,26 @@ class Executor:
             else:
                 inputs.append(message)
         check_fresh(inputs)
-        self._begin_layers(task)
+        loss = batch.loss if is_last else None
+        self._observers.begin_layers(task)
         output = self.partitions[j].forward(  # step 4
             i,
             joined(inputs),
             keep=batch.keep,
             recompute=step.is_recomputed,
-            finish=_finish(batch, target, i) if is_last else None,
+            finish=None if loss is None else partial(loss.of, i, target=target),
             split=step.is_split,
-            is_left_out=is_last and batch.loss is not None and batch.loss.is_left_out(i),
+            is_left_out=loss is not None and loss.is_left_out(i),
         )
-        self._end_task(task)
+        self._observers.end_task(task)
         is_root = batch.keep and not step.is_recomputed
         if is_root:
             self.ledger.hold(_roots(i, j), num_bytes(output.tensors))
         outputs = self._put_outputs(step, output, batch, is_counted=not is_root)
         if is_last:
             outcome.outputs[i] = outputs[0]
-            if batch.loss is not None:
-                batch.loss.add(i, *outputs[0].tensors)  # step 7
+            if loss is not None:
+                loss.add(i, *outputs[0].tensors)  # step 7
         if batch.keep:
             self._passages[i, j] = _Passage(
                 held,
@@ -279,24 +267,15 @@ class Executor:
             self._made[transfer] = Flat.of(batch.targets[transfer.i])
         return outputs
 
-    def _users_input(self, transfer: Transfer, batch: MiniBatch) -> Flat:
-        assert batch.inputs is not None, "stage 0 has the inputs"
-        inputs = batch.inputs[transfer.i]
-        self.ledger.hold(transfer, num_bytes(inputs.tensors))
-        return inputs
-
     def _backward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
-        kind, i, j = task
-        if not self._has_begun:
-            self._begin_gradients(batch)
+        _, i, j = task
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)
         partition = self.partitions[j]
-        run = partition.backward_input if kind == INPUT_GRADIENT else partition.backward
-        self._begin_layers(task)
-        input_gradients = run(i, gradients)  # step 8
-        self._end_task(task)
+        self._observers.begin_layers(task)
+        input_gradients = partition.backward(i, gradients)  # step 8
+        self._observers.end_task(task)
         pieces = cut(input_gradients, passage.num_wanted)
         if j == 0:
             outcome.input_gradients[i] = pieces.pop(0)
@@ -311,21 +290,23 @@ class Executor:
     def _begin_gradients(self, batch: MiniBatch) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
-        tied = (copy.tensor for copy in self.tied.parameters)
-        correctable = self.replicas.begin(batch, self._parameters(batch), tied)
+        apart = [copy.tensor for copy in self.tied.parameters]
+        correctable = self.replicas.begin(batch, self._parameters(batch), apart)
         if batch.may_correct:
-            self._earlier.begin(each for each in correctable if each.requires_grad)
-        self.tied.begin()
+            apart += [each for each in correctable if each.requires_grad]
+        self._earlier.begin(apart)
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
-        yield from chain.from_iterable(part.parameters() for part in self.partitions.values())
+        """Yield what this stage trains; a walk over the modules, which few calls need."""
+        for partition in self.partitions.values():
+            yield from partition.parameters()
         if batch.loss is not None:
             yield from batch.loss.parameters()
 
     def _output_gradients(
         self, step: Run, passage: _Passage, batch: MiniBatch, outcome: Outcome
     ) -> list[Tensor | None]:
-        """Bring together the gradients of all outputs that want one."""
+        """Bring together the gradients of all outputs that require one."""
         _, i, j = step.task
         wants = passage.wants
         gradients: list[Tensor | None] = []
@@ -386,11 +367,10 @@ class Executor:
         else:
             message = self._made.pop(transfer)
             if message.structure == _NO_GRADIENTS and transfer.is_gradient:
-                return  # nothing requires it; the receiver knows
+                return  # nothing requires it, as the metadata has shown
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
-        for hook in self._observers.sent:
-            hook(transfer, message.tensors, start_ns)
+        self._observers.sent(transfer, message.tensors, start_ns)
 
     def _take(self, transfer: Transfer) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
@@ -398,20 +378,13 @@ class Executor:
             return self._made.pop(transfer)
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[transfer.channel].take()  # step 6
-        for hook in self._observers.waited:
-            hook(transfer, message.tensors, start_ns)
+        self._observers.waited(transfer, message.tensors, start_ns)
         self.ledger.size(transfer, num_bytes(message.tensors))
         return message
 
 
 def _roots(i: int, j: int) -> Transfer:
     return Transfer(ROOTS, i, j, j)
-
-
-def _finish(batch: MiniBatch, target: Any, i: int) -> Callable[[Any], Any] | None:
-    """Return what turns a micro-batch's output into its loss, if it has one."""
-    loss = batch.loss
-    return None if loss is None else lambda output: loss.of(i, output, target)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

@@ -1,8 +1,13 @@
-"""What is added to an exception that ends a task: where it was, and what was held."""
+"""Describes an exception: where in the pipeline it was, what was held, and to other ranks.
+
+The ``__str__`` of a user's exception may raise, even a ``SystemExit`` or a
+``KeyboardInterrupt``; neither that nor a text of megabytes may stop the report to the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +15,12 @@ import torch
 from procpipe.compute.ledger import Ledger
 from procpipe.compute.partition import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
-from procpipe.run.stories import text_of
+
+#: The most characters of an exception's text in a line.
+_LINE_LENGTH = 200
+
+#: The most characters of a description, its traceback included, that are sent.
+_STORY_LENGTH = 1 << 16
 
 
 def note_where(
@@ -23,7 +33,7 @@ def note_where(
     """Add notes to an exception: stage, task and layer; where memory ran out, what was held."""
     kind, i, j = task
     has_run_layers = kind in (FORWARD, RECOMPUTE)
-    where = partitions[j].where() if has_run_layers else "its layers' backward"
+    where = partitions[j].layers.where() if has_run_layers else "its layers' backward"
     of = f"micro-batch {i}" if len(partitions) == 1 else f"micro-batch {i}, partition {j}"
     error.add_note(f"procpipe: in {stage}, task {task} ({of}), {where}")
     if _is_out_of_memory(error):
@@ -57,17 +67,14 @@ def _memory_note(stage: str, partitions: Sequence[Partition], ledger: Ledger) ->
         f"{ledger.bytes_now() / 2**20:.1f} MiB"
     )
     if device.type == "cuda":
-        mib = [
-            value / 2**20
-            for value in (
-                torch.cuda.memory_allocated(device),
-                torch.cuda.memory_reserved(device),
-                torch.cuda.mem_get_info(device)[1],
-            )
-        ]
-        held += "; torch has {:.0f} MiB in use, {:.0f} reserved, of {:.0f}".format(*mib)
+        in_use, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        of_all = torch.cuda.mem_get_info(device)[1]
+        held += (
+            f"; torch has {in_use / 2**20:.0f} MiB in use, {reserved / 2**20:.0f} reserved, "
+            f"of {of_all / 2**20:.0f}"
+        )
     return (
-        f"{held}. Give the stage fewer layers (balance), split the mini-batch further "
+        f"{held}. Give the stage fewer layers (balance), make micro-batches smaller "
         "(chunks), or recompute more (checkpoint='always')"
     )
 
@@ -78,3 +85,34 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("can't allocate memory", "CUDA error: out of memory")
     return isinstance(error, RuntimeError) and any(each in text_of(error) for each in words)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; the ``__str__`` of a user's may raise."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"(what it says is not known: its __str__ raised {type(another).__name__})"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of what it says."""
+    lines = text_of(error).splitlines() or [""]
+    line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def story_of(error: BaseException) -> str:
+    """Return an exception with its traceback, causes and notes, shortened in the middle."""
+    try:
+        story = "".join(traceback.format_exception(error))
+    except BaseException as another:  # its notes or causes cannot be read
+        story = (
+            "Traceback (most recent call last):\n"
+            f"{''.join(traceback.format_tb(error.__traceback__))}{in_a_line(error)}\n"
+            f"(its notes and causes are not known: reading them raised {type(another).__name__})\n"
+        )
+    if len(story) > _STORY_LENGTH:  # all peers must receive it before this process ends
+        half = _STORY_LENGTH // 2
+        story = f"{story[:half]}\n… {len(story) - 2 * half} characters …\n{story[-half:]}"
+    return story

@@ -1,8 +1,12 @@
 """Begins a mini-batch on every rank: scatters it, issues its order, routes the target.
 
-rank 0   input ── scatter ── order: sizes, weights, where the target is ──> every rank
+rank 0       input ── scatter ── order: sizes, weights, where the target is ──> every rank
 the target   goes along its route, or is on the last stage already: given there by the user, or
 delivered by ``batches``
+
+Where the first rank of each replica reads its own share of the mini-batch, or nothing:
+
+first ranks  share ── sizes, weights ──> rank 0 ── order of all shares ──> every rank
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,22 +22,21 @@ import torch
 from procpipe.compute.ledger import num_bytes
 from procpipe.data.loss import Loss, checked_total
 from procpipe.data.mean_loss import MeanLoss
-from procpipe.data.microbatch import scatter_like
+from procpipe.data.microbatch import scatter, scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
 from procpipe.data.remote import has_placeholder
 from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
+from procpipe.run.exchange import Exchange, Scattered
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
-from procpipe.run.replicas import Replicas, Scattered
-from procpipe.run.shares import OwnShare
 from procpipe.tree import flatten
 
 
 class Intake:
     """One rank's side of beginning mini-batches.
 
-    ``batches`` knows which target the last stage has already; ``output_stage`` is that of the last
+    ``batches`` records which target the last stage has; ``output_stage`` is the stage of the last
     partition.
     """
 
@@ -54,7 +58,7 @@ class Intake:
 
     def begin(
         self,
-        replicas: Replicas,
+        exchange: Exchange,
         call: str,
         inputs: Inputs,
         target: Any,
@@ -73,20 +77,21 @@ class Intake:
         total = checked_total(total_weight) if self._grid.rank == 0 else None
         keeps = is_training and torch.is_grad_enabled()
         if self._batches.is_sharded:
-            share = OwnShare(self._loss if call == "step" else None, self._grid, self._device)
-            if not has_placeholder(inputs):
-                share.scatter(inputs, target, chunks)
-                share.recompute = _recomputed(checkpoint, share.sizes, keeps=keeps)
-            order = self._issue_or_follow(call, reduces=reduces)  # is every rank in this call?
-            decided = share.together(replicas, is_routed=self._output_stage != 0)
+            takes = self._grid.stage == 0 and not has_placeholder(inputs)
+            ingoing = None
+            if takes:
+                ingoing = Ingoing.of_parts(*scatter(inputs, chunks), self._device)
+            targets, offer = self._offer(call, ingoing, target, checkpoint, keeps=keeps)
+            self._issue_or_follow(call, reduces=reduces)  # is every rank in this call?
+            offers = exchange.gather_offers(offer)
+            decided = self._of_shares(call, offers) if self._grid.rank == 0 else {}
             order = self._issue_or_follow(call, reduces=reduces, total_weight=total, **decided)
-            ingoing, targets = share.ingoing, share.targets
         elif self._grid.rank != 0:
             self._batches.check_not_sharded(inputs)
             order = self._issue_or_follow(call, reduces=reduces)
-            ingoing, targets = replicas.take(order, self._device)
+            ingoing, targets = exchange.take(order, self._device)
         else:
-            parts = replicas.scatter(inputs, chunks)  # step 1
+            parts = exchange.scatter(inputs, chunks)  # step 1
             shares = [
                 (tuple(sizes), _recomputed(checkpoint, sizes, keeps=keeps)) for _, sizes in parts
             ]
@@ -99,18 +104,67 @@ class Intake:
                 targets, about_loss = self._about_loss(target, parts)
                 decided |= {"total_weight": total, **about_loss}
             order = self._issue_or_follow(call, **decided)
-            ingoing, targets = replicas.share(order, parts, targets, self._device)
+            ingoing, targets = exchange.share(order, parts, targets, self._device)
         batch = MiniBatch(ingoing.inputs if ingoing else None, keep=order.is_grad_enabled)
         if call == "step":
             batch = self._with_loss(batch, order, target, targets)
         return order, batch, ingoing
+
+    def _offer(
+        self, call: str, ingoing: Ingoing | None, target: Any, checkpoint: str, *, keeps: bool
+    ) -> tuple[Sequence[Any] | None, list[Any]]:
+        """Return each micro-batch's target of this rank's share, and what rank 0 is to know of it.
+
+        Ranks that have no share offer no micro-batches.
+        """
+        if ingoing is None:
+            return None, [[], [], [], 0, False]
+        sizes, targets = ingoing.sizes, None
+        weights: Sequence[float] = ()
+        if call == "step":
+            targets = None if target is None else scatter_like(target, sizes)
+            weights = self._loss.weights(targets, sizes, is_share=True)
+        again = _recomputed(checkpoint, sizes, keeps=keeps)
+        input_bytes = num_bytes(ingoing.inputs[0].tensors)
+        return targets, [sizes, again, weights, input_bytes, targets is not None]
+
+    def _of_shares(self, call: str, offers: Sequence[list[Any]]) -> dict[str, Any]:
+        """Return, on rank 0, what the order says of all shares.
+
+        Raises:
+            ValueError: no replica has any.
+        """
+        sizes, recompute, weights, of_inputs, of_targets = zip(*offers, strict=True)
+        if not any(sizes):
+            raise ValueError(
+                "no replica has a mini-batch: in a loop over batches(…, sharded=True) give what it "
+                "yields, on the first rank of each replica"
+            )
+        all_weights = tuple(chain(*weights))
+        if call == "step":
+            self._loss.warn_of_weights(all_weights)
+        shares = tuple(zip(map(tuple, sizes), map(tuple, recompute), strict=True))
+        return {
+            "shares": shares,
+            "sizes": shares[0][0],
+            "recompute": shares[0][1],
+            "input_bytes": max(of_inputs),
+            "weights": all_weights,
+            "whole": math.fsum(all_weights),
+            "is_sharded": True,
+            "target": ROUTED if self._output_stage != 0 and any(of_targets) else LOCAL,
+        }
 
     def _about_loss(
         self, target: Any, parts: Sequence[Scattered]
     ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
         """Return each micro-batch's target, if rank 0 sends it, and what the order says of it."""
         sizes = [size for _, of_replica in parts for size in of_replica]
-        way = self._way_of(target, has_replicas=len(parts) > 1)
+        way = ROUTED
+        if target is None or self._output_stage == 0:
+            way = LOCAL
+        elif len(parts) == 1 and self._batches.has_delivered(target):
+            way = DELIVERED
         is_sent = target is not None and (way == ROUTED or len(parts) > 1)
         weighs = self._loss.weight is not None
         targets = scatter_like(target, sizes) if is_sent or (weighs and way != LOCAL) else None
@@ -119,14 +173,6 @@ class Intake:
             weights = self._loss.weights(targets, sizes)
             about |= {"weights": weights, "whole": math.fsum(weights)}
         return targets if is_sent else None, about
-
-    def _way_of(self, target: Any, *, has_replicas: bool) -> str:
-        """Return how the target of a step gets to the last stage."""
-        if target is None or self._output_stage == 0:
-            return LOCAL
-        if not has_replicas and self._batches.has_delivered(target):
-            return DELIVERED
-        return ROUTED
 
     def _with_loss(
         self, batch: MiniBatch, order: Order, target: Any, given: Sequence[Any] | None

@@ -35,7 +35,7 @@ class StepDetail:
 class BatchDetail:
     """An item of rank 0's loader."""
 
-    form: Any = None  # plain JSON, see ``data.batches``; None if the loader has ended
+    form: Any = None  # plain JSON, see ``run.batches``; None if the loader has ended
     is_delivered: bool = False  # whether the item's target is sent to the last stage
     is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
 
@@ -69,7 +69,7 @@ class Order:
     sizes: tuple[int, ...] = ()  # samples of each micro-batch
     input_bytes: int = 0  # the model's input of the largest micro-batch
     #: What each micro-batch counts in the loss of the mini-batch; empty if only the last stage
-    #: knows.
+    #: has them.
     weights: tuple[float, ...] = ()
     #: What the loss is divided by; None for the sum of the weights.
     total_weight: float | None = None
@@ -106,16 +106,11 @@ class Order:
         )
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Order))
-
-
 def encode(message: Any) -> bytes:
     """Write an order, or any plain value, as JSON."""
     if isinstance(message, Order):
-        fields = [getattr(message, name) for name in _FIELDS]
-        if message.detail is not None:
-            fields[-1] = list(vars(message.detail).values())
-        message = fields
+        *message, detail = vars(message).values()
+        message.append(None if detail is None else list(vars(detail).values()))
     return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -126,18 +121,18 @@ def decode(data: bytes) -> Any:
 
 def decode_order(data: bytes) -> Order:
     """Read an order that :func:`encode` wrote."""
-    fields = dict(zip(_FIELDS, json.loads(data), strict=True))
-    for name in ("sizes", "weights", "recompute"):
-        fields[name] = tuple(fields[name])
-    fields["shares"] = tuple((tuple(a), tuple(b)) for a, b in fields["shares"])
-    if fields["detail"] is not None:
-        detail = _DETAILS[fields["call"]](*fields["detail"])
-        if isinstance(detail, StepDetail):
-            detail = dataclasses.replace(
-                detail, lacks=tuple((j, need, limit) for j, need, limit in detail.lacks)
-            )
-        fields["detail"] = detail
-    return Order(**fields)
+    *fields, detail = json.loads(data)
+    order = Order(*map(_with_tuples, fields))
+    if detail is None:
+        return order
+    of_call = _DETAILS[order.call]  # the form of a loader's item stays as it is
+    detail = of_call(*(detail if of_call is BatchDetail else _with_tuples(detail)))
+    return dataclasses.replace(order, detail=detail)
+
+
+def _with_tuples(decoded: Any) -> Any:
+    """Put tuples in the place of JSON's lists."""
+    return tuple(map(_with_tuples, decoded)) if isinstance(decoded, list) else decoded
 
 
 def compare_facts(

@@ -18,7 +18,7 @@ An observer overrides what it needs. Events that no observer overrides cost noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,16 @@ class Observer:
         """
 
 
+class _Hooks(tuple[Callable[..., None], ...]):
+    """Functions that are called one after the other, all with the same arguments."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> None:
+        for hook in self:
+            hook(*args)
+
+
 class Observers:
     """Several observers; for each event of tasks and messages, the methods that are overridden."""
 
@@ -123,16 +133,7 @@ class Observers:
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Return one function for all that is called with each layer of partition ``j``."""
-        found = [each.on_layer(j) for each in self.all]
-        hooks = [hook for hook in found if hook is not None]
-        if len(hooks) == 1:
-            return hooks[0]
-
-        def enter(index: int) -> None:
-            for hook in hooks:
-                hook(index)
-
-        return enter
+        return _as_one(filter(None, [each.on_layer(j) for each in self.all]))
 
     @contextmanager
     def step(self, order: Order) -> Iterator[None]:
@@ -148,8 +149,14 @@ class Observers:
         for each in self.all:
             each.end_step(order)
 
-    def _overridden(self, name: str) -> tuple[Callable[..., Any], ...]:
+    def _overridden(self, name: str) -> Any:  # a function, which mypy takes to be true
         unused = getattr(Observer, name)
-        return tuple(
+        return _as_one(
             getattr(each, name) for each in self.all if getattr(type(each), name) is not unused
         )
+
+
+def _as_one(hooks: Iterable[Callable[..., None]]) -> Callable[..., None]:
+    """Return what calls them all; one alone as it is, and something false for none."""
+    found = _Hooks(hooks)
+    return found[0] if len(found) == 1 else found

@@ -13,17 +13,16 @@ Building one waits for every other rank.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from procpipe.data.minibatch import MiniBatch, Outcome
-from procpipe.errors import PeerLostError, RemoteStageError
 from procpipe.job.world import World
-from procpipe.run.compiling import Compiling
 from procpipe.run.coordinator import Coordinator
+from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
 from procpipe.run.messages import Order
 from procpipe.run.observer import Observer, Observers
@@ -31,9 +30,6 @@ from procpipe.run.progress import Progress
 from procpipe.run.statistics import Split, StageStatistics
 from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
-
-#: How often a wait checks a condition that no socket signals.
-_LOOK_EVERY_S = 0.01
 
 #: How many programs a host may have queued on its device, and how often it checks that.
 _MAX_LEAD = 2
@@ -54,6 +50,7 @@ class Pipeline:
         wires: Wires,
         executor: Executor,
         coordinator: Coordinator,
+        exchange: Exchange,
         trace: Trace,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -62,14 +59,14 @@ class Pipeline:
         self.channels = wires.channels
         self.executor = executor
         self.replicas = executor.replicas
+        self.exchange = exchange
         self.coordinator = coordinator
         self.trace = trace
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, world.device, executor.partitions, trace)
-        compiling = Compiling(world.board, wires.mesh, executor.partitions)
-        self.observers = Observers((trace, progress, compiling, *observers))
+        progress = Progress(world.board, wires.mesh, world.device, executor.partitions, trace)
+        self.observers = Observers((trace, progress, *observers))
         executor.observe(self.observers)
         # Otherwise a rank could run its part and leave while another one still connects.
         self.control.agree(None, self._all_are_here)
@@ -96,10 +93,6 @@ class Pipeline:
         while len(self._ends) >= _MAX_LEAD:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
-
-    def wait_until(self, ready: Callable[[], object], what: str) -> None:
-        """Wait for what this process does in the background; a peer's failure ends the wait."""
-        self.wires.mesh.wait(ready, lambda: what, every_s=_LOOK_EVERY_S)
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""
@@ -129,11 +122,6 @@ class Pipeline:
         for sender in self.channels.senders.values():
             sender.wait_reusable()
         self.wires.mesh.flush()
-
-    def pass_on(self, error: RemoteStageError) -> None:
-        """Send this pipeline's peers the failure of a peer in another pipeline."""
-        is_lost = isinstance(error, PeerLostError)
-        self.wires.mesh.send_failure(error.rank, error.story, is_lost=is_lost)
 
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""

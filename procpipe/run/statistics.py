@@ -8,10 +8,11 @@ PURE: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
+from procpipe.words import text_table
 
 
 @dataclass(frozen=True)
@@ -105,56 +106,43 @@ def table(stages: Sequence[StageStatistics]) -> str:
     """
     in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
     kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
-    header = (
-        f"{'stage':>5} {'steps':>6} {' '.join(f'{kind:>7}' for kind in kinds)} {'busy s':>8} "
-        f"{'waiting s':>10} {'idle':>7} {'sent MiB':>9} {'messages':>9} {'peak held MiB':>14}"
-    )
-    if has_sums := any(s.all_reduce_bytes for s in stages):
-        header += f" {'all-reduce MiB':>15} {'all-reduce s':>13} {'exposed s':>10}"
-    rows = [_line(s, kinds) + (_sums(s) if has_sums else "") for s in stages]
-    lines = [header, *_in_blocks(rows, [s.replica for s in stages])]
-    splits = [s.split for s in stages if s.split is not None]
-    if splits:
+    header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
+    header += ["sent MiB", "messages", "peak held MiB"]
+    has_sums = any(s.all_reduce_bytes for s in stages)
+    header += ["all-reduce MiB", "all-reduce s", "exposed s"] * has_sums
+    rows = []
+    for s in stages:
+        row = [f"{s.stage}", f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
+        row += [f"{s.busy_s:.2f}", f"{s.waiting_s:.2f}", f"{s.bubble:.1%}"]
+        row += [f"{sum(s.sent_bytes.values()) / 2**20:.2f}", f"{sum(s.num_messages.values())}"]
+        row += [f"{s.peak_held_bytes / 2**20:.3f}"]
+        sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.all_reduce_s:.2f}", f"{s.exposed_s:.2f}"]
+        rows.append(row + sums * has_sums)
+    lines = _in_blocks(header, rows, [s.replica for s in stages])
+    if splits := [s.split for s in stages if s.split is not None]:
         lines += ["", "the last step:", split_table(splits)]
     return "\n".join(lines)
 
 
-def _line(s: StageStatistics, kinds: Sequence[str]) -> str:
-    return (
-        f"{s.stage:>5} {s.num_steps:>6} "
-        f"{' '.join(f'{s.num_tasks.get(kind, 0):>7}' for kind in kinds)} {s.busy_s:>8.2f} "
-        f"{s.waiting_s:>10.2f} {s.bubble:>7.1%} {sum(s.sent_bytes.values()) / 2**20:>9.2f} "
-        f"{sum(s.num_messages.values()):>9} {s.peak_held_bytes / 2**20:>14.3f}"
-    )
-
-
-def _sums(s: StageStatistics) -> str:
-    mib = s.all_reduce_bytes / 2**20
-    return f" {mib:>15.2f} {s.all_reduce_s:>13.2f} {s.exposed_s:>10.2f}"
-
-
-def _in_blocks(rows: Sequence[str], replicas: Sequence[int]) -> Iterator[str]:
-    """Yield rows, those of each replica below its name if there are several."""
-    for k, row in enumerate(rows):
-        if any(replicas) and (k == 0 or replicas[k] != replicas[k - 1]):
-            yield f"replica {replicas[k]}"
-        yield row
-
-
 def split_table(splits: Sequence[Split]) -> str:
     """Lay out how the stages spent a step as a text table: milliseconds and shares."""
-    names = ["busy", "bubble", "imbalance", "comm. etc."]
     has_replicas = any(one.replica for one in splits)
-    names += ["all-reduce"] * has_replicas
+    names = ["busy", "bubble", "imbalance", "comm. etc.", *["all-reduce"] * has_replicas]
     rows = []
     for one in splits:
         parts_s = [one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s]
-        parts_s += [one.all_reduce_s] * has_replicas
-        cells = [f"{s * 1e3:>14.2f} {_share(s, one.step_s):>7}" for s in parts_s]
-        rows.append(f"{one.stage:>5}{''.join(cells)}{one.step_s * 1e3:>11.2f}")
-    header = "stage" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'step ms':>11}"
-    return "\n".join([header, *_in_blocks(rows, [one.replica for one in splits])])
+        row = [f"{one.stage}"]
+        for part_s in parts_s + [one.all_reduce_s] * has_replicas:
+            row += [f"{part_s * 1e3:.2f}", f"{part_s / one.step_s if one.step_s else 0.0:.1%}"]
+        rows.append([*row, f"{one.step_s * 1e3:.2f}"])
+    header = ["stage", *(cell for name in names for cell in (f"{name} ms", "")), "step ms"]
+    return "\n".join(_in_blocks(header, rows, [one.replica for one in splits]))
 
 
-def _share(part_s: float, whole_s: float) -> str:
-    return f"{part_s / whole_s if whole_s else 0.0:.1%}"
+def _in_blocks(header: list[str], rows: list[list[str]], replicas: Sequence[int]) -> list[str]:
+    """Lay out a table as lines, the rows of each replica below its name if there are several."""
+    top, *lines = text_table([header, *rows], 0)
+    for k in reversed(range(len(lines) if any(replicas) else 0)):
+        if k == 0 or replicas[k] != replicas[k - 1]:
+            lines.insert(k, f"replica {replicas[k]}")
+    return [top, *lines]

@@ -104,7 +104,7 @@ def connect(
         choice,
         {peer: Sender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
         {
-            peer: Receiver(mesh, peer, _VALUE_NUMBER, None, _described(VALUE, peer, grid))
+            peer: Receiver(mesh, peer, _VALUE_NUMBER, None, f"{VALUE} from {grid.name_of(peer)}")
             for peer in mesh.peers
         },
     )
@@ -152,9 +152,8 @@ def _open_channels(
                 mesh, destination, number, transport, world.device, what
             )
         if destination == mesh.rank:
-            channels.receivers[channel] = Receiver(
-                mesh, source, number, transports[source], _described(payload, source, grid)
-            )
+            what = f"{payload} from {grid.name_of(source)}"
+            channels.receivers[channel] = Receiver(mesh, source, number, transports[source], what)
 
     def poll() -> None:
         """Read what has come, and release what has arrived elsewhere."""
@@ -184,7 +183,3 @@ def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[i
             f"between many partitions, but there can be {_VALUE_NUMBER - 1}: use fewer partitions"
         )
     return numbers
-
-
-def _described(payload: str, source: int, grid: Grid) -> str:
-    return f"{payload} from {grid.name_of(source)}"

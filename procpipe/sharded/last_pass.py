@@ -32,17 +32,10 @@ from procpipe.tree import flatten
 
 
 class LastPass:
-    """The last backward pass of a partition, with its layers.
+    """The last backward pass of a partition, whose ``roots`` are reduced in this order."""
 
-    Args:
-        roots: what FSDP gathers, in the order in which it must be reduced, with the shards.
-
-    Attributes:
-        is_allowed: whether FSDP may reduce in the pass.
-    """
-
-    def __init__(self, roots: Iterable[tuple[Unit, list[Tensor]]]) -> None:
-        self.is_allowed = False
+    def __init__(self, roots: Iterable[Unit]) -> None:
+        self.is_allowed = False  # whether FSDP may reduce in the pass
         self._roots = [*roots]
         self._num_calls = [0] * len(self._roots)
         self._num_allowed = 0
@@ -51,7 +44,7 @@ class LastPass:
     def following(self) -> Iterator[None]:
         """Follow the forward task of the pass's micro-batch."""
         with ExitStack() as stack:
-            for k, (root, _) in enumerate(self._roots):
+            for k, root in enumerate(self._roots):
                 handle = root.module.register_forward_hook(partial(self._called, k))
                 stack.callback(handle.remove)
             yield
@@ -59,7 +52,8 @@ class LastPass:
     @property
     def num_reduced(self) -> int:
         """How many of the roots FSDP has reduced in the pass: the first ones."""
-        assert all(map(self._is_sharded, range(self._num_allowed))), "FSDP shards what it reduces"
+        allowed = self._roots[: self._num_allowed]
+        assert all(root.is_sharded for root in allowed), "FSDP shards what it reduces"
         return self._num_allowed
 
     def _called(self, k: int, module: Any, inputs: Any, output: Any) -> None:
@@ -76,10 +70,6 @@ class LastPass:
         """Let FSDP reduce a layer, if it is its turn; an output's gradient has been computed."""
         if not self.is_allowed or k != self._num_allowed or self._num_calls[k] != 1:
             return  # FSDP would reduce a layer that is called twice after each of both
-        if (k == 0 or self._is_sharded(k - 1)) and not self._is_sharded(k):
+        if (k == 0 or self._roots[k - 1].is_sharded) and not self._roots[k].is_sharded:
             self._num_allowed += 1
-            set_last(self._roots[k][0].module)
-
-    def _is_sharded(self, k: int) -> bool:
-        unit, shards = self._roots[k]
-        return all(p is shard for p, shard in zip(unit.parameters(), shards, strict=True))
+            set_last(self._roots[k].module)

@@ -33,17 +33,13 @@ from torch import Tensor, nn
 from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
-from procpipe.plan.program import Program, Run
+from procpipe.plan.program import Run
 from procpipe.plan.schedules.named import Schedule
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Task
+from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Replicas
 from procpipe.sharded.last_pass import LastPass
 from procpipe.sharded.units import Unit, num_gathered, roots_of, set_last, units_of
-from procpipe.torch_internals import (
-    finish_backward,
-    reduces_in_other_dtype,
-    scale_unreduced,
-)
+from procpipe.torch_internals import finish_backward, reduces_in_other_dtype, scale_unreduced
 
 
 class Sharded(Replicas):
@@ -82,10 +78,7 @@ class Sharded(Replicas):
             unit for roots in self._roots.values() for root in roots for unit in units_of(root)
         ]
         self._ranks = ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
-        self._shards: list[list[Tensor]] = []
-        self._last: dict[Task, int] = {}
         self._last_pass = LastPass(())
-        self._followed: Task | None = None
         self._to_reduce: list[int] = []
         self._reduces = True
         self._holds_own = False
@@ -94,7 +87,7 @@ class Sharded(Replicas):
         """Shard all parameters again, and note the shards."""
         for unit in self._units:
             unit.module.reshard()
-        self._shards = [unit.parameters() for unit in self._units]
+            unit.shards = unit.parameters()
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
@@ -103,52 +96,31 @@ class Sharded(Replicas):
         self.overlaps = not batch.may_correct
         self._reduces = batch.reduces
         self._to_reduce = sorted(self._roots, reverse=True)
-        self._last_pass.is_allowed = self.overlaps and self._reduces
-        for unit, (shard, *_) in zip(self._units, self._shards, strict=True):
+        for unit in self._units:
             # As the user has decided for forward passes: to gather once, or to save memory.
-            is_kept = unit.parameters()[0] is not shard
-            unit.module.set_reshard_after_backward(not is_kept, recurse=False)
+            unit.module.set_reshard_after_backward(unit.is_sharded, recurse=False)
             unit.module.set_requires_gradient_sync(False, recurse=False)
             unit.module.set_is_last_backward(False)
         held = {parameter for unit in self._units for parameter in unit.parameters()}
         return [parameter for parameter in parameters if parameter not in held]
 
-    def start(self, program: Program, partitions: Mapping[int, Partition]) -> None:
-        """Find the last task that adds to the gradients of each partition."""
-        found: dict[int, Task] = {}
-        for step in reversed(program):
-            if isinstance(step, Run) and step.task.kind in _ADDS:
-                found.setdefault(step.task.j, step.task)
-        self._last = {task: j for j, task in found.items()}
-        self._last_pass = LastPass(())
-        self._followed = None
-        if len(self._roots) == len(found) == 1:
-            ((j, last),) = found.items()
-            is_whole = last.kind == BACKWARD and not partitions[j].is_compiled
-            forward = Task(FORWARD, last.i, j)
-            is_plain = any(
-                isinstance(step, Run) and step.task == forward and not step.is_recomputed
-                for step in program
-            )
-            if is_whole and is_plain:
-                self._followed = forward
-                self._last_pass = LastPass(self._roots_to_allow(j))
-
     @contextmanager
-    def during(self, task: Task) -> Iterator[None]:
+    def during(self, step: Run, partition: Partition) -> Iterator[None]:
         """Reduce the gradients of a partition in or after the last task that adds to them."""
+        j = step.task.j
+        is_followed = step.precedes_last and len(self._roots) == 1 and not partition.is_compiled
+        if is_followed:
+            self._last_pass = LastPass(self._roots_to_allow(j))
+        reduces = step.adds_last and self.overlaps and self._reduces
+        self._last_pass.is_allowed = reduces
         with self._naming_others():
-            with self._last_pass.following() if task == self._followed else nullcontext():
+            with self._last_pass.following() if is_followed else nullcontext():
                 yield
-            self._after(task)
-
-    def _after(self, task: Task) -> None:
-        if task.kind == WEIGHT_GRADIENT:  # runs beside FSDP's hooks, which convert gradients
-            for root in filter(reduces_in_other_dtype, self._roots[task.j]):
-                finish_backward(root)
-        j = self._last.get(task)
-        if j is not None and self.overlaps and self._reduces:
-            self._reduce(j)
+            if step.task.kind == WEIGHT_GRADIENT:  # beside FSDP's hooks, which convert gradients
+                for root in filter(reduces_in_other_dtype, self._roots[j]):
+                    finish_backward(root)
+            if reduces:
+                self._reduce(j)
 
     @contextmanager
     def _naming_others(self) -> Iterator[None]:
@@ -189,12 +161,9 @@ class Sharded(Replicas):
                 "the last step of an accumulation outside of it"
             )
 
-    def _roots_to_allow(self, j: int) -> Iterator[tuple[Unit, list[Tensor]]]:
+    def _roots_to_allow(self, j: int) -> Iterator[Unit]:
         """Yield the last layers of a partition, up to one with sharded modules inside."""
-        known = {
-            unit.module: (unit, shards)
-            for unit, shards in zip(self._units, self._shards, strict=True)
-        }
+        known = {unit.module: unit for unit in self._units}
         for root in reversed(self._roots[j]):
             if root not in known or num_gathered(root) > 1:
                 return
@@ -206,10 +175,7 @@ class Sharded(Replicas):
         for root in roots[self._last_pass.num_reduced :]:
             set_last(root)
             finish_backward(root)
-
-
-#: The tasks that add to gradients of parameters.
-_ADDS = (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+        self._last_pass = LastPass(())
 
 
 def _check_shared(shared: Sequence[tuple[str, ...]], layers: Mapping[str, nn.Module]) -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
-class Unit(NamedTuple):
-    """A module that FSDP gathers as one, and where its parameters are: by module and key."""
+@dataclass
+class Unit:
+    """A module that FSDP gathers as one."""
 
     module: Any
-    places: list[tuple[nn.Module, str]]
+    places: list[tuple[nn.Module, str]]  # where its parameters are: by module and key
+    shards: list[Tensor] = field(default_factory=list)  # they, between calls
 
     def parameters(self) -> list[Any]:
         """Return the parameters, as they are now: shards, or gathered."""
         return [owner._parameters[key] for owner, key in self.places]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are shards now."""
+        return all(p is shard for p, shard in zip(self.parameters(), self.shards, strict=True))
 
 
 def roots_of(module: nn.Module) -> Iterator[Any]:

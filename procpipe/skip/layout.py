@@ -20,10 +20,9 @@ class SkipLayout:
     """The skip tensors that cross partitions."""
 
     #: For each pair of partitions ``(a, b)``, ``a < b``: the skip tensors stashed on ``a`` and
-    #: popped on ``b``, each once, in the order in which the model stashes them.
-    keys: dict[tuple[int, int], tuple[SkipKey, ...]] = field(default_factory=dict)
-    #: For each pair, how many layers of ``b`` pop each of its keys.
-    num_pops: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    #: popped on ``b``, in the order in which the model stashes them; and how many layers of ``b``
+    #: pop each.
+    keys: dict[tuple[int, int], dict[SkipKey, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, partitions: Sequence[dict[str, nn.Module]]) -> SkipLayout:
@@ -39,13 +38,11 @@ class SkipLayout:
                     if made[key] != partition:
                         of_pair = counts.setdefault((made[key], partition), {})
                         of_pair[key] = of_pair.get(key, 0) + 1
-        order = {key: position for position, key in enumerate(made)}
-        keys = {
-            pair: tuple(sorted(of_pair, key=order.__getitem__)) for pair, of_pair in counts.items()
-        }
         return cls(
-            {pair: keys[pair] for pair in sorted(keys)},
-            {pair: tuple(counts[pair][key] for key in keys[pair]) for pair in sorted(keys)},
+            {
+                pair: {key: counts[pair][key] for key in made if key in counts[pair]}
+                for pair in sorted(counts)
+            }
         )
 
     def into(self, partition: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from procpipe.skip.namespace import Namespace, SkipKey
-from procpipe.skip.tracker import Tracker, current_tracker
+from procpipe.skip.tracker import current_tracker
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -101,9 +101,16 @@ def skippable(
         @wraps(original)
         def forward(self: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
             result = original(self, *inputs, **kwargs)
+            to_do = {("stash", name) for name in getattr(self, _STASHES)}
+            to_do |= {("pop", name) for name in getattr(self, _POPS)}
             if isinstance(result, GeneratorType):
-                return _run(self, result, current_tracker())
-            _check_all_done(self, _declarations(self))
+                result = _run(self, result, to_do)
+            if to_do:
+                left = ", ".join(f"{verb} {name!r}" for verb, name in sorted(to_do))
+                raise RuntimeError(
+                    f"the forward of {type(self).__name__} ended without what it declares: {left}; "
+                    "yield it, and stash None if there is nothing to stash"
+                )
             return result
 
         setattr(forward, _ORIGINAL, original)  # for a subclass that declares names of its own
@@ -121,10 +128,19 @@ def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
     stashes: dict[SkipKey, int] = {}
     pops: list[SkipKey] = []
     for module in layer.modules():
-        for name, num_pops in getattr(module, _STASHES, {}).items():
-            stashes[_key(module, name)] = num_pops
-        pops += [_key(module, name) for name in getattr(module, _POPS, ())]
+        own_stashes, own_pops = _own(module)
+        stashes.update(own_stashes)
+        pops += own_pops
     return stashes, pops
+
+
+def _own(module: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
+    """Return what a module declares, without those inside it."""
+    stashes = getattr(module, _STASHES, {})
+    return (
+        {_key(module, name): num_pops for name, num_pops in stashes.items()},
+        [_key(module, name) for name in getattr(module, _POPS, ())],
+    )
 
 
 def verify_skippables(module: nn.Sequential) -> None:
@@ -152,7 +168,7 @@ def verify_skippables(module: nn.Sequential) -> None:
             "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
             "these layers are defined"
         )
-    if faults := list(_PairCheck(module).faults()):
+    if faults := list(_faults(module)):
         lines = "".join(f"\n  - {fault}" for fault in faults)
         raise TypeError(f"some skip tensors are not stashed and popped in pairs:{lines}")
 
@@ -179,57 +195,43 @@ def _other_origin(value: Any) -> str | None:
     return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
 
 
-class _PairCheck:
-    """Follows the layers of a model in order, and yields the faults of its skip tensors."""
-
-    def __init__(self, module: nn.Sequential) -> None:
-        self._layers = list(_in_order(module))
-        self._stashed_in: dict[SkipKey, str] = {}
-        self._allowed: dict[SkipKey, int] = {}
-        self._num_popped: Counter[SkipKey] = Counter()
-        self._all_stashes = {key for _, layer in self._layers for key in declared(layer)[0]}
-
-    def faults(self) -> Iterator[str]:
-        for name, layer in self._layers:
-            stashes, pops = declared(layer)
-            both = _both_stashed_and_popped(layer)
-            for key in pops:
-                if key in both:
-                    yield f"layer {name!r} both stashes and pops {key}"
-                    self._num_popped[key] = stashes[key]
-                else:
-                    yield from self._pop(name, key, stashes)
-            for key, num_pops in stashes.items():
-                yield from self._stash(name, key, num_pops)
-            for key, count in _all_stashes(layer).items():
-                if count > 1:
-                    yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
-        for key, name in self._stashed_in.items():
-            found, allowed = self._num_popped[key], self._allowed[key]
-            if found < allowed:
-                times = f"{found} of {allowed} layers pop" if found else "none pops"
-                yield f"layer {name!r} stashes {key}, but {times} it"
-
-    def _pop(self, name: str, key: SkipKey, own: Mapping[SkipKey, int]) -> Iterator[str]:
-        self._num_popped[key] += 1
-        if key not in self._stashed_in and key not in own:
-            is_later = key in self._all_stashes
-            when = "that a later layer stashes" if is_later else "that none stashes"
-            yield f"layer {name!r} pops {key}, {when}"
-        elif self._num_popped[key] > self._allowed.get(key, own.get(key, 0)):
-            yield (
-                f"layer {name!r} pops {key} once more than declared: isolate one of the "
-                "pairs by a Namespace, or declare stash={name: number of layers}"
-            )
-
-    def _stash(self, name: str, key: SkipKey, num_pops: int) -> Iterator[str]:
-        if key in self._stashed_in:
-            yield (
-                f"layer {name!r} stashes {key}, which layer {self._stashed_in[key]!r} stashes: "
-                "isolate one of the pairs by a Namespace"
-            )
-        else:
-            self._stashed_in[key], self._allowed[key] = name, num_pops
+def _faults(module: nn.Sequential) -> Iterator[str]:
+    """Follow the layers of a model in order, and yield the faults of its skip tensors."""
+    layers = list(_in_order(module))
+    all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
+    stashed: dict[SkipKey, tuple[str, int]] = {}  # in which layer, and how many may pop it
+    num_popped: Counter[SkipKey] = Counter()
+    for name, layer in layers:
+        stashes, pops = declared(layer)
+        of_modules = list(map(_own, layer.modules()))
+        both = {key for of_one, pops_of_one in of_modules for key in pops_of_one if key in of_one}
+        for key in pops:
+            num_popped[key] = stashes[key] if key in both else num_popped[key] + 1
+            if key in both:
+                yield f"layer {name!r} both stashes and pops {key}"
+            elif key not in stashed and key not in stashes:
+                is_later = key in all_stashes
+                when = "that a later layer stashes" if is_later else "that none stashes"
+                yield f"layer {name!r} pops {key}, {when}"
+            elif num_popped[key] > (stashed[key][1] if key in stashed else stashes[key]):
+                yield (
+                    f"layer {name!r} pops {key} once more than declared: isolate one of the "
+                    "pairs by a Namespace, or declare stash={name: number of layers}"
+                )
+        for key, num_pops in stashes.items():
+            first, _ = stashed.setdefault(key, (name, num_pops))
+            if first != name:
+                yield (
+                    f"layer {name!r} stashes {key}, which layer {first!r} stashes: isolate one of "
+                    "the pairs by a Namespace"
+                )
+        for key, count in Counter(key for of_one, _ in of_modules for key in of_one).items():
+            if count > 1:
+                yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
+    for key, (name, allowed) in stashed.items():
+        if (found := num_popped[key]) < allowed:
+            times = f"{found} of {allowed} layers pop" if found else "none pops"
+            yield f"layer {name!r} stashes {key}, but {times} it"
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -239,23 +241,6 @@ def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield from _in_order(layer, f"{prefix}{name}.")
         elif layer is not None:
             yield prefix + name, layer
-
-
-def _all_stashes(layer: nn.Module) -> Counter[SkipKey]:
-    """Count the modules inside a layer that stash each tensor."""
-    return Counter(
-        _key(module, name) for module in layer.modules() for name in getattr(module, _STASHES, {})
-    )
-
-
-def _both_stashed_and_popped(layer: nn.Module) -> set[SkipKey]:
-    """Return what a single module both stashes and pops; two modules in a layer may do so."""
-    return {
-        _key(module, name)
-        for module in layer.modules()
-        for name in getattr(module, _POPS, ())
-        if name in getattr(module, _STASHES)
-    }
 
 
 def _isolate(  # noqa: D417 - self needs no description
@@ -289,9 +274,10 @@ def _key(module: nn.Module, name: str) -> SkipKey:
     return SkipKey(module.__dict__.get(_NAMESPACES, {}).get(name), name)
 
 
-def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -> Any:
-    """Run a generator forward to its end, stashing and popping what it yields."""
-    to_do = _declarations(module)
+def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[str, str]]) -> Any:
+    """Run a generator forward to its end, stashing and popping what it yields, and is ``to_do``."""
+    tracker = current_tracker()
+    of = type(module).__name__
     given: Tensor | None = None
     try:
         while True:
@@ -299,44 +285,23 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], tracker: Tracker) -
             given = None
             if not isinstance(asked, stash | pop):
                 raise TypeError(
-                    f"the forward of {type(module).__name__} yields {type(asked).__module__}."
+                    f"the forward of {of} yields {type(asked).__module__}."
                     f"{type(asked).__qualname__}: yield stash(name, tensor) or pop(name) of "
                     "procpipe.skip"
                 )
-            verb = type(asked).__name__
-            if (verb, asked.name) not in to_do:
-                raise RuntimeError(_unexpected(module, verb, asked.name))
-            to_do.discard((verb, asked.name))
-            key = _key(module, asked.name)
+            verb, name = type(asked).__name__, asked.name
+            if (verb, name) not in to_do:
+                if name in getattr(module, _STASHES if verb == "stash" else _POPS):
+                    raise RuntimeError(f"the forward of {of} does {verb} {name!r} twice")
+                raise RuntimeError(
+                    f"the forward of {of} does {verb} {name!r}, which it does not declare: write "
+                    f"@skippable({verb}=[{name!r}])"
+                )
+            to_do.discard((verb, name))
+            key = _key(module, name)
             if isinstance(asked, stash):
-                tracker.stash(key, asked.tensor, getattr(module, _STASHES)[asked.name])
+                tracker.stash(key, asked.tensor, getattr(module, _STASHES)[name])
             else:
                 given = tracker.pop(key)
     except StopIteration as end:
-        _check_all_done(module, to_do)
         return end.value
-
-
-def _declarations(module: nn.Module) -> set[tuple[str, str]]:
-    """Return what a module declares, as verbs and names."""
-    stashes, pops = getattr(module, _STASHES), getattr(module, _POPS)
-    return {("stash", name) for name in stashes} | {("pop", name) for name in pops}
-
-
-def _check_all_done(module: nn.Module, to_do: set[tuple[str, str]]) -> None:
-    if to_do:
-        left = ", ".join(f"{verb} {name!r}" for verb, name in sorted(to_do))
-        raise RuntimeError(
-            f"the forward of {type(module).__name__} ended without what it declares: {left}; yield "
-            "it, and stash None if there is nothing to stash"
-        )
-
-
-def _unexpected(module: nn.Module, verb: str, name: str) -> str:
-    names = getattr(module, _STASHES if verb == "stash" else _POPS)
-    if name in names:
-        return f"the forward of {type(module).__name__} does {verb} {name!r} twice"
-    return (
-        f"the forward of {type(module).__name__} does {verb} {name!r}, which it does not declare: "
-        f"write @skippable({verb}=[{name!r}])"
-    )

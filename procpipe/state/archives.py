@@ -50,7 +50,7 @@ def read_archive(data: memoryview) -> Any:
     records = _records(data)
     roots = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
-        raise SavedStateError("it is no file of torch.save: it has no data.pkl, or several")
+        raise SavedStateError("it is not a file of torch.save: it has no data.pkl, or several")
     prefix = roots[0].removesuffix("data.pkl")
     order = bytes(records.get(f"{prefix}byteorder", b"little"))
     if order != sys.byteorder.encode():
@@ -83,7 +83,7 @@ def _records(data: memoryview) -> dict[str, memoryview]:
         with zipfile.ZipFile(_View(data)) as archive:
             infos = archive.infolist()
     except Exception as error:  # of many kinds, where bytes are damaged
-        raise SavedStateError(f"it is no archive of torch.save: {error}") from None
+        raise SavedStateError(f"it is not an archive of torch.save: {error}") from None
     found: dict[str, memoryview] = {}
     for info in infos:
         header = bytes(data[info.header_offset : info.header_offset + 30])
@@ -104,12 +104,6 @@ class _View(io.RawIOBase):
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
         at = (0, self._at, len(self._data))[whence] + offset
@@ -196,7 +190,7 @@ class _Maker:
         if name.startswith("_rebuild_parameter") and len(args) in (3, 4):
             data = self.make(args[0], depth)
             if type(data) is not Tensor or type(args[1]) is not bool:
-                raise SavedStateError("a parameter is made of what is no tensor")
+                raise SavedStateError("a parameter is not made of a tensor")
             return nn.Parameter(data, args[1] and _can_have_gradient(data))
         if name == "_rebuild_tensor_v2" and len(args) in (6, 7):
             return self._strided(args[:6], None, args[6:])
@@ -208,14 +202,13 @@ class _Maker:
         storage, offset, size, stride, requires_grad, _ = args
         flat = self._flat(storage, dtype)
         if not (_are_sizes((offset,)) and _are_sizes(size) and _are_sizes(stride)):
-            raise SavedStateError("the size or the strides of a tensor are no numbers")
+            raise SavedStateError("the size or the strides of a tensor are not numbers")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
         if len(size) != len(stride) or len(size) > 64 or (0 not in size and last >= len(flat)):
             raise SavedStateError("a tensor is larger than the bytes that there are for it")
         try:
-            if 0 in size:
-                return torch.empty(size, dtype=flat.dtype)
-            tensor = flat.as_strided(size, stride, offset)
+            is_empty = 0 in size
+            tensor = flat.new_empty(size) if is_empty else flat.as_strided(size, stride, offset)
         except RuntimeError as error:
             raise SavedStateError(f"a tensor's size is impossible: {error}") from None
         bits = self.make(metadata[0]) if metadata else None
@@ -250,7 +243,7 @@ class _Maker:
         itemsize = of_dtype.itemsize
         if len(data) % itemsize:
             raise SavedStateError(
-                f"the bytes {shown(key)} of a tensor are no whole number of {of_dtype}"
+                f"the bytes {shown(key)} of a tensor are not a whole number of {of_dtype}"
             )
         if not len(data):
             return torch.empty(0, dtype=of_dtype)

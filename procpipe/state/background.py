@@ -25,7 +25,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,52 +47,6 @@ _GONE_AFTER_S = 30.0
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
 
 
-@dataclass
-class Target:
-    """Where all ranks write one saved state."""
-
-    draft: Draft | None  # rank 0's; None elsewhere
-    path: Path  # the draft's folder
-    final_path: Path  # its name when it is whole
-    rank: int
-    num_ranks: int
-    keep: int | None  # how many saved states to leave
-    _hold: Hold | None = None
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Write this rank's part."""
-        if not self.path.is_dir():
-            where = "where rank 0 has made it"
-            raise not_shared(self.rank, self.path, where, "save to a folder on")
-        if self.draft is None:
-            self._hold = Hold(self.path)
-        write_part(self.part_of(self.rank), values)
-
-    def part_of(self, rank: int) -> Path:
-        """Return the folder of a rank's part."""
-        return self.path / f"stage-{rank}"
-
-    def has_part_of(self, rank: int) -> bool:
-        """Return whether a rank has written its part."""
-        return (self.part_of(rank) / INDEX).is_file()
-
-    def publish(self) -> None:
-        """Merge the parts and give the folder its name, on rank 0."""
-        assert self.draft is not None, "only rank 0 publishes"
-        for rank in range(self.num_ranks):
-            if not self.has_part_of(rank):
-                which = f"which rank {rank} has written"
-                raise not_shared(0, self.part_of(rank), which, "save to a folder on")
-        merge_parts(self.path, [self.part_of(rank).name for rank in range(self.num_ranks)])
-        self.draft.publish(self.keep)
-
-    def let_go(self) -> None:
-        """Leave the folder to the next save to remove, unless it was published."""
-        for held in (self.draft, self._hold):
-            if held is not None:
-                held.let_go()
-
-
 class Saving:
     """A save that is under way in the background, or done.
 
@@ -101,12 +54,11 @@ class Saving:
         path: the folder of the saved state, which is there once it is whole.
     """
 
-    def __init__(self, member: Member, target: Target) -> None:
-        self.path = target.final_path
-        self._module = member.module
-        self._calls = member.calls
-        self._target = target
-        self._timeout_s = member.timeout_s
+    def __init__(self, member: Member, folder: Path, path: Path, draft: Draft | None) -> None:
+        self.path = path
+        self._member = member
+        self._folder = folder  # the draft's
+        self._hold: Hold | None = draft  # so that no other job removes it
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
@@ -123,44 +75,71 @@ class Saving:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank took longer than the stage's ``timeout_s``.
         """
-        calls = self._calls
+        calls = self._member.calls
         if calls is None or calls.pipeline is None:
             if self._thread is not None:
                 self._thread.join()
             self._close()
             return
         with calls.together("Saving.wait") as pipeline:
-            pipeline.wait_until(self.is_done, f"{self.path} to be saved in the background")
+            what = f"{self.path} to be saved in the background"
+            pipeline.wires.mesh.wait(self.is_done, lambda: what, every_s=_FIRST_LOOK_S)
             try:
                 self._close()
             except RemoteStageError as error:
-                pipeline.pass_on(error)  # it came through the folder
+                pipeline.wires.mesh.send_failure(error)  # it came through the folder
                 raise
 
-    def start(self, values: dict[str, Any]) -> None:
-        """Write values in a thread; they must not change any more."""
-        _unfinished[self._module] = self
+    # -- this rank's part -----------------------------------------------------------------------
+
+    def _write(self, values: dict[str, Any]) -> None:
+        """Write this rank's part."""
+        if not self._folder.is_dir():
+            where = "where rank 0 has made it"
+            raise not_shared(self._member.rank, self._folder, where, "save to a folder on")
+        if self._hold is None:
+            self._hold = Hold(self._folder)
+        write_part(self._part_of(self._member.rank), values)
+
+    def _publish(self, keep: int | None) -> None:
+        """Merge the parts and give the folder its name, on rank 0; leave ``keep`` saved states."""
+        parts = [self._part_of(rank) for rank in range(self._member.num_ranks)]
+        for rank, part in enumerate(parts):
+            if not (part / INDEX).is_file():
+                raise not_shared(0, part, f"which rank {rank} has written", "save to a folder on")
+        merge_parts(self._folder, [part.name for part in parts])
+        assert isinstance(self._hold, Draft), "only rank 0 publishes"
+        self._hold.publish(keep)
+
+    def _let_go(self) -> None:
+        """Leave the folder to the next save to remove, unless it was published."""
+        if self._hold is not None:
+            self._hold.let_go()
+
+    def _part_of(self, rank: int) -> Path:
+        return self._folder / f"stage-{rank}"
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def start(self, values: dict[str, Any], keep: int | None) -> None:
+        """Write values in a thread, and publish; they must not change any more."""
+        _unfinished[self._member.module] = self
         # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
         self._thread = threading.Thread(
-            target=self._run, args=(values,), name="procpipe-save", daemon=True
+            target=self._run, args=(values, keep), name="procpipe-save", daemon=True
         )
         atexit.register(self._end_of_script)
         give_up_in_children(self)
         self._thread.start()
 
-    # -- the thread -----------------------------------------------------------------------------
-
-    def _run(self, values: dict[str, Any]) -> None:
-        target = self._target
+    def _run(self, values: dict[str, Any], keep: int | None) -> None:
         try:
-            target.write(values)
-            if target.rank == 0:
-                for rank in range(target.num_ranks):
-                    self._wait_until(
-                        lambda rank=rank: target.has_part_of(rank),  # type: ignore[misc]
-                        f"rank {rank} to write {target.part_of(rank)}",
-                    )
-                target.publish()
+            self._write(values)
+            if self._member.rank == 0:
+                for rank in range(self._member.num_ranks):
+                    part = self._part_of(rank)
+                    self._wait_until((part / INDEX).is_file, f"rank {rank} to write {part}")
+                self._publish(keep)
             else:
                 self._wait_until(
                     self.path.is_dir, f"rank 0 to make {self.path} of what all have written"
@@ -171,61 +150,55 @@ class Saving:
             if not isinstance(error, RemoteStageError):
                 self._mark_failure(error)
         finally:
-            target.let_go()
+            self._let_go()
 
     def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        deadline_s, look_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
+        rank, timeout_s = self._member.rank, self._member.timeout_s
+        deadline_s, look_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         gone_s: float | None = None
         while not ready():
             # If it is gone, it has just got its name; some file systems show that late.
             if not self._raise_marked_failure():
                 gone_s = gone_s or time.monotonic()
-                if time.monotonic() > gone_s + min(_GONE_AFTER_S, self._timeout_s / 2):
+                if time.monotonic() > gone_s + min(_GONE_AFTER_S, timeout_s / 2):
                     raise FileNotFoundError(
-                        f"{self._target.path} was removed while rank {self._target.rank} waited "
-                        f"for {what}: does another run save to this folder?"
+                        f"{self._folder} was removed while rank {rank} waited for {what}: does "
+                        "another run save to this folder?"
                     )
-            if self._is_abandoned or (self._calls is not None and self._calls.has_failed):
-                raise RuntimeError(
-                    f"rank {self._target.rank} no longer waits for {what}: the run has failed"
-                )
+            if self._has_failed():
+                raise RuntimeError(f"rank {rank} no longer waits for {what}: the run has failed")
             if time.monotonic() > deadline_s:
-                raise WaitTimeoutError(
-                    f"rank {self._target.rank} has waited {self._timeout_s:.1f} s for {what}"
-                )
+                raise WaitTimeoutError(f"rank {rank} has waited {timeout_s:.1f} s for {what}")
             time.sleep(look_s)
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
+    def _has_failed(self) -> bool:
+        calls = self._member.calls
+        return self._is_abandoned or (calls is not None and calls.has_failed)
+
     def _mark_failure(self, error: BaseException) -> None:
-        target = self._target
-        story = "".join(traceback.format_exception(error))
-        note = json.dumps({"rank": target.rank, "story": story})
-        mark = target.path / f"failed-{target.rank}.json"
+        rank, story = self._member.rank, "".join(traceback.format_exception(error))
+        mark = self._folder / f"failed-{rank}.json"
         try:
-            mark.with_suffix(".tmp").write_text(note)
+            mark.with_suffix(".tmp").write_text(json.dumps({"rank": rank, "story": story}))
             os.rename(mark.with_suffix(".tmp"), mark)
         except OSError:
             pass  # the disk is full, say; this rank's next call reports it to the others
 
     def _raise_marked_failure(self) -> bool:
         """Raise the failure that another rank has marked; return whether the folder is there."""
-        try:
-            names = os.listdir(self._target.path)
-        except FileNotFoundError:
-            return False
-        for name in names:
-            if name.startswith("failed-") and name.endswith(".json"):
-                note = json.loads((self._target.path / name).read_text())
-                raise RemoteStageError(note["rank"], note["story"])
-        return True
+        for mark in self._folder.glob("failed-*.json"):
+            note = json.loads(mark.read_text())
+            raise RemoteStageError(note["rank"], note["story"])
+        return self._folder.is_dir()
 
     # -- the end --------------------------------------------------------------------------------
 
     def _close(self) -> None:
         """Forget a save that is done; raise what went wrong."""
         atexit.unregister(self._end_of_script)
-        if _unfinished.get(self._module) is self:
-            del _unfinished[self._module]
+        if _unfinished.get(self._member.module) is self:
+            del _unfinished[self._member.module]
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -233,7 +206,7 @@ class Saving:
     def give_up_in_child(self) -> None:
         """Leave the save to the process that has the thread."""
         atexit.unregister(self._end_of_script)
-        if _unfinished.get(self._module) is self:
+        if _unfinished.get(self._member.module) is self:
             self._error = StageClosedError(
                 f"{self.path} is saved by the process ({os.getppid()}) from which this one "
                 f"({os.getpid()}) was forked: only that one can wait for it"
@@ -248,9 +221,9 @@ class Saving:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             self._is_abandoned = True
-            if self._calls is not None:
-                self._calls.fail("the script", error)
-        if self._is_abandoned or (self._calls is not None and self._calls.has_failed):
+            if self._member.calls is not None:
+                self._member.calls.fail("the script", error)
+        if self._has_failed():
             assert self._thread is not None, "it was started"
             self._thread.join()
             return

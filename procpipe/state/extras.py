@@ -68,17 +68,13 @@ def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
     """Return whether two values have different forms or tensors, or numbers if these may not."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() != theirs.keys() or any(
-            differs(ours[key], theirs[key], may_numbers=may_numbers) for key in ours
-        )
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        ours, theirs = list(ours.values()), [theirs[key] for key in ours]
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
         return len(ours) != len(theirs) or any(
             differs(one, other, may_numbers=may_numbers)
             for one, other in zip(ours, theirs, strict=True)
         )
-    if isinstance(ours, (Tensor, dict, list, tuple)) or isinstance(
-        theirs, (Tensor, dict, list, tuple)
-    ):
+    if any(isinstance(value, (Tensor, dict, list, tuple)) for value in (ours, theirs)):
         return True
     return not may_numbers and bool(ours != theirs)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import math
 import operator
 import os
@@ -65,14 +66,11 @@ def write_part(folder: Path, values: dict[str, Any]) -> None:
     entries: dict[str, IndexEntry] = {}
     with open(folder / _VALUES, "wb") as file:
         for key, value in values.items():
-            sink = _Sink(file)
-            offset = file.tell()
-            if isinstance(value, Tensor):
-                value = _plain(key, value)
+            sink, offset = _Sink(file), file.tell()
+            value = _plain(key, value) if isinstance(value, Tensor) else value
             torch.save(value, sink)  # type: ignore[arg-type]
-            dtype, shape = (
-                (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, ())
-            )
+            dtype = value.dtype if isinstance(value, Tensor) else None
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             chunk = Chunk((0,) * len(shape), shape, _VALUES, offset, sink.length, sink.crc32)
             entries[key] = IndexEntry(dtype, shape, (chunk,))
         file.flush()
@@ -146,7 +144,7 @@ class Index:
     folder: Path  # where it is
     entries: dict[str, IndexEntry]  # its values by key
 
-    @property
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
         """Return by key the shape and dtype of a tensor; None for any other value."""
         return {
@@ -161,9 +159,8 @@ class Index:
             SavedStateError: a file is missing, not inside of the folder, damaged, or holds
                 something else than the index says. Tensors of ``into`` may then be half read.
         """
-        keys = list(keys)
-        found: dict[str, Any] = {}
-        wanted = [(chunk, key) for key in keys for chunk in self.entries[key].chunks]
+        entries = {key: self.entries[key] for key in keys}
+        wanted = [(chunk, key) for key in entries for chunk in entries[key].chunks]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
         with contextlib.ExitStack() as opened, torch.no_grad():
             files: dict[str, IO[bytes]] = {}
@@ -171,25 +168,24 @@ class Index:
                 if chunk.file not in files:
                     files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
                 with naming(self.folder / chunk.file, key):
-                    _check_length(self.entries[key], chunk, files[chunk.file])
-            for key in keys:
-                if self.entries[key].dtype is not None:
-                    made = (into or {}).get(key)
-                    found[key] = self._empty(key) if made is None else made
-            tensors = (chunk.length for chunk, key in wanted if self.entries[key].dtype is not None)
-            scratch = memoryview(_memory(max(tensors, default=0)))
+                    _check_length(entries[key], chunk, files[chunk.file])
+            tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
+            found: dict[str, Any] = {
+                key: self._empty(key) if (made := (into or {}).get(key)) is None else made
+                for key in tensors
+            }
+            scratch = _memory(max((c.length for c, key in wanted if key in tensors), default=0))
             for chunk, key in wanted:
-                entry, file = self.entries[key], files[chunk.file]
                 with naming(self.folder / chunk.file, key):
-                    if entry.dtype is None:
-                        memory = memoryview(_memory(chunk.length))  # which the value may keep
-                        found[key] = read_archive(_bytes_of(chunk, file, memory))
-                    else:
-                        value = read_archive(_bytes_of(chunk, file, scratch[: chunk.length]))
-                        tensor = _tensor(entry, chunk, value)
+                    # Values other than tensors may keep their memory.
+                    memory = scratch[: chunk.length] if key in tensors else _memory(chunk.length)
+                    value = read_archive(_bytes_of(chunk, files[chunk.file], memory))
+                    if key in tensors:
                         ends = map(operator.add, chunk.offsets, chunk.sizes)
                         box = tuple(map(slice, chunk.offsets, ends))
-                        found[key][box].copy_(tensor)
+                        found[key][box].copy_(_tensor(entries[key], chunk, value))
+                    else:
+                        found[key] = value
         return found
 
     def _empty(self, key: str) -> Tensor:
@@ -246,19 +242,20 @@ def open_regular(path: Path) -> IO[bytes]:
     """
     try:
         # Checked before, as opening a device may have effects, and after, as it may be replaced.
-        is_regular = stat.S_ISREG(os.stat(path).st_mode)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if is_regular else -1
+        if stat.S_ISREG(os.stat(path).st_mode):
+            file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            file.close()
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
             raise
         raise SavedStateError(f"{path} is missing: was the folder copied as a whole?") from None
-    if not is_regular:
-        raise SavedStateError(f"{path} is no regular file")
-    file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise SavedStateError(f"{path} is no regular file")
-    return file
+    raise SavedStateError(f"{path} is not a regular file")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _all_of(folder: Path, name: str) -> bytes:
@@ -295,9 +292,9 @@ def _bytes_of(chunk: Chunk, file: IO[bytes], memory: memoryview) -> memoryview:
     return data
 
 
-def _memory(size: int) -> bytearray:
+def _memory(size: int) -> memoryview:
     try:
-        return bytearray(size)
+        return memoryview(bytearray(size))
     except MemoryError:
         raise SavedStateError(f"there is no memory for a value of {size} bytes") from None
 

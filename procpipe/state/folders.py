@@ -16,14 +16,12 @@ moved or removed without an exclusive lock on it. Locks end with their process. 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +44,11 @@ class SavedState:
     path: Path
 
 
-def saved_in(root: Path) -> list[SavedState]:
-    """Return the saved states of a run, oldest first."""
+def saved_in(root: Path, prefix: str = "") -> list[SavedState]:
+    """Return the saved states of a run, oldest first; also those whose names have a prefix."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
+        match = _NAME.fullmatch(path.name.removeprefix(prefix))
         if match:
             number, step = match.groups()
             found.append(SavedState(int(number), None if step is None else int(step), path))
@@ -71,51 +69,6 @@ def not_shared(rank: int, path: Path, where_it_is: str, do: str) -> FileNotFound
         f"rank {rank} does not find {path} on {socket.gethostname()}, {where_it_is}: {do} a file "
         "system that all ranks share"
     )
-
-
-class Draft:
-    """A saved state that is being written, on rank 0; makes the run's folder if it is missing.
-
-    Attributes:
-        path: where to write.
-        final_path: its name when it is complete.
-
-    Raises:
-        OSError: other jobs took every number first.
-    """
-
-    def __init__(self, root: Path, step: int | None) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        _clean(root)
-        for _ in range(_MAX_TRIES):
-            number = max([*_numbers_of_drafts(root), *(e.number for e in saved_in(root)), 0]) + 1
-            self.path = root / f"{_SAVING}{number:06d}"
-            try:
-                self.path.mkdir()
-            except FileExistsError:
-                continue  # another job was faster
-            self._hold = Hold(self.path, fcntl.LOCK_EX, fcntl.LOCK_SH)
-            # Another job removed ours before we locked it, or published before we made it.
-            if self._hold.is_held and all(entry.number < number for entry in saved_in(root)):
-                break
-            if self._hold.is_held:
-                self.path.rmdir()
-            self._hold.let_go()
-        else:
-            raise OSError(f"{_MAX_TRIES} times, other jobs were faster to save into {root}")
-        self.final_path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
-
-    def publish(self, keep: int | None) -> None:
-        """Rename it, and remove all others but the newest ``keep`` and those that are locked."""
-        root = self.final_path.parent
-        os.rename(self.path, self.final_path)
-        sync_folder(root)
-        for entry in saved_in(root)[:-keep] if keep is not None else ():
-            _remove(entry.path)
-
-    def let_go(self) -> None:
-        """Unlock it; unless it was published, the next draft removes it."""
-        self._hold.let_go()
 
 
 class Hold:
@@ -143,6 +96,12 @@ class Hold:
             if not self.is_held:
                 os.close(self._descriptor)
 
+    def __enter__(self) -> bool:
+        return self.is_held
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
     def let_go(self) -> None:
         """Unlock it, if it is locked."""
         if self.is_held:
@@ -151,35 +110,64 @@ class Hold:
             os.close(self._descriptor)
 
 
-def _numbers_of_drafts(root: Path) -> list[int]:
-    found = (re.match(r"\d+", path.name.removeprefix(_SAVING)) for path in root.glob(f"{_SAVING}*"))
-    return [int(match[0]) for match in found if match]
+class Draft(Hold):
+    """A saved state that is being written, on rank 0; makes the run's folder if it is missing.
+
+    Unless it was published before it is let go, the next draft removes it.
+
+    Attributes:
+        path: where to write.
+        final_path: its name when it is complete.
+
+    Raises:
+        OSError: other jobs took every number first.
+    """
+
+    def __init__(self, root: Path, step: int | None) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        _clean(root)
+        for _ in range(_MAX_TRIES):
+            number = max((e.number for e in saved_in(root, _SAVING)), default=0) + 1
+            self.path = root / f"{_SAVING}{number:06d}"
+            try:
+                self.path.mkdir()
+            except FileExistsError:
+                continue  # another job was faster
+            super().__init__(self.path, fcntl.LOCK_EX, fcntl.LOCK_SH)
+            # Another job removed ours before we locked it, or published before we made it.
+            if self.is_held and all(entry.number < number for entry in saved_in(root)):
+                break
+            if self.is_held:
+                self.path.rmdir()
+            self.let_go()
+        else:
+            raise OSError(f"{_MAX_TRIES} times, other jobs were faster to save into {root}")
+        self.final_path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
+
+    def publish(self, keep: int | None) -> None:
+        """Rename it, and remove all others but the newest ``keep`` and those that are locked."""
+        root = self.final_path.parent
+        os.rename(self.path, self.final_path)
+        sync_folder(root)
+        for entry in saved_in(root)[:-keep] if keep is not None else ():
+            _remove(entry.path)
 
 
 def _clean(root: Path) -> None:
     """Remove what crashes left; what a living process writes or removes is locked."""
     for path in [*root.glob(f"{_SAVING}*"), *root.glob(f"{_REMOVING}*")]:
-        with _locked(path) as is_ours:
+        with Hold(path, fcntl.LOCK_EX) as is_ours:
             if is_ours:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
     """Remove a saved state, unless a process holds it or removes it."""
-    with _locked(path) as is_ours:
+    with Hold(path, fcntl.LOCK_EX) as is_ours:
         if is_ours:
             going = path.with_name(f"{_REMOVING}{path.name}-{secrets.token_hex(4)}")
             os.rename(path, going)
             shutil.rmtree(going, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    hold = Hold(path, fcntl.LOCK_EX)
-    try:
-        yield hold.is_held
-    finally:
-        hold.let_go()
 
 
 def sync_folder(folder: Path) -> None:

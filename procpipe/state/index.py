@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One value of a saved state; without a dtype it is no tensor, and its shape is ()."""
+    """One value of a saved state; without a dtype it is not a tensor, and its shape is ()."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ def from_json(data: bytes) -> tuple[dict[str, IndexEntry], int | None]:
         head = json.loads(rest)
         entries = {key: _entry(*value) for key, value in head["values"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SavedStateError(f"it is no index of a saved state: {error}") from None
+        raise SavedStateError(f"it is not an index of a saved state: {error}") from None
     crc32 = head.get("metadata_crc32")
     return entries, crc32 if _is_size(crc32) else None
 
@@ -161,7 +161,7 @@ def from_metadata(data: bytes) -> dict[str, IndexEntry]:
     """Return the entries of torch's index, of any version whose fields are known.
 
     Raises:
-        SavedStateError: it is damaged, contradicts itself, or is no index of torch.
+        SavedStateError: it is damaged, contradicts itself, or is not an index of torch.
     """
     root = _fields(read_pickle(data, _ALLOWED), "Metadata", "state_dict_metadata", "storage_data")
     version = root.get("version")
@@ -174,7 +174,7 @@ def from_metadata(data: bytes) -> dict[str, IndexEntry]:
     entries: dict[str, IndexEntry] = {}
     for key, record in _pairs(root["state_dict_metadata"]):
         if type(key) is not str or key in entries:
-            raise SavedStateError(f"it has a key twice, or one that is no text: {shown(key)}")
+            raise SavedStateError(f"it has a key twice, or one that is not a text: {shown(key)}")
         try:
             entries[key] = _value(key, record, where)
         except SavedStateError as error:
@@ -192,7 +192,7 @@ def _value(key: str, record: Any, where: dict[Any, _Place]) -> IndexEntry:
     shape = _sizes(fields["size"])
     dtype = _dtype(fields["properties"])
     if type(fields["chunks"]) is not list:
-        raise SavedStateError("its chunks are no list")
+        raise SavedStateError("its chunks are not a list")
     boxes = []
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
@@ -215,7 +215,7 @@ def _place(pair: tuple[Any, Any]) -> tuple[tuple[Any, Any], _Place]:
     offset = of.get("offset")
     place = (info["relative_path"], info["offset"], info["length"])
     if type(of["fqn"]) is not str or type(place[0]) is not str or not all(map(_is_size, place[1:])):
-        raise SavedStateError(f"it has a place that is none: {shown(of['fqn'])}")
+        raise SavedStateError(f"it has a wrong place: {shown(of['fqn'])}")
     if info.get("transform_descriptors"):
         raise SavedStateError(
             f"{of['fqn']} was written through an extension of torch: load it with "
@@ -228,7 +228,7 @@ def _fields(record: Any, name: str, *needed: str) -> dict[str, Any]:
     """Return the fields of a record of one of torch's classes."""
     of = _STORAGE_INFO if name == "_StorageInfo" else Name(_MODULE, name)
     if type(record) is not Made or record.of != of or record.args or record.items:
-        raise SavedStateError(f"there is no {name} where one belongs")
+        raise SavedStateError(f"a value is not a {name}")
     fields = {key: value for key, value in _pairs(record.state) if type(key) is str}
     missing = [key for key in needed if key not in fields]
     if missing:
@@ -238,16 +238,16 @@ def _fields(record: Any, name: str, *needed: str) -> dict[str, Any]:
 
 def _pairs(record: Any) -> list[tuple[Any, Any]]:
     if type(record) is not Made or record.of != DICT:
-        raise SavedStateError("there is no dict where one belongs")
+        raise SavedStateError("a value is not a dict")
     return record.items
 
 
 def _sizes(record: Any) -> tuple[int, ...]:
     values = record.args[0] if type(record) is Made and record.args else None
     if values is None or record.of != _SIZE or type(values) is not tuple or len(record.args) > 1:
-        raise SavedStateError("there is no torch.Size where one belongs")
+        raise SavedStateError("a value is not a torch.Size")
     if not all(map(_is_size, values)) or len(values) > 64:
-        raise SavedStateError("a torch.Size has what is no size")
+        raise SavedStateError("a torch.Size has an entry that is not a size")
     return values
 
 
@@ -259,7 +259,7 @@ def _dtype(record: Any) -> torch.dtype:
         raise SavedStateError("its TensorProperties have a form that is not known here")
     dtype, layout, *_ = state
     if type(dtype) is not Name or dtype.module != "torch" or dtype.name not in dtypes():
-        raise SavedStateError("its dtype is none")
+        raise SavedStateError("its dtype is not one of torch's")
     if type(layout) is not Made or layout.of != _LAYOUT or layout.args != ("torch.strided",):
         raise SavedStateError("it is not a dense tensor (torch.strided)")
     return dtypes()[dtype.name]
@@ -274,18 +274,11 @@ _MEMORY_FORMAT = Name(_MODULE, "_MEM_FORMAT_ENCODING")
 _PATHS = ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 
 
-_ALLOWED = {
-    Name(_MODULE, name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    )
-}
+_RECORDS = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+)
+_ALLOWED = {Name(_MODULE, name) for name in _RECORDS}
 _ALLOWED |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
 _ALLOWED |= {Name("torch", name) for name in dtypes()}
 _ALLOWED |= {_STORAGE_INFO, _SIZE, _LAYOUT, _MEMORY_FORMAT, Name("collections", "OrderedDict")}
@@ -321,14 +314,13 @@ def _check_tiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> None:
     if len(cut) > _MAX_CUT:
         raise SavedStateError(f"it is cut along {len(cut)} dimensions, but {_MAX_CUT} is the most")
     corners: Counter[tuple[int, ...]] = Counter()
-    for offsets, sizes in full:
-        ends = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
-        for corner in itertools.product(*ends):
-            corners[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
-    if 0 not in shape:
-        ends = [((0, 1), (shape[d], -1)) for d in cut]
-        for corner in itertools.product(*ends):
-            corners[tuple(at for at, _ in corner)] -= math.prod(sign for _, sign in corner)
+    own = [((0,) * ndim, shape)] if 0 not in shape else []
+    for sign, of_sign in ((1, full), (-1, own)):
+        for offsets, sizes in of_sign:
+            ends = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
+            for corner in itertools.product(*ends):
+                at = tuple(at for at, _ in corner)
+                corners[at] += sign * math.prod(sign for _, sign in corner)
     if any(corners.values()):
         volume, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
         fault = "overlap" if volume >= whole else "leave some of it out"

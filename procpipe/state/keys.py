@@ -43,7 +43,7 @@ class FileKeys:
 
         Raises:
             TypeError: the map is neither a function nor pairs, or it returns no str.
-            ValueError: a pair is no regular expression and replacement.
+            ValueError: a pair is not a regular expression and a replacement.
         """
         to_file = _function(_of_model(module) if keys is None else keys)
         state = module.state_dict(keep_vars=True)
@@ -69,16 +69,16 @@ class FileKeys:
 
         If several names of a tensor become one key in the file, the first one's stage writes it.
         """
-        return {key: name for key, name in self.own.items() if self._first(key, name) == key}
+        written = {}
+        for key, name in self.own.items():
+            names = self.names.get(key, (key,))
+            if key == next((other for other in names if self.to_file(other) == name), key):
+                written[key] = name
+        return written
 
     def facts(self) -> list[list[str]]:
         """Return for rank 0, of each value: its own key, that in the file, its first name."""
         return [[key, name, self.names.get(key, (key,))[0]] for key, name in self.own.items()]
-
-    def _first(self, key: str, name: str) -> str:
-        """Return the first name of a tensor that becomes this key in the file."""
-        names = self.names.get(key, (key,))
-        return next((other for other in names if self.to_file(other) == name), key)
 
 
 def collisions(facts: Iterable[list[str]]) -> list[str]:
@@ -101,7 +101,11 @@ def advice(facts: Iterable[list[str]], saved: Collection[str]) -> list[str]:
     for _, name, first in facts:
         of_tensors.setdefault(first, []).append(name)
     tensors = list(of_tensors.values())
-    if not tensors or all(_is_any_in(names, saved) for names in tensors):
+
+    def is_saved(names: Iterable[str]) -> bool:
+        return any(name in saved for name in names)
+
+    if not tensors or all(map(is_saved, tensors)):
         return []
     if all(key in saved for key, _, _ in facts):
         return ["the file has the model's own keys: give keys=[] to read them without a map"]
@@ -110,7 +114,7 @@ def advice(facts: Iterable[list[str]], saved: Collection[str]) -> list[str]:
             [after + name[len(before) :] for name in names if name.startswith(before)]
             for names in tensors
         )
-        if all(_is_any_in(names, saved) for names in renamed):
+        if all(map(is_saved, renamed)):
             pair = f"^{re.escape(before)}", after.replace("\\", r"\\")
             is_mapped = any(key != name for key, name, _ in facts)
             give = f"add {pair!r} to the end of keys=" if is_mapped else f"give keys=[{pair!r}]"
@@ -146,13 +150,13 @@ def _function(keys: Any) -> Callable[[str], str]:
     try:
         keys = list(keys)
         if any(isinstance(pair, str) for pair in keys):
-            raise TypeError("a str is no pair")
+            raise TypeError("a str is not a pair")
         pairs = [(re.compile(pattern), replacement) for pattern, replacement in keys]
         is_text = all(isinstance(replacement, str) for _, replacement in pairs)
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(f"keys={keys!r}: {error}: {_EXPECTED}") from None
     if not is_text:
-        raise TypeError(f"keys={keys!r}: a replacement is no str: {_EXPECTED}")
+        raise TypeError(f"keys={keys!r}: a replacement is not a str: {_EXPECTED}")
 
     def replace(key: str) -> str:
         for pattern, replacement in pairs:
@@ -201,7 +205,3 @@ def _exchanges(name: str, saved: Iterable[str]) -> Iterator[tuple[str, str]]:
             after = other[: len(other) - len(rest)]
             if other.endswith(rest) and (not after or after.endswith(".")) and after != before:
                 yield before, after
-
-
-def _is_any_in(names: Iterable[str], saved: Container[str]) -> bool:
-    return any(name in saved for name in names)

@@ -80,7 +80,7 @@ def load(
     """Load the newest saved state of a run, saved on this or another number of stages.
 
     Every rank calls it, and reads only what its own stage needs. On the number of stages it was
-    saved on, with the same balance, the run goes on bit by bit as if it had not stopped. With
+    saved on, with the same balance, the run continues bit by bit as if it had not stopped. With
     another balance rank 0's ``extra`` counts; on another number of stages only rank 0's random
     number generators are restored.
 
@@ -113,7 +113,10 @@ def load(
         where = agree(None, lambda _: _find(Path(folder), step))  # 1
         if where["path"] is not None:
             loading = _Loading(member, optimizer, extra, where, strict=strict)
-            faults = agree(loading.facts(), loading.faults_of_all)  # 2, 3
+            saved = loading.weights.shapes
+            faults = agree(  # 2, 3
+                loading.facts(), lambda facts: all_faults(facts, saved, strict=strict)
+            )
             if not faults:
                 loading.read()  # 4
                 agree(None, lambda _: None)  # no rank goes on before all have read
@@ -152,17 +155,16 @@ class _Loading:
         *,
         strict: bool,
     ) -> None:
-        self._module, self._device, self._rank = member.module, member.device, member.rank
-        self._extra = extra
-        self._strict = strict
+        self._member, self._extra, self._strict = member, extra, strict
         self._names = optimizers.Names(member.module, optimizer)
         self._keys = FileKeys.of(member.module)
         path = Path(where["path"])
         if not path.is_dir():
-            raise not_shared(self._rank, path, "where rank 0 has found it", "load from")
+            raise not_shared(member.rank, path, "where rank 0 has found it", "load from")
         self._index = read_index(path)
         self._shapes = self._index.shapes
-        self._weights = source_of(self._index)
+        self.weights = source_of(self._index)
+        self._options = optimizers.read_options(self._names, self._index)
         about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == member.num_ranks
@@ -192,40 +194,28 @@ class _Loading:
     def facts(self) -> dict[str, Any]:
         """Return this rank's keys and faults, for rank 0."""
         faults = weights_faults(
-            self._module.state_dict(),
+            self._member.module.state_dict(),
             self._keys,
-            self._weights.shapes,
+            self.weights.shapes,
             strict=self._strict,
             must_be_same_dtype=self._strict,
-            layers=self._module.named_children(),
+            layers=self._member.module.named_children(),
         )
         faults += self._optimizer_faults() + self._extra_faults()
         return {"keys": self._keys.facts(), "faults": faults}
-
-    def faults_of_all(self, facts: list[dict[str, Any]]) -> list[str]:
-        """Return the faults of all ranks, on rank 0."""
-        return all_faults(facts, self._weights.shapes, strict=self._strict)
 
     def _optimizer_faults(self) -> list[str]:
         if not self._names.optimizers:
             return []
         if not any(key.startswith("optimizer.") for key in self._shapes):
             return ["no optimizer was saved, so load without one"] if self._strict else []
-        options = self._index.read(
-            optimizers.saved_keys(self._names, self._shapes, optimizers.OPTIONS)
-        )
-        faults = optimizers.conflicts(self._names, options)
-        unfit, unsure = optimizers.state_faults(self._names, self._shapes, strict=self._strict)
-        faults += unfit
-        faults += [
-            f"{key} is no tensor, but must be one"
-            for key, value in self._index.read(unsure).items()
-            if value is not None
-        ]
-        return faults + (optimizers.missing(self._names, options) if self._strict else [])
+        faults = optimizers.conflicts(self._names, self._options)
+        faults += optimizers.state_faults(self._names, self._index, strict=self._strict)
+        missing = [name for name, options in self._options.items() if self._strict and not options]
+        return faults + [f"the optimizer's state of {name} is not in it" for name in missing]
 
     def _extra_faults(self) -> list[str]:
-        if self._extra is None or self._rank > 0:
+        if self._extra is None or self._member.rank > 0:
             return []
         saved = sorted(under("extra.", self._shapes))
         faults = []
@@ -235,66 +225,45 @@ class _Loading:
                 f"extra {n!r} was saved, but not asked for" for n in saved if n not in self._extra
             ]
         if not self._is_same_cut:
-            asked_for = [name for name in saved if name in self._extra]
-            faults += filter(None, map(self._carry_fault, asked_for))
+            for name in saved:
+                if name in self._extra:
+                    faults += self._carry_faults(name, self._extra[name])
         return faults
 
-    def _carry_fault(self, name: str) -> str | None:
-        """Return why a value does not fit another number of stages; None if it does."""
+    def _carry_faults(self, name: str, current: Any) -> list[str]:
+        """Return why a value does not fit another number of stages, if it does not."""
         first, *others = (extras.key_of(name, rank) for rank in range(self.saved.num_stages or 1))
         copies = {rank: key for rank, key in enumerate(others, 1) if key in self._shapes}
-        if not copies:
-            return None
-        read = self._index.read([first, *copies.values()])
-        assert self._extra is not None, "it was asked for"
-        is_scheduler = isinstance(self._extra[name], LRScheduler)
-        own = [
-            rank
-            for rank, key in copies.items()
-            if extras.differs(read[first], read[key], may_numbers=not is_scheduler)
-        ]
-        if not own:
-            return None
+        read = self._index.read([first, *copies.values()] if copies else [])
+        is_scheduler = isinstance(current, LRScheduler)
         what = "other learning rates" if is_scheduler else "other tensors"
-        return (
-            f"extra {name!r} has another form, or {what}, on rank {own[0]} than on rank 0, so it "
+        return [
+            f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0, so it "
             f"can be loaded only on {self.saved.num_stages} stages with the balance they had; "
             "leave it out, with strict=False"
-        )
+            for rank, key in copies.items()
+            if extras.differs(read[first], read[key], may_numbers=not is_scheduler)
+        ][:1]
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self) -> None:
         """Read all that this rank needs."""
-        read_weights(self._module, self._keys, self._weights)
-        self._read_optimizers()
-        self._read_extra()
-        self._read_generators()
-
-    def _read_optimizers(self) -> None:
-        if not self._names.optimizers:
-            return
-        parts = optimizers.OPTIONS, optimizers.STATE
-        keys = optimizers.saved_keys(self._names, self._shapes, *parts)
-        empty_groups: dict[str, Any] = {}
-        key = f"ranks.{self._rank}.empty_groups"
-        if self._is_same_number and key in self._shapes:
-            empty_groups = self._index.read([key])[key]
-        optimizers.load_into(self._names, self._index.read(keys), empty_groups)
-
-    def _read_extra(self) -> None:
-        if self._extra is None:
-            return
-        for name in list(self._extra):
-            own, first = extras.key_of(name, self._rank), extras.key_of(name, 0)
+        rank, read = self._member.rank, self._index.read
+        read_weights(self._member.module, self._keys, self.weights)
+        if self._names.optimizers:
+            key = f"ranks.{rank}.empty_groups"
+            is_there = self._is_same_number and key in self._shapes
+            of_empty_groups = read([key])[key] if is_there else {}
+            optimizers.load_into(self._names, self._index, self._options, of_empty_groups)
+        extra = self._extra or {}
+        for name in list(extra):
+            own, first = extras.key_of(name, rank), extras.key_of(name, 0)
             key = own if self._is_same_cut and own in self._shapes else first
             if key in self._shapes:
-                extras.load_extra(self._extra, name, self._index.read([key])[key])
-
-    def _read_generators(self) -> None:
-        prefix = f"ranks.{self._rank}.generators."
+                extras.load_extra(extra, name, read([key])[key])
+        prefix = f"ranks.{rank}.generators."
         keys = [key for key in self._shapes if key.startswith(prefix)]
         # Rank 0's always: the order of the data comes from them.
-        if keys and (self._is_same_number or self._rank == 0):
-            read = self._index.read(keys)
-            generators.restore(under(prefix, read), self._device)
+        if keys and (self._is_same_number or rank == 0):
+            generators.restore(under(prefix, read(keys)), self._member.device)

@@ -12,7 +12,6 @@ parameter that stands in for those of a stage with none to train.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,11 +22,11 @@ from torch.optim import Optimizer
 from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
 from procpipe.state import sharded
-from procpipe.state.sources import Shapes
+from procpipe.state.files import Index
 
 STATE, OPTIONS = "optimizer.state", "optimizer.param_groups"
 
-#: Entries of a group that identify its parameters, and so are no options of each.
+#: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -153,51 +152,53 @@ def group_options(names: Names) -> dict[str, dict[str, Any]]:
     }
 
 
-def saved_keys(names: Names, saved: Iterable[str], *parts: str) -> list[str]:
-    """Return the keys of these parts of the optimizers' saved state: STATE, OPTIONS or both."""
-    ordered = sorted(saved)
-    prefixes = [f"{part}.{name}." for part in parts for *_, name in names.named()]
-    return [key for prefix in prefixes for key in _below(prefix, ordered)]
+def saved_keys(names: Names, part: str, saved: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the keys of a part of the saved state (STATE or OPTIONS), by parameter.
 
-
-def missing(names: Names, options: Iterable[str]) -> list[str]:
-    """Return a fault for each parameter of which no options are among these keys."""
-    ordered = sorted(options)
-    return [
-        f"the optimizer's state of {name} is not in it"
-        for _, _, name in names.named()
-        if not _below(f"{OPTIONS}.{name}.", ordered)
-    ]
-
-
-def state_faults(names: Names, saved: Shapes, *, strict: bool) -> tuple[list[str], list[str]]:
-    """Find tensors of the saved state whose shape or dtype does not fit.
-
-    Returns:
-        The faults; and the keys of other values, which must be None in place of a tensor.
+    Those of a parameter by what follows its name in them.
     """
-    ordered, faults, unsure = sorted(saved), [], []
+    found: dict[str, dict[str, str]] = {name: {} for *_, name in names.named()}
+    for key in sorted(key for key in saved if key.startswith(f"{part}.")):
+        name, _, rest = key.removeprefix(f"{part}.").rpartition(".")
+        while name and name not in found:
+            name, _, more = name.rpartition(".")
+            rest = f"{more}.{rest}"
+        if name:
+            found[name][rest] = key
+    return found
+
+
+def read_options(names: Names, index: Index) -> dict[str, dict[str, Any]]:
+    """Return the saved options of each parameter."""
+    keys = saved_keys(names, OPTIONS, index.shapes)
+    read = index.read(key for of_one in keys.values() for key in of_one.values())
+    return {
+        name: {option: read[key] for option, key in of_one.items() if option not in _NOT_OPTIONS}
+        for name, of_one in keys.items()
+    }
+
+
+def state_faults(names: Names, index: Index, *, strict: bool) -> list[str]:
+    """Find tensors of the saved state whose shape or dtype does not fit."""
+    faults = []
+    keys = saved_keys(names, STATE, index.shapes)
     for optimizer, parameter, name in names.named():
-        prefix = f"{STATE}.{name}."
-        for key in _below(prefix, ordered):
-            part = key.removeprefix(prefix)
-            needed = _shape_of_state(optimizer, parameter, part)
-            found = saved[key]
-            if needed is None or (found is None and needed == ()):
-                continue
+        for part, key in keys[name].items():
+            needed, found = _shape_of_state(optimizer, parameter, part), index.shapes[key]
             now = optimizer.state.get(parameter, {}).get(part)
             dtype = (now if isinstance(now, Tensor) else parameter).dtype
+            if needed is None or (found is None and needed == ()):
+                continue
             if found is None:
-                unsure.append(key)
-            elif needed == found[0] or (needed == () and found[0] == (1,)):
-                may_convert = not strict or needed == ()
-                if found[1] in (None, dtype, parameter.dtype):
-                    continue
-                if not may_convert or not torch.can_cast(found[1], dtype):
-                    faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
-            else:
+                if index.read([key])[key] is not None:
+                    faults.append(f"{key} is not a tensor, but must be one")
+            elif found[0] != needed and not (needed == () and found[0] == (1,)):
                 faults.append(f"{key} has shape {found[0]} there, but must have {needed}")
-    return faults, unsure
+            elif found[1] not in (None, dtype, parameter.dtype) and (
+                (strict and needed != ()) or not torch.can_cast(found[1], dtype)
+            ):
+                faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
+    return faults
 
 
 def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
@@ -220,26 +221,26 @@ def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple
     return () if part in ("step", "eta", "mu", "mu_product") else shape
 
 
-def conflicts(names: Names, read: dict[str, Any]) -> list[str]:
-    """Return conflicts: options of another optimizer, or different ones in one group."""
-    ordered, faults = sorted(read), []
+def conflicts(names: Names, saved: dict[str, dict[str, Any]]) -> list[str]:
+    """Return conflicts: saved options of another optimizer, or different ones in one group."""
+    faults = []
     for k, g, group in names.groups():
         optimizer = names.optimizers[k]
         members = [name for name in names.in_group(group) if name is not None]
-        options = [_options_of(name, ordered, read) for name in members]
+        first = saved[members[0]] if members else {}
         # Either may have more: schedulers and newer versions of torch add options.
-        unknown = [option for option in (options[0] if options else ()) if option not in group]
-        missing = [o for o in optimizer.defaults if options and o not in options[0]]
-        if options[0:1] != [{}] and unknown and missing:
+        unknown = [option for option in first if option not in group]
+        missing = [option for option in optimizer.defaults if option not in first]
+        if unknown and missing:
             faults.append(
                 f"the state of {members[0]} was saved by another kind of optimizer than "
                 f"{type(optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
                 f"{', '.join(sorted(missing))}"
             )
             continue
-        for name, theirs in zip(members, options, strict=True):
-            for option in options[0].keys() | theirs.keys():
-                one, other = options[0].get(option), theirs.get(option)
+        for name in members:
+            for option in first.keys() | saved[name].keys():
+                one, other = first.get(option), saved[name].get(option)
                 if not _is_same(one, other):
                     faults.append(
                         f"group {g} of the optimizer holds {members[0]}, saved with {option} = "
@@ -249,30 +250,33 @@ def conflicts(names: Names, read: dict[str, Any]) -> list[str]:
 
 
 def load_into(
-    names: Names, read: dict[str, Any], of_empty_groups: dict[str, dict[str, Any]]
+    names: Names,
+    index: Index,
+    options: dict[str, dict[str, Any]],
+    of_empty_groups: dict[str, dict[str, Any]],
 ) -> None:
-    """Load values of :func:`values_of`, perhaps saved with other groups and another balance.
+    """Load what :func:`values_of` returned, perhaps saved with other groups and another balance.
 
-    ``of_empty_groups`` is the result of :func:`group_options`, if it is for these groups.
+    ``options`` are those of :func:`read_options`; ``of_empty_groups`` is the result of
+    :func:`group_options`, if it is for these groups.
     """
-    ordered = sorted(read)
+    keys = saved_keys(names, STATE, index.shapes)
+    read = index.read(key for of_one in keys.values() for key in of_one.values())
     for k, optimizer in enumerate(names.optimizers):
         packed = optimizer.state_dict()
         state: dict[int, Any] = {}
-        for g, (group, numbered) in enumerate(
-            zip(optimizer.param_groups, packed["param_groups"], strict=True)
-        ):
+        groups = zip(optimizer.param_groups, packed["param_groups"], strict=True)
+        for g, (group, numbered) in enumerate(groups):
             members = names.in_group(group)
             numbers = zip(numbered["params"], members, group["params"], strict=True)
             for number, name, parameter in numbers:
-                found = _nested(f"{STATE}.{name}.", ordered, read) if name else {}
-                if found:
+                if name is not None and keys[name]:
                     state[number] = {
-                        part: sharded.like(value, parameter) for part, value in found.items()
+                        part: sharded.like(value, parameter)
+                        for part, value in _nested(keys[name], read).items()
                     }
             named = [name for name in members if name is not None]
-            options = _options_of(named[0], ordered, read) if named else {}
-            numbered |= options or of_empty_groups.get(f"{k}.{g}", {})
+            numbered |= (named and options[named[0]]) or of_empty_groups.get(f"{k}.{g}", {})
         optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
 
 
@@ -285,16 +289,16 @@ def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
                 f"the optimizer calls a part of its state {name!r}: only names without a dot can "
                 "be saved by parameter; save its state_dict() in extra instead"
             )
-        found |= _flat(f"{prefix}.{name}", value) if isinstance(value, dict) else {}
-        if not isinstance(value, dict):
-            found[f"{prefix}.{name}"] = value
+        key = f"{prefix}.{name}"
+        found |= _flat(key, value) if isinstance(value, dict) else {key: value}
     return found
 
 
-def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
+def _nested(keys: dict[str, str], read: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`_flat` made flat."""
     state: dict[str, Any] = {}
-    for key in _below(prefix, ordered):
-        *outer, last = key.removeprefix(prefix).split(".")
+    for path, key in keys.items():
+        *outer, last = path.split(".")
         inner = state
         for name in outer:
             inner = inner.setdefault(name, {})
@@ -302,19 +306,6 @@ def _nested(prefix: str, ordered: list[str], read: dict[str, Any]) -> dict[str, 
                 raise SavedStateError(f"{key} is a part of {name}, which is a value of its own")
         inner[last] = read[key]
     return state
-
-
-def _options_of(name: str, ordered: list[str], read: dict[str, Any]) -> dict[str, Any]:
-    prefix = f"{OPTIONS}.{name}."
-    options = {key.removeprefix(prefix): read[key] for key in _below(prefix, ordered)}
-    return {option: value for option, value in options.items() if option not in _NOT_OPTIONS}
-
-
-def _below(prefix: str, ordered: list[str]) -> list[str]:
-    """Return the keys that start with a prefix."""
-    start = bisect_left(ordered, prefix)
-    # All prefixes end with a dot: keys below sort before the character after it.
-    return ordered[start : bisect_left(ordered, prefix[:-1] + chr(ord(".") + 1), start)]
 
 
 def _is_same(one: Any, other: Any) -> bool:

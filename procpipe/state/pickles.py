@@ -71,7 +71,7 @@ def read_pickle(data: bytes | memoryview, allowed: Container[Name]) -> Any:
         raise
     except (IndexError, ValueError) as error:
         raise SavedStateError(f"the pickle is damaged after byte {machine.at}: {error}") from None
-    if machine.marks or len(machine.stack) != 1:
+    if machine.outer or len(machine.stack) != 1:
         raise SavedStateError(f"the pickle ends with {len(machine.stack)} values instead of one")
     return machine.stack[0]
 
@@ -93,7 +93,7 @@ def _opcodes(data: bytes | memoryview) -> Iterator[tuple[int, str, Any]]:
         at, code = file.tell(), file.read(1)
         if code not in _OPCODES:
             raise SavedStateError(
-                f"opcode 0x{code.hex()} at byte {at} has no use here"
+                f"opcode 0x{code.hex()} at byte {at} is not allowed here"
                 if code
                 else f"the pickle is damaged: it ends at byte {at}"
             )
@@ -108,66 +108,63 @@ class _Machine:
     def __init__(self, allowed: Container[Name]) -> None:
         self.at = 0
         self.allowed = allowed
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
+        self.stack: list[Any] = []  # of what is above the last mark
+        self.outer: list[list[Any]] = []  # the stacks below each mark
         self.memo: dict[int, Any] = {}
 
-    def pop(self) -> Any:
-        if self.marks and len(self.stack) <= self.marks[-1]:
-            raise SavedStateError(f"the pickle takes at byte {self.at} what it has not made")
-        return self.stack.pop()
+    def mark(self) -> None:
+        self.outer.append(self.stack)
+        self.stack = []
 
     def pop_to_mark(self) -> list[Any]:
-        start = self.marks.pop()
-        found = self.stack[start:]
-        del self.stack[start:]
+        found, self.stack = self.stack, self.outer.pop()
         return found
 
-    def make_tuple(self, size: int) -> None:
-        found = [self.pop() for _ in range(size)]
-        self.stack.append(tuple(reversed(found)))
+    def make_tuple(self) -> None:
+        found = self.pop_to_mark()
+        self.stack.append(tuple(found))
+
+    def pop(self, number: int) -> list[Any]:
+        """Take values from the stack, in the order in which they were made."""
+        if len(self.stack) < number:
+            raise SavedStateError(f"the pickle takes at byte {self.at} what it has not made")
+        found = self.stack[-number:]
+        del self.stack[-number:]
+        return found
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise SavedStateError(f"a name at byte {self.at} is no text")
+            raise SavedStateError(f"a name at byte {self.at} is not a text")
         found = Name("builtins" if module == "__builtin__" else module, name)
         if found not in self.allowed:
-            raise SavedStateError(f"there is no use for {shown(found)!r} here")
+            raise SavedStateError(f"{shown(found)!r} is not allowed here")
         self.stack.append(found)
 
     def make(self) -> None:
-        args, of = self.pop(), self.pop()
+        of, args = self.pop(2)
         if type(of) is not Name or type(args) is not tuple:
-            raise SavedStateError(f"at byte {self.at} something is called that is no name")
+            raise SavedStateError(f"at byte {self.at} something is called that is not a name")
         self.stack.append(Made(of, args))
 
     def build(self) -> None:
-        state, made = self.pop(), self.top()
+        made, state = self.pop(2)
         if type(made) is not Made or made.of in (DICT, SET, PERSISTENT) or made.state is not None:
-            raise SavedStateError(f"at byte {self.at} a state is set where none belongs")
+            raise SavedStateError(f"at byte {self.at} a value without a state is given one")
         made.state = state
+        self.stack.append(made)
 
-    def top(self) -> Any:
-        self.stack.append(self.pop())
-        return self.stack[-1]
-
-    def append(self, values: list[Any]) -> None:
-        target = self.top()
-        if type(target) is not list:
-            raise SavedStateError(f"at byte {self.at} something is appended to what is no list")
-        target.extend(values)
+    def add(self, items: Iterable[Any], kind: Any) -> None:
+        """Add to what is on top: ``list``, SET, or DICT and whatever else is made by a name."""
+        top = self.stack[-1]
+        its_kind: Any = type(top)
+        if its_kind is Made:
+            its_kind = top.of if top.of in (SET, PERSISTENT) else DICT
+        if its_kind != kind:
+            raise SavedStateError(f"at byte {self.at} items are added to a value of another type")
+        (top if kind is list else top.items).extend(items)
 
     def set_items(self, values: list[Any]) -> None:
-        target = self.top()
-        if type(target) is not Made or target.of in (SET, PERSISTENT) or len(values) % 2:
-            raise SavedStateError(f"at byte {self.at} items are set where none belong")
-        target.items += zip(values[::2], values[1::2], strict=True)
-
-    def add(self, values: list[Any]) -> None:
-        target = self.top()
-        if type(target) is not Made or target.of != SET:
-            raise SavedStateError(f"at byte {self.at} something is added to what is no set")
-        target.items += values
+        self.add(zip(values[::2], values[1::2], strict=True), DICT)
 
     def get(self, index: int) -> None:
         if index not in self.memo:
@@ -175,7 +172,7 @@ class _Machine:
         self.stack.append(self.memo[index])
 
     def put(self, index: int) -> None:
-        self.memo[index] = self.top()
+        self.memo[index] = self.stack[-1]
 
     def start(self, protocol: int) -> None:
         if not 2 <= protocol <= 5:
@@ -196,29 +193,29 @@ _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
     "MEMOIZE": lambda m, _: m.put(len(m.memo)),
     "PROTO": _Machine.start,
-    "MARK": lambda m, _: m.marks.append(len(m.stack)),
+    "MARK": lambda m, _: m.mark(),
     "NONE": lambda m, _: m.stack.append(None),
     "NEWTRUE": lambda m, _: m.stack.append(True),
     "NEWFALSE": lambda m, _: m.stack.append(False),
     "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
-    "TUPLE1": lambda m, _: m.make_tuple(1),
-    "TUPLE2": lambda m, _: m.make_tuple(2),
-    "TUPLE3": lambda m, _: m.make_tuple(3),
-    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop(3))),
+    "TUPLE": lambda m, _: m.make_tuple(),
     "EMPTY_LIST": lambda m, _: m.stack.append([]),
-    "APPEND": lambda m, _: m.append([m.pop()]),
-    "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
+    "APPEND": lambda m, _: m.add(m.pop(1), list),
+    "APPENDS": lambda m, _: m.add(m.pop_to_mark(), list),
     "EMPTY_DICT": lambda m, _: m.stack.append(Made(DICT)),
-    "SETITEM": lambda m, _: m.set_items([m.pop(), m.pop()][::-1]),
+    "SETITEM": lambda m, _: m.set_items(m.pop(2)),
     "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
     "EMPTY_SET": lambda m, _: m.stack.append(Made(SET)),
-    "ADDITEMS": lambda m, _: m.add(m.pop_to_mark()),
+    "ADDITEMS": lambda m, _: m.add(m.pop_to_mark(), SET),
     "GLOBAL": lambda m, pair: m.name(*pair),
-    "STACK_GLOBAL": lambda m, _: m.name(*[m.pop(), m.pop()][::-1]),
+    "STACK_GLOBAL": lambda m, _: m.name(*m.pop(2)),
     "REDUCE": lambda m, _: m.make(),
     "NEWOBJ": lambda m, _: m.make(),
     "BUILD": lambda m, _: m.build(),
-    "BINPERSID": lambda m, _: m.stack.append(Made(PERSISTENT, (m.pop(),))),
+    "BINPERSID": lambda m, _: m.stack.append(Made(PERSISTENT, tuple(m.pop(1)))),
 }
 
 _OPCODES = {op.code.encode("latin-1"): op for op in pickletools.opcodes if op.name in _STEPS}
@@ -232,57 +229,44 @@ def write_pickle(record: Any) -> bytes:
 
     A record with arguments is made by a call of its name, one without by its ``__new__``.
     """
-    writer = _Writer()
-    writer.write(record)
-    return b"\x80\x02" + b"".join(writer.parts) + b"."
+    return b"\x80\x02" + b"".join(_written(record, {})) + b"."
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self._memo: dict[str | Name, int] = {}
-
-    def write(self, record: Any) -> None:
-        if record is None or type(record) is bool:
-            self.parts.append({None: b"N", True: b"\x88", False: b"\x89"}[record])
-        elif type(record) is int:
-            data = record.to_bytes(record.bit_length() // 8 + 1, "little", signed=True)
-            self.parts += [b"\x8a", bytes([len(data)]), data]
-        elif type(record) is str or type(record) is Name:
-            self._write_once(record)
-        elif type(record) is tuple or type(record) is list:
-            is_tuple = type(record) is tuple
-            self._write_all(b"(" if is_tuple else b"](", record, b"t" if is_tuple else b"e")
-        else:
-            self._write_made(record)
-
-    def _write_once(self, record: str | Name) -> None:
-        if record in self._memo:
-            self.parts.append(b"j" + struct.pack("<I", self._memo[record]))
-            return
-        if isinstance(record, str):
+def _written(record: Any, memo: dict[Any, int]) -> Iterator[bytes]:
+    """Yield the opcodes that make a record; of a str or Name that was made, what gets it again."""
+    if record is None or type(record) is bool:
+        yield {None: b"N", True: b"\x88", False: b"\x89"}[record]
+    elif type(record) is int:
+        data = record.to_bytes(record.bit_length() // 8 + 1, "little", signed=True)
+        yield b"\x8a" + bytes([len(data)]) + data
+    elif type(record) in (str, Name) and record in memo:
+        yield b"j" + struct.pack("<I", memo[record])
+    elif type(record) in (str, Name):
+        if type(record) is str:
             data = record.encode("utf-8", "surrogatepass")
-            self.parts += [b"X", struct.pack("<I", len(data)), data]
+            yield b"X" + struct.pack("<I", len(data)) + data
         else:
-            self.parts.append(f"c{record.module}\n{record.name}\n".encode())
-        self.parts.append(b"r" + struct.pack("<I", len(self._memo)))
-        self._memo[record] = len(self._memo)
-
-    def _write_made(self, record: Made) -> None:
+            yield f"c{record.module}\n{record.name}\n".encode()
+        memo[record] = len(memo)
+        yield b"r" + struct.pack("<I", memo[record])
+    elif type(record) in (tuple, list):
+        is_tuple = type(record) is tuple
+        yield b"(" if is_tuple else b"]("
+        for value in record:
+            yield from _written(value, memo)
+        yield b"t" if is_tuple else b"e"
+    else:
         if record.of == DICT:
-            self.parts.append(b"}")
+            yield b"}"
         else:
-            self.write(record.of)
-            self.write(record.args)
-            self.parts.append(b"R" if record.args else b"\x81")
+            yield from _written(record.of, memo)
+            yield from _written(record.args, memo)
+            yield b"R" if record.args else b"\x81"
         if record.items:
-            self._write_all(b"(", itertools.chain.from_iterable(record.items), b"u")
+            yield b"("
+            for value in itertools.chain.from_iterable(record.items):
+                yield from _written(value, memo)
+            yield b"u"
         if record.state is not None:
-            self.write(record.state)
-            self.parts.append(b"b")
-
-    def _write_all(self, start: bytes, records: Iterable[Any], end: bytes) -> None:
-        self.parts.append(start)
-        for record in records:
-            self.write(record)
-        self.parts.append(end)
+            yield from _written(record.state, memo)
+            yield b"b"

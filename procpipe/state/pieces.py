@@ -63,22 +63,22 @@ class Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self, into: Tensor) -> None:
-        """Read it into a tensor of this shape, of any dtype and on any device.
+    def read(self, into: Tensor | None = None) -> Tensor:
+        """Read it into a tensor of this shape, of any dtype and on any device, or a new one.
 
         Raises:
             SavedStateError: the file has become shorter.
         """
+        if into is None:
+            into = torch.empty(self.shape, dtype=self.dtype)
         if not into.is_contiguous():
-            whole = torch.empty(self.shape, dtype=self.dtype)
-            self.read(whole)
-            into.copy_(whole)
-            return
+            return into.copy_(self.read())
         with naming(self.path), open_regular(self.path) as file:
             file.seek(self.offset)
             for piece, buffer, data in _pieces(into.view(-1), self.dtype):
                 filled(file, data)
                 piece.copy_(buffer)
+        return into
 
 
 def read_header(path: Path) -> dict[str, Place]:
@@ -93,12 +93,12 @@ def read_header(path: Path) -> dict[str, Place]:
         start = 8 + length
         if start > size or length > _MAX_HEADER_BYTES:
             raise SavedStateError(
-                f"it is no safetensors file: it has {size} bytes, its header {length}"
+                f"it is not a safetensors file: it has {size} bytes, its header {length}"
             )
         try:
             header = dict(json.loads(bytes(filled(file, memoryview(bytearray(length))))))
         except (ValueError, TypeError, RecursionError) as error:
-            raise SavedStateError(f"it is no safetensors file: {error}") from None
+            raise SavedStateError(f"it is not a safetensors file: {error}") from None
         header.pop("__metadata__", None)
         return {key: _place(path, start, size, key, entry) for key, entry in header.items()}
 
@@ -151,7 +151,7 @@ def _place(path: Path, start: int, size: int, key: str, entry: object) -> Place:
         shape = entry["shape"]  # type: ignore[index]
         begin, end = entry["data_offsets"]  # type: ignore[index]
         if any(type(value) is not int or value < 0 for value in (begin, end, *shape)):
-            raise ValueError("a size or an offset is no number")
+            raise ValueError("a size or an offset is not a number")
     except (ValueError, TypeError, KeyError) as error:
         raise SavedStateError(f"its header has no tensor {key!r} known here: {error}") from None
     if len(shape) > 64 or end - begin != math.prod(shape) * dtype.itemsize or start + end > size:

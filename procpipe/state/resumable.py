@@ -27,7 +27,7 @@ class Resumable:
     """A data loader whose position in the epoch can be saved.
 
     Iterate over it in place of the loader, and pass it in the ``extra`` of ``state.save`` and
-    ``state.load``. A resumed run goes on with exactly the rest of the epoch; random numbers that
+    ``state.load``. A resumed run continues with exactly the rest of the epoch; random numbers that
     the loader takes from torch, Python's ``random`` and numpy are the same as without a stop,
     except those that a dataset draws in processes that outlive an epoch
     (``persistent_workers=True``). Rank 0's counts, so on other ranks any loader will do. Does not
@@ -147,9 +147,6 @@ class _Spied:
     def __iter__(self) -> Iterator[Any]:
         self.iterator = iter(self._sampler)
         return self.iterator
-
-    def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

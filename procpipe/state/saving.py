@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from procpipe.state import extras, generators, optimizers
 from procpipe.state.archives import saved_copy
-from procpipe.state.background import Saving, Target, wait_unfinished
+from procpipe.state.background import Saving, wait_unfinished
 from procpipe.state.folders import Draft
 from procpipe.state.member import Member
 from procpipe.version import __version__
@@ -95,19 +95,17 @@ def save(
         asked_for = [sorted(extra or ()), len(names.optimizers), bool(asynchronous)]
         paths = agree([asked_for, optimizers.shared_options(names)], make_draft)  # 2
         path, final_path = map(Path, json.loads(member.from_first(json.dumps(paths), agree)))
-        draft = made[0] if made else None
-        target = Target(draft, path, final_path, member.rank, member.num_ranks, keep)
-        saving = Saving(member, target)
+        saving = Saving(member, path, final_path, made[0] if made else None)
         try:
             values = _gather(member, names, extra, step)  # 3
             if asynchronous or member.num_pipelines > 1:  # only a folder is common to pipelines
-                saving.start(_copied(values) if asynchronous else values)  # 4
+                saving.start(_copied(values) if asynchronous else values, keep)  # 4
             else:
-                target.write(values)  # 4
-                agree(None, lambda _: target.publish())
-                target.let_go()
+                saving._write(values)  # 4
+                agree(None, lambda _: saving._publish(keep))
+                saving._let_go()
         except BaseException:
-            target.let_go()
+            saving._let_go()
             raise
     if not asynchronous:
         saving.wait()

@@ -9,7 +9,6 @@ numbered by the places of their processes in the DeviceMesh that shards the para
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,6 +79,5 @@ def from_first(module: nn.Module, text: str) -> str:
 
 def _widest(module: nn.Module) -> Any:
     """Return the parameter that most processes share."""
-    shared = [parameter for parameter in module.parameters() if is_sharded(parameter)]
-    sizes = [math.prod(parameter.device_mesh.mesh.shape) for parameter in shared]  # type: ignore[attr-defined]
-    return shared[sizes.index(max(sizes))] if shared else None
+    shared: Any = filter(is_sharded, module.parameters())
+    return max(shared, key=lambda parameter: parameter.device_mesh.size(), default=None)

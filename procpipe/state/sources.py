@@ -94,9 +94,7 @@ def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _of_values(values: dict[str, Any]) -> Source:
     def read_one(value: Any, into: Tensor | None) -> Any:
         if isinstance(value, Place):
-            into = torch.empty(value.shape, dtype=value.dtype) if into is None else into
-            value.read(into)
-            return into
+            return value.read(into)
         return value if into is None else into.copy_(value)
 
     shapes: Shapes = {
@@ -140,7 +138,7 @@ def _files_of_index(path: Path) -> dict[Path, list[str]]:
         try:
             weight_map = dict(json.loads(data)["weight_map"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise SavedStateError(f"it is no index of files of weights: {error}") from None
+            raise SavedStateError(f"it is not an index of files of weights: {error}") from None
         keys_of: dict[Path, list[str]] = {}
         for key, name in weight_map.items():
             # It may be a link: Hugging Face's cache links to files elsewhere.

@@ -53,7 +53,7 @@ def load_weights(
         TypeError: ``keys`` is neither of these, or returns no str.
         ValueError: lists the faults on every rank, the first of each kind: missing and unexpected
             keys, other shapes, a key in the file for two tensors. If all keys differ only by a
-            prefix, it says which. Or ``keys`` holds what is no regular expression.
+            prefix, it says which. Or ``keys`` holds an invalid regular expression.
         SavedStateError: a file is damaged, of another kind, or names files outside of its folder.
         RemoteStageError: another rank failed.
 
@@ -193,9 +193,11 @@ def weights_faults(
         elif isinstance(value, Tensor):
             shape, dtype = saved[name] or (None, None)
             if shape != tuple(value.shape):
-                form = "is no tensor" if shape is None else f"has shape {shape}"
+                form = "is not a tensor" if shape is None else f"has shape {shape}"
                 unfit.append(f"{where} has shape {tuple(value.shape)} but {form} there")
-            elif dtype is not None and not _fits(dtype, value.dtype, must_be_same_dtype):
+            elif dtype not in (None, value.dtype) and (
+                must_be_same_dtype or not torch.can_cast(dtype, value.dtype)
+            ):
                 unfit.append(f"{where} has dtype {value.dtype} but {dtype} there")
     return (few(missing) if strict else []) + few(unfit)
 
@@ -222,7 +224,3 @@ def _tensors(module: nn.Module, keys: FileKeys) -> dict[str, Tensor]:
                 "tensors only: use state.save"
             )
     return {name: ours[key] for key, name in keys.to_write().items()}
-
-
-def _fits(saved: torch.dtype, ours: torch.dtype, must_be_same: bool) -> bool:
-    return saved == ours or (not must_be_same and torch.can_cast(saved, ours))

@@ -24,7 +24,7 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import RECOMPUTE, Task
 from procpipe.run.statistics import Split
-from procpipe.timeline.idle import median_seconds, replay, split
+from procpipe.timeline.idle import replay, split, usual_seconds
 from procpipe.timeline.recording import Ran, Recording, Step
 from procpipe.words import bytes_text, seconds_text
 
@@ -89,7 +89,7 @@ class _Advisor:
         self._step = step
         self._divide = divide
         like = recording.like(step)
-        self._seconds = _TaskSeconds(median_seconds(like, lambda task: (task.kind, task.j)))
+        self._seconds = _TaskSeconds(usual_seconds(like))
         replicas = [step.replica(replica) for replica in range(step.num_replicas)]
         replayed_s = list(map(self._seconds.step_s, replicas))
         self._replayed_s = max(replayed_s)

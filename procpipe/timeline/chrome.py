@@ -81,7 +81,7 @@ def from_chrome(data: Any) -> Recording:
     """
     other = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(other, dict) or "format" not in other:
-        raise ValueError("it is no timeline that Stage(trace=…) wrote")
+        raise ValueError("it is not a timeline that Stage(trace=…) wrote")
     if other["format"] not in (FORMAT, FORMAT_OF_REPLICAS):
         raise ValueError(
             f"its form is {other['format']!r}, but this version reads {FORMAT!r} and "
@@ -218,30 +218,32 @@ def _microseconds(seconds: float) -> float:
 # -- reading ------------------------------------------------------------------------------------
 
 
+#: What the events of a step hold.
+_Parts = tuple[list[Ran], list[Hop], list[Summed]]
+
+
 def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
-    tasks: dict[int, list[Ran]] = {entry["step"]: [] for entry in other["steps"]}
-    ends: dict[int, dict[str, Event]] = {}
+    parts: dict[int, _Parts] = {entry["step"]: ([], [], []) for entry in other["steps"]}
+    of_hops: dict[int, dict[str, Event]] = {}
     of_sums: dict[int, dict[str, Event]] = {}
     for event in events:
         category = event.get("cat")
         if category == "task":
-            start_s, end_s = _times(event)
-            ran = Ran(event["pid"] - _FIRST_PID, Task.parse(event["name"]), start_s, end_s)
-            tasks[event["args"]["step"]].append(ran)
+            task = Task.parse(event["name"])
+            ran = Ran(event["pid"] - _FIRST_PID, task, *_times(event))
+            parts[event["args"]["step"]][0].append(ran)
         elif category in ("transfer", "wait"):
-            ends.setdefault(event["args"]["transfer"], {})[category] = event
+            of_hops.setdefault(event["args"]["transfer"], {})[category] = event
         elif category in ("all-reduce", "all-reduce wait"):
             of_sums.setdefault(event["args"]["sum"], {})[event["ph"]] = event
-    hops: dict[int, list[Hop]] = {number: [] for number in tasks}
-    for both in ends.values():
-        hops[both["transfer"]["args"]["step"]].append(_hop(both["transfer"], both["wait"]))
-    sums: dict[int, list[Summed]] = {number: [] for number in tasks}
+    for both in of_hops.values():
+        parts[both["transfer"]["args"]["step"]][1].append(_hop(both["transfer"], both["wait"]))
     for three in of_sums.values():
-        sums[three["b"]["args"]["step"]].append(_sum(three["b"], three["e"], three["X"]))
+        parts[three["b"]["args"]["step"]][2].append(_sum(three["b"], three["e"], three["X"]))
     known = {"format", "num_steps", "kept", "is_closed", "clock_error_s", "clocks",
              "layer_forward_s", "plans", "steps"}  # fmt: skip
     return Recording(
-        steps=tuple(_step(entry, tasks, hops, sums) for entry in other["steps"]),
+        steps=tuple(_step(entry, *parts[entry["step"]]) for entry in other["steps"]),
         num_steps=other["num_steps"],
         plans=other["plans"],
         facts={name: fact for name, fact in other.items() if name not in known},
@@ -251,25 +253,19 @@ def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
     )
 
 
-def _step(
-    entry: Event,
-    tasks: dict[int, list[Ran]],
-    hops: dict[int, list[Hop]],
-    sums: dict[int, list[Summed]],
-) -> Step:
-    number = entry["step"]
+def _step(entry: Event, tasks: list[Ran], hops: list[Hop], sums: list[Summed]) -> Step:
     return Step(
-        number,
+        entry["step"],
         entry["call"],
         entry["plan"],
         tuple(entry["sizes"]),
         tuple(begin / 1e6 for begin in entry["begins_us"]),
         tuple(end / 1e6 for end in entry["ends_us"]),
-        tuple(tasks[number]),
-        tuple(hops[number]),
+        tuple(tasks),
+        tuple(hops),
         entry.get("schedule", ""),  # older files have none
         tuple(map(tuple, entry.get("shares", ()))),
-        tuple(sums[number]),
+        tuple(sums),
     )
 
 

@@ -1,14 +1,14 @@
 """How far other ranks' clocks are ahead of rank 0's, measured over their sockets.
 
-Each process uses ``time.perf_counter_ns()``, whose zero differs from host to host. Rank 0 asks a
-waiting rank for its time, several times, and takes the quickest answer:
+Each process uses ``time.perf_counter_ns()``, whose zero differs from host to host. Rank 0
+requests the time of a waiting rank, several times, and uses the quickest answer:
 
     rank 0    t0 ───ping──▶ · ◀──pong─── t1          offset = t - (t0 + t1) / 2
     rank 1                  t                        off by (t1 - t0) / 2 at most
 
 One reading at the start of a run and one at its end also show how the clocks drift, which is
 corrected linearly in between. On one host the clock is shared; then an offset that is smaller than
-its error is taken for none.
+its error counts as 0.
 
 A rank answers wherever it waits or polls, so it must only be waiting for something.
 
@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from procpipe.channel.mesh import Mesh
 
-#: The mesh's channel for questions about time, and answers.
+#: The mesh's channel for requests of the time, and answers.
 CLOCK = 48
 
-#: Questions to a rank for one reading.
+#: Requests to a rank for one reading.
 _NUM_PINGS = 12
 
 _TIME = struct.Struct("<q")

@@ -5,8 +5,8 @@
     closing        each rank sends a notice and waits; rank 0 reads the clocks again and writes
     failing        rank 0 writes what it has: all steps but the one that failed
 
-Nothing is gathered at the end, so a failure loses little and nobody waits for it. If it is rank 0
-that is killed there is no file. What is kept is bounded: the first ``FIRST`` steps and the last
+Nothing is gathered at the end, so a failure loses little, and no rank waits. If rank 0 is killed,
+there is no file. What is kept is bounded: the first ``FIRST`` steps and the last
 ``LAST``. Disks are not shared; only rank 0 writes.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import WaitTimeoutError
 from procpipe.notes import write_note
+from procpipe.plan.task import Plan
 from procpipe.run.messages import Order, StepDetail, decode, encode
 from procpipe.run.observer import Observer
 from procpipe.run.trace import Trace
@@ -104,14 +105,14 @@ class Tracing(Observer):
         clocks: Clocks,
         facts: Mapping[str, Any],
         recorder: Trace,
-        plan_text: Callable[[Order], str],
+        plan_of: Callable[[Order], Plan],
     ) -> None:
         self._path = Path(path)
         self._mesh = mesh
         self.clocks = clocks
         self._facts = dict(facts)
         self._recorder = recorder
-        self._plan_text = plan_text
+        self._plan_of = plan_of
         self._is_writer = mesh.rank == 0
         self._plans: dict[str, str] = {}
         self._readings: dict[int, list[ClockReading]] = {peer: [] for peer in mesh.peers}
@@ -134,7 +135,7 @@ class Tracing(Observer):
         if isinstance(order.detail, StepDetail):
             record["schedule"] = order.detail.schedule
         has_plan = self._is_writer and order.sizes  # a replica may have no samples
-        self.note(record, self._plan_text(order) if has_plan else "")
+        self.note(record, self._plan_of(order).to_text() if has_plan else "")
 
     def note(self, record: dict[str, Any], plan_text: str) -> None:
         """Keep a record on rank 0, or send it there.

@@ -53,7 +53,7 @@ class Replay:
 
 def split(step: Step) -> list[Split]:
     """Divide a step's time on each stage."""
-    means = mean_seconds(step, lambda task: task.kind)
+    means = seconds_by(lambda task: task.kind, [step], fmean)
     equal_s = free_s = 0.0
     for replica in range(step.num_replicas):
         rows = step.replica(replica)
@@ -92,22 +92,20 @@ def _added(seconds: Iterable[float]) -> float:
     return reduce(add, seconds, 0.0)
 
 
-def mean_seconds(step: Step, key: Callable[[Task], K]) -> dict[K, float]:
-    """Return the mean seconds of the tasks with the same key."""
-    return {k: fmean(values) for k, values in _grouped([step], key).items()}
-
-
-def median_seconds(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, float]:
-    """Return the median seconds, over several steps, of the tasks with the same key."""
-    return {k: median(values) for k, values in _grouped(steps, key).items()}
-
-
-def _grouped(steps: Iterable[Step], key: Callable[[Task], K]) -> dict[K, list[float]]:
+def seconds_by(
+    key: Callable[[Task], K], steps: Iterable[Step], average: Callable[[list[float]], float]
+) -> dict[K, float]:
+    """Return the average seconds, over several steps, of the tasks with the same key."""
     groups: defaultdict[K, list[float]] = defaultdict(list)
     for step in steps:
         for ran in step.tasks:
             groups[key(ran.task)].append(ran.seconds)
-    return groups
+    return {k: average(values) for k, values in groups.items()}
+
+
+def usual_seconds(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
+    """Return the median seconds of tasks by kind and partition."""
+    return seconds_by(lambda task: (task.kind, task.j), steps, median)
 
 
 def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Replay:

@@ -1,6 +1,6 @@
-"""What all pictures of plans and timelines share: colours and the distance of ticks.
+"""What all pictures of plans and timelines share: colours, the distance of ticks, elements of SVG.
 
-The colours are Okabe and Ito's, which colour-blind people can tell apart.
+The colours are Okabe and Ito's, which colour-blind people can distinguish.
 
 Source: Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/
 """
@@ -28,7 +28,7 @@ LOOKS = {
     "W": Look("weight gradient", "#009e73", "#000000"),
 }
 
-#: Sums over replicas, which are no tasks.
+#: Sums over replicas, which are not tasks.
 ALL_REDUCE = Look("all-reduce", "#56b4e9", "#000000")
 
 
@@ -36,3 +36,12 @@ def tick_distance(least: float) -> float:
     """Return the first of …, 0.1, 0.2, 0.5, 1, 2, 5, 10, … that is not less."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
+
+
+def element(name: str, content: str = "", **attributes: object) -> str:
+    """Return an SVG element; ``text_anchor`` is the attribute "text-anchor", ``class_`` "class"."""
+    words = [name]
+    for key, value in attributes.items():
+        text = f"{value:g}" if isinstance(value, float) else value
+        words.append(f"{key.rstrip('_').replace('_', '-')}='{text}'")
+    return f"<{' '.join(words)}>{content}</{name}>" if content else f"<{' '.join(words)}/>"

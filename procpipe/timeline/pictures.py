@@ -19,11 +19,11 @@ narrow boxes at the lower edge of a row, below the tasks that they run beside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import Plan, Task
-from procpipe.timeline.palette import ALL_REDUCE, LOOKS, tick_distance
+from procpipe.timeline.palette import ALL_REDUCE, LOOKS, Look, element, tick_distance
 from procpipe.words import bytes_text, counted
 
 # Text ---------------------------------------------------------------------------------------
@@ -90,135 +90,106 @@ def _label(task: Task, plan: Plan) -> str:
 
 LEFT, TOP, ROW, GAP = 76, 52, 30, 4  # pixels: margins, height of a stage's row, space between rows
 STRIP = 8  # pixels: height of an all-reduce
-FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
 
-@dataclass(frozen=True)
-class _Picture:
-    """What to draw: boxes are tasks with start, end and words; ``scale`` is pixels per ``unit``.
+class _Box(NamedTuple):
+    """A task, or an all-reduce: a narrow box at the lower edge of the row."""
 
-    Strips are stages that add up gradients over replicas, with start, end and words.
-    """
-
-    plan: Plan
-    boxes: Sequence[tuple[Task, float, float, str]]
-    total: float
-    idle: float
-    unit: str
-    scale: float
-    strips: Sequence[tuple[int, float, float, str]] = ()
-
-    @property
-    def bottom(self) -> int:
-        """Where the rows end and the axis begins."""
-        return TOP + self.plan.num_stages * (ROW + GAP)
+    stage: int
+    start: float
+    end: float
+    look: Look
+    title: str  # the tooltip
+    number: str = ""  # shown if it fits
+    height: int = ROW
 
 
 def render_svg(what: Plan | Timeline) -> str:
     """Draw a plan, each task one clock cycle long, or a timeline, as an SVG document."""
-    picture = _of_plan(what) if isinstance(what, Plan) else _of_timeline(what)
-    width, height = max(LEFT + picture.total * picture.scale + 24, 380), picture.bottom + 64
-    m, n = picture.plan.num_micro_batches, picture.plan.num_stages
-    title = f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {picture.idle:.1%} idle"
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height}'"
-            f" viewBox='0 0 {width:.0f} {height}' role='img' {FONT}>",
-            f"<title>{title}</title>",
-            f"<rect width='{width:.0f}' height='{height}' fill='#ffffff'/>",
-            f"<text x='{LEFT}' y='30' font-size='16' font-weight='600'>{title}</text>",
-            *_rows(picture),
-            *_boxes(picture),
-            *_strips(picture),
-            *_axis(picture),
-            *_legend(picture),
-            "</svg>\n",
-        ]
-    )
-
-
-def _of_plan(plan: Plan) -> _Picture:
-    cycles = enumerate(plan.cycles)
-    boxes = [(task, k, k + 1, f"cycle {k}") for k, cycle in cycles for task in cycle]
-    total = len(plan.cycles)
-    idle = 1 - len(boxes) / (total * plan.num_stages) if total else 0.0
-    return _Picture(plan, boxes, total, idle, unit="cycle", scale=34)
-
-
-def _of_timeline(timeline: Timeline) -> _Picture:
-    plan = timeline.plan
-    boxes = []
-    for task in plan.tasks():
-        start_s, end_s = timeline.start_s(task), timeline.end_s(task)
-        boxes.append((task, start_s, end_s, f"{start_s:.4g} to {end_s:.4g} s"))
-    shortest = min((end - start for _, start, end, _ in boxes if end > start), default=1.0)
-    # Wide enough for the number in the shortest box, but not too wide to scroll.
-    scale = min(28 / shortest, 4000 / timeline.total_s) if timeline.total_s else 1.0
-    strips = [
-        (stage, start_s, end_s, f"{bytes_text(size)}, {start_s:.4g} to {end_s:.4g} s")
-        for stage, size, start_s, end_s in timeline.all_reduces
+    if isinstance(what, Plan):
+        plan, unit, scale, least_step, total = what, "cycle", 34.0, 1.0, float(len(what.cycles))
+        cycles = enumerate(plan.cycles)
+        boxes = [_box(plan, t, k, k + 1, f"cycle {k}") for k, cycle in cycles for t in cycle]
+        idle = 1 - len(boxes) / (total * plan.num_stages) if total else 0.0
+    else:
+        plan, unit, least_step, total, idle = what.plan, "s", 0.0, what.total_s, what.bubble
+        boxes = list(_of_timeline(what))
+        shortest = min((b.end - b.start for b in boxes if b.number and b.end > b.start), default=1)
+        # Wide enough for the number in the shortest box, but not too wide to scroll.
+        scale = min(28 / shortest, 4000 / total) if total else 1.0
+    bottom = TOP + plan.num_stages * (ROW + GAP)
+    width, height = f"{max(LEFT + total * scale + 24, 380):.0f}", bottom + 64
+    m, n = plan.num_micro_batches, plan.num_stages
+    title = f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {idle:.1%} idle"
+    parts = [
+        element("title", title),
+        element("rect", width=width, height=height, fill="#ffffff"),
+        element("text", title, x=LEFT, y=30, font_size=16, font_weight=600),
+        *_rows(n, total * scale),
+        *(_drawn(box, scale) for box in boxes),
+        *_axis(unit, total, scale, max(least_step, tick_distance(90 / scale)), bottom + 14),
+        *_legend([box.look for box in boxes], f"idle {idle:.1%}", bottom + 34),
     ]
-    return _Picture(plan, boxes, timeline.total_s, timeline.bubble, "s", scale, strips)
+    return element(
+        "svg", "\n".join(["", *parts, ""]), xmlns="http://www.w3.org/2000/svg", width=width,
+        height=height, viewBox=f"0 0 {width} {height}", role="img",
+        font_family="system-ui, sans-serif", font_size=12,
+    ) + "\n"  # fmt: skip
 
 
-def _rows(picture: _Picture) -> Iterator[str]:
-    length = picture.total * picture.scale
-    for j in range(picture.plan.num_stages):
+def _box(plan: Plan, task: Task, start: float, end: float, when: str) -> _Box:
+    look = LOOKS[task.kind]
+    title = f"{task}: {look.name}, {when}"
+    return _Box(plan.placement[task.j], start, end, look, title, str(task.i))
+
+
+def _of_timeline(timeline: Timeline) -> Iterator[_Box]:
+    for task in timeline.plan.tasks():
+        start_s, end_s = timeline.start_s(task), timeline.end_s(task)
+        yield _box(timeline.plan, task, start_s, end_s, f"{start_s:.4g} to {end_s:.4g} s")
+    for stage, size, start_s, end_s in timeline.all_reduces:
+        what = f"{bytes_text(size)}, {start_s:.4g} to {end_s:.4g} s"
+        title = f"{ALL_REDUCE.name} of {what}"
+        yield _Box(stage, start_s, end_s, ALL_REDUCE, title, height=STRIP)
+
+
+def _rows(num_stages: int, length: float) -> Iterator[str]:
+    for j in range(num_stages):
         y = TOP + j * (ROW + GAP)
         middle = y + ROW / 2 + 4
-        yield f"<text x='{LEFT - 12}' y='{middle:g}' text-anchor='end'>stage {j}</text>"
-        yield f"<rect x='{LEFT}' y='{y}' width='{length:.2f}' height='{ROW}' fill='#f1f1f1'/>"
+        yield element("text", f"stage {j}", x=LEFT - 12, y=middle, text_anchor="end")
+        yield element("rect", x=LEFT, y=y, width=f"{length:.2f}", height=ROW, fill="#f1f1f1")
 
 
-def _boxes(picture: _Picture) -> Iterator[str]:
-    for task, start, end, when in picture.boxes:
-        look = LOOKS[task.kind]
-        stage = picture.plan.placement[task.j]
-        x, y = LEFT + start * picture.scale, TOP + stage * (ROW + GAP)
-        width = (end - start) * picture.scale
-        yield f"<g><title>{task}: {look.name}, {when}</title>"
-        yield (
-            f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{ROW}' rx='2'"
-            f" fill='{look.fill}' stroke='#ffffff'/>"
-        )
-        number = str(task.i)
-        if width > 8 * len(number):
-            yield (
-                f"<text x='{x + width / 2:.2f}' y='{y + ROW / 2 + 4:g}' text-anchor='middle'"
-                f" fill='{look.ink}'>{number}</text>"
-            )
-        yield "</g>"
+def _drawn(box: _Box, scale: float) -> str:
+    x, width = LEFT + box.start * scale, (box.end - box.start) * scale
+    y = TOP + box.stage * (ROW + GAP) + ROW - box.height
+    size = {"width": f"{width:.2f}", "height": box.height}
+    fill = {"fill": box.look.fill, "stroke": "#ffffff"}
+    fill |= {"rx": "2"} if box.number else {}
+    parts = [element("title", box.title), element("rect", "", x=f"{x:.2f}", y=y, **size, **fill)]
+    if box.number and width > 8 * len(box.number):
+        at = {"x": f"{x + width / 2:.2f}", "y": y + ROW / 2 + 4, "text_anchor": "middle"}
+        parts.append(element("text", box.number, **at, fill=box.look.ink))
+    return element("g", "".join(parts))
 
 
-def _strips(picture: _Picture) -> Iterator[str]:
-    for stage, start, end, what in picture.strips:
-        x, y = LEFT + start * picture.scale, TOP + stage * (ROW + GAP) + ROW - STRIP
-        yield f"<g><title>{ALL_REDUCE.name} of {what}</title>"
-        yield (
-            f"<rect x='{x:.2f}' y='{y}' width='{(end - start) * picture.scale:.2f}'"
-            f" height='{STRIP}' fill='{ALL_REDUCE.fill}' stroke='#ffffff'/></g>"
-        )
+def _axis(unit: str, total: float, scale: float, step: float, y: int) -> Iterator[str]:
+    ink = {"y": y, "fill": "#555555"}
+    yield element("text", unit, x=LEFT - 12, text_anchor="end", **ink)
+    for tick in range(int(total / step + 1e-9) + 1):
+        at = {"x": f"{LEFT + tick * step * scale:.2f}", "text_anchor": "middle"}
+        yield element("text", f"{tick * step:.4g}", **at, **ink)
 
 
-def _axis(picture: _Picture) -> Iterator[str]:
-    step = tick_distance(90 / picture.scale)
-    if picture.unit == "cycle":
-        step = max(1.0, step)
-    y = picture.bottom + 14
-    ink = "fill='#555555'"
-    yield f"<text x='{LEFT - 12}' y='{y}' text-anchor='end' {ink}>{picture.unit}</text>"
-    for tick in range(int(picture.total / step + 1e-9) + 1):
-        x = LEFT + tick * step * picture.scale
-        yield f"<text x='{x:.2f}' y='{y}' text-anchor='middle' {ink}>{tick * step:.4g}</text>"
-
-
-def _legend(picture: _Picture) -> Iterator[str]:
-    x, y = LEFT, picture.bottom + 34
-    drawn = {task.kind for task, *_ in picture.boxes}
-    looks = [look for kind, look in LOOKS.items() if kind in drawn]
-    for look in [*looks, ALL_REDUCE] if picture.strips else looks:
-        yield f"<rect x='{x}' y='{y}' width='14' height='14' rx='2' fill='{look.fill}'/>"
-        yield f"<text x='{x + 20}' y='{y + 11}'>{look.name}</text>"
-        x += 104
-    yield f"<rect x='{x}' y='{y}' width='14' height='14' fill='#f1f1f1' stroke='#d0d0d0'/>"
-    yield f"<text x='{x + 20}' y='{y + 11}'>idle {picture.idle:.1%}</text>"
+def _legend(drawn: Sequence[Look], idle: str, y: int) -> Iterator[str]:
+    entries = [
+        (look.name, {"fill": look.fill, "rx": 2})
+        for look in (*LOOKS.values(), ALL_REDUCE)
+        if look in drawn
+    ]
+    entries.append((idle, {"fill": "#f1f1f1", "stroke": "#d0d0d0"}))
+    for k, (name, how) in enumerate(entries):
+        x = LEFT + 104 * k
+        yield element("rect", "", x=x, y=y, width=14, height=14, **how)
+        yield element("text", name, x=x + 20, y=y + 11)

@@ -87,16 +87,12 @@ class _Contest:
         return self.finalists[len(self.taken_s) % len(self.finalists)]
 
     @property
-    def is_over(self) -> bool:
+    def winner(self) -> Candidate | None:
+        """The one with the least median of seconds; None until each had its turns."""
         num = len(self.finalists)
-        return num == 1 or len(self.taken_s) == _NUM_ROUNDS * num
-
-    @property
-    def winner(self) -> Candidate:
-        num = len(self.finalists)
-        if num == 1:
-            return self.finalists[0]
-        medians_s = [median(self.taken_s[place::num]) for place in range(num)]
+        if num > 1 and len(self.taken_s) < _NUM_ROUNDS * num:
+            return None
+        medians_s = [median(self.taken_s[place::num] or [0.0]) for place in range(num)]
         return self.finalists[medians_s.index(min(medians_s))]
 
 
@@ -193,7 +189,7 @@ class AutoSchedule:
             return Choice(plan, step, measure)
         contest = self._contest
         assert contest is not None, "a search follows as soon as there are costs"
-        best = contest.winner if contest.is_over else None
+        best = contest.winner
         if contest.case == case:
             if best is None:
                 tried = contest.next
@@ -220,7 +216,7 @@ class AutoSchedule:
         return SEARCHED, plan
 
     def _finalists(self, case: _Case) -> list[Candidate]:
-        """Choose what to try, the first plan at its head."""
+        """Choose what to try, beginning with the first plan."""
         assert self.costs is not None, "searched with what was measured"
         found = self._searched(case)
         name, plan = self._first(case, in_two=False)

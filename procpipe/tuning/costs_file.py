@@ -100,91 +100,73 @@ def from_text(text: str) -> Measured:
     version = whole.pop(FORMAT)
     if version != VERSION or isinstance(version, bool):
         raise ValueError(f"it is of another version than {VERSION}, which this procpipe reads")
-    found = _Object(whole, "", 0)
-    samples = found.take("samples", tuple[int, ...])
+    if "samples" not in whole:
+        raise ValueError("samples is missing")
+    samples = _read(tuple[int, ...], whole["samples"], "samples", 0)
     if not samples or list(samples) != sorted(set(samples)):
         raise ValueError(
             f"samples: {_shown(samples)} are not sizes in ascending order, at least one"
         )
     _check_count(samples[0], "samples[0]")
-    found = _Object(whole, "", len(samples))
-    model = Model(**found.take_fields(Model))
+    found: _Whole = _read(_Whole, whole, "", len(samples))
+    model = Model(**{field.name: getattr(found, field.name) for field in fields(Model)})
     _check_model(model)
-    link = found.take("link", Link, Link())
-    replica_link = found.take("replica_link", Link, None)
-    batch = found.take("batch", int, samples[-1])
+    batch = samples[-1] if found.batch is None else found.batch
     _check_count(batch, "batch")
-    device = found.take("device", str, "")
-    found.close()
-    for place, one in (("link", link), ("replica_link", replica_link or link)):
+    link = found.link or Link()
+    for place, one in (("link", link), ("replica_link", found.replica_link or link)):
         if one.bytes_per_s < 1:
             raise ValueError(
                 f"{place}.bytes_per_s: at {one.bytes_per_s:g} bytes a second nothing arrives"
             )
-    return Measured(model, batch, link, device, replica_link)
+    return Measured(model, batch, link, found.device, found.replica_link)
 
 
-class _Object:
-    """Reads the entries of a JSON object one by one, each by its type; none may be left over.
+@dataclass(frozen=True)
+class _Whole(Model):
+    """All entries of the text, by their names there."""
 
-    ``num_sizes`` is the length of each ``tuple[float, ...]``.
-    """
+    device: str = ""
+    batch: int | None = None
+    link: Link | None = None
+    replica_link: Link | None = None
 
-    def __init__(self, value: Any, at: str, num_sizes: int) -> None:
-        if not isinstance(value, dict):
-            raise ValueError(f"{at}: {_shown(value)} is not an object in braces")
-        self._left = dict(value)
-        self._at = at
-        self._num_sizes = num_sizes
 
-    def take(self, name: str, kind: Any, *default: Any) -> Any:
-        """Read an entry; without a default it is required."""
-        at = f"{self._at}.{name}" if self._at else name
-        if default and self._left.get(name) is None:
-            self._left.pop(name, None)
-            return default[0]
-        if name not in self._left:
-            raise ValueError(f"{at} is missing")
-        return self._read(kind, self._left.pop(name), at)
+def _read(kind: Any, value: Any, at: str, num_sizes: int) -> Any:
+    """Read a value by its type, in which a ``tuple[float, ...]`` has ``num_sizes`` numbers."""
+    if is_dataclass(kind):
+        return _read_object(kind, value, at, num_sizes)
+    args = get_args(kind)
+    if get_origin(kind) is not tuple:
+        return _read(args[0], value, at, num_sizes) if args else _scalar(kind, value, at)
+    is_fixed = args[-1] is not ...
+    count = len(args) if is_fixed else num_sizes
+    if not isinstance(value, list):
+        raise ValueError(f"{at}: {_shown(value)} is not a list")
+    if (is_fixed or args[0] is float) and len(value) != count:
+        raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
+    is_number = args[0] is float  # of which all have the place of the list
+    return tuple(
+        _read(args[0], entry, at if is_number else f"{at}[{k}]", num_sizes)
+        for k, entry in enumerate(value)
+    )
 
-    def take_fields(self, kind: Any) -> dict[str, Any]:
-        """Read the fields of a dataclass."""
-        kinds = get_type_hints(kind)
-        return {
-            field.name: self.take(
-                field.name,
-                kinds[field.name],
-                *([] if field.default is MISSING else [field.default]),
-            )
-            for field in fields(kind)
-        }
 
-    def close(self) -> None:
-        """Refuse entries that were not read."""
-        if self._left:
-            names = ", ".join(map(repr, self._left))
-            raise ValueError(f"{self._at or 'the top'}: there is no such entry as {names}")
-
-    def _read(self, kind: Any, value: Any, at: str) -> Any:
-        if isinstance(kind, type) and is_dataclass(kind):
-            found = _Object(value, at, self._num_sizes)
-            entries = found.take_fields(kind)
-            found.close()
-            return kind(**entries)
-        args = get_args(kind)
-        if get_origin(kind) is not tuple:
-            return self._read(args[0], value, at) if args else _scalar(kind, value, at)
-        is_fixed = args[-1] is not ...
-        count = len(args) if is_fixed else self._num_sizes
-        if not isinstance(value, list):
-            raise ValueError(f"{at}: {_shown(value)} is not a list")
-        if (is_fixed or args[0] is float) and len(value) != count:
-            raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
-        is_number = args[0] is float  # of which all have the place of the list
-        return tuple(
-            self._read(args[0], entry, at if is_number else f"{at}[{k}]")
-            for k, entry in enumerate(value)
-        )
+def _read_object(kind: Any, value: Any, at: str, num_sizes: int) -> Any:
+    """Read a dataclass from a JSON object, which has no other entries."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{at}: {_shown(value)} is not an object in braces")
+    entries, kinds = {}, get_type_hints(kind)
+    for name, default in ((field.name, field.default) for field in fields(kind)):
+        place = f"{at}.{name}" if at else name
+        if value.get(name) is None and default is not MISSING:
+            continue
+        if name not in value:
+            raise ValueError(f"{place} is missing")
+        entries[name] = _read(kinds[name], value[name], place, num_sizes)
+    if others := ", ".join(repr(name) for name in value if name not in kinds):
+        raise ValueError(f"{at or 'the top'}: there is no such entry as {others}")
+    return kind(**entries)
 
 
 def _check_model(model: Model) -> None:

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.memory import Holdings, message_bytes, peak_bytes
+from procpipe.plan.memory import Holdings, all_peak_bytes, message_bytes
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.rows import makers
@@ -84,18 +84,23 @@ def list_schedule(
     recompute: Collection[int] = (),
     limits_bytes: Sequence[int] | None = None,
     rule: ListRule = ListRule(),
+    effects: Effects | None = None,
 ) -> Plan | None:
     """Plan a whole mini-batch; None if the rule yields no plan within the limits.
 
-    The arguments are those of ``search.candidates``, and how stages choose.
+    The arguments are those of ``search.candidates``, and how stages choose. ``effects``, of the
+    same costs, routes and ``rule.in_two``, are used with limits only, and made if left out.
 
     Raises:
         ValueError: a micro-batch to recompute does not exist.
     """
     if strangers := sorted(set(recompute) - set(range(m))):
         raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
-    maker = _ListScheduler(m, costs, routes, frozenset(recompute), limits_bytes, rule)
-    order = maker.run()
+    room = None
+    if limits_bytes is not None:
+        effects = effects or Effects(costs, routes, in_two=rule.in_two)
+        room = _Room(effects, routes, limits_bytes)
+    order = _ListScheduler(m, costs, routes, frozenset(recompute), rule, room).run()
     return None if order is None else _plan(m, order, routes)
 
 
@@ -126,8 +131,10 @@ def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> l
     p = len(placement)
     if rule.window is None:
         return [m] * p
-    gradient_s = costs.input_gradient_s if rule.in_two else costs.backward_s
-    whole_s = [sum(parts) for parts in zip(costs.forward_s, _backward_s(costs, rule), strict=True)]
+    backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if rule.in_two else (BACKWARD,)
+    gradient_s = costs.seconds[backward[0]]
+    tasks_s = (costs.seconds[kind] for kind in (FORWARD, *backward))
+    whole_s = [math.fsum(of_partition) for of_partition in zip(*tasks_s, strict=True)]
     period_s = max(
         math.fsum(whole_s[j] for j in partitions_of(placement, stage))
         for stage in range(max(placement) + 1)
@@ -141,13 +148,6 @@ def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> l
         found[j] = max(1, min(m, num + rule.window))
         trip_s += gradient_s[j] + (2 * hops_s[j - 1] if j else 0.0)
     return found
-
-
-def _backward_s(costs: Costs, rule: ListRule) -> Sequence[float]:
-    if not rule.in_two:
-        return costs.backward_s
-    halves = zip(costs.input_gradient_s, costs.weight_gradient_s, strict=True)
-    return [sum(pair) for pair in halves]
 
 
 def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...]:
@@ -175,40 +175,34 @@ class _Effect(NamedTuple):
     messages: tuple[tuple[int, int], ...]  # each a stage and the bytes of all that it is sent
 
 
-class _Room:
-    """The bytes that each stage holds, and whether there is room for more."""
+class Effects:
+    """What each task takes, frees and sends: of a model, the same for all rules and limits.
 
-    def __init__(
-        self, costs: Costs, routes: Routes, limits_bytes: Sequence[int], in_two: bool
-    ) -> None:
-        n = routes.num_stages
-        self._placement = routes.placement
+    Args:
+        costs: what tasks and transfers cost.
+        routes: where tensors go.
+        in_two: whether backward is split in I and W.
+    """
+
+    def __init__(self, costs: Costs, routes: Routes, *, in_two: bool) -> None:
         # Gradients of tied parameters may arrive at any time, and stay to the end.
-        self._limits = list(limits_bytes)
+        self.tied_bytes = [0] * routes.num_stages
         for stage, others in routes.tied_with.items():
             for other in others:
-                self._limits[stage] -= costs.tied_between((stage, other), routes.placement)[0]
+                self.tied_bytes[stage] += costs.tied_between((stage, other), routes.placement)[0]
         routes = replace(routes, ties=())
         # Copies for the all-reduce are held when little else is.
         costs = replace(costs, buckets=())
-        self._effects: dict[tuple[bool, str, int], _Effect] = {}
-        self._apart = [0] * n
+        #: By whether the micro-batch is recomputed, the task's kind and its partition.
+        self.of_task: dict[tuple[bool, str, int], _Effect] = {}
+        self.apart_bytes = [0] * routes.num_stages  # what each stage holds of one micro-batch alone
         for again in (False, True):
             plan = one_at_a_time(1, routes, recompute=range(again), in_two=in_two)
-            for stage in range(n):
-                peak = peak_bytes(plan, costs, routes, stage)
-                self._apart[stage] = max(self._apart[stage], peak)
-                self._note_effects(again, stage, plan, costs, routes)
-        self._held = [0] * n  # what each stage holds, that of its last task included
-        self._leaving = [(0, 0)] * n  # of that, what its last task frees: micro-batch, bytes
-        self._of: list[dict[int, int]] = [{} for _ in range(n)]  # of that, by micro-batch
-        self._put_off = [0] * n  # of that, what W will free
-        self._num_back = [0] * len(routes.placement)  # backward tasks that were started
-        self._parts = [partitions_of(routes.placement, stage) for stage in range(n)]
+            for stage, peak in enumerate(all_peak_bytes(plan, costs, routes)):
+                self.apart_bytes[stage] = max(self.apart_bytes[stage], peak)
+                self._note(again, stage, plan, costs, routes)
 
-    def _note_effects(
-        self, again: bool, stage: int, plan: Plan, costs: Costs, routes: Routes
-    ) -> None:
+    def _note(self, again: bool, stage: int, plan: Plan, costs: Costs, routes: Routes) -> None:
         holdings = Holdings(plan, costs, routes, stage)
         for task in plan.tasks_of(stage):
             messages: Counter[int] = Counter()
@@ -216,7 +210,25 @@ class _Room:
                 messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs, routes)
             sizes = tuple((to, size) for to, size in messages.items() if size)
             effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
-            self._effects[again, task.kind, task.j] = effect
+            self.of_task[again, task.kind, task.j] = effect
+
+
+class _Room:
+    """The bytes that each stage holds, and whether there is room for more."""
+
+    def __init__(self, effects: Effects, routes: Routes, limits_bytes: Sequence[int]) -> None:
+        n = routes.num_stages
+        self._placement = routes.placement
+        sizes = zip(limits_bytes, effects.tied_bytes, strict=True)
+        self._limits = [limit - tied for limit, tied in sizes]
+        self._effects = effects.of_task
+        self._apart = effects.apart_bytes
+        self._held = [0] * n  # what each stage holds, that of its last task included
+        self._leaving = [(0, 0)] * n  # of that, what its last task frees: micro-batch, bytes
+        self._of: list[dict[int, int]] = [{} for _ in range(n)]  # of that, by micro-batch
+        self._put_off = [0] * n  # of that, what W will free
+        self._num_back = [0] * len(routes.placement)  # backward tasks that were started
+        self._parts = [partitions_of(routes.placement, stage) for stage in range(n)]
 
     def lacking(self, task: Task, again: bool) -> int | None:
         """Return a stage without room for what a task makes; None if all have room."""
@@ -278,8 +290,8 @@ class _ListScheduler:
         costs: Costs,
         routes: Routes,
         recompute: frozenset[int],
-        limits_bytes: Sequence[int] | None,
         rule: ListRule,
+        room: _Room | None,
     ) -> None:
         self._m = m
         self._rule = rule
@@ -289,17 +301,9 @@ class _ListScheduler:
         self._parts = [partitions_of(placement, stage) for stage in range(n)]
         self._windows = windows(m, costs, placement, rule)
         self._gradient = INPUT_GRADIENT if rule.in_two else BACKWARD
-        self._seconds = {
-            FORWARD: costs.forward_s,
-            RECOMPUTE: costs.recompute_s,
-            BACKWARD: costs.backward_s,
-            INPUT_GRADIENT: costs.input_gradient_s,
-            WEIGHT_GRADIENT: costs.weight_gradient_s,
-        }
+        self._seconds = costs.seconds
         self._hops_s = (*costs.hops_s(placement), 0.0)
-        self._room = None
-        if limits_bytes is not None:
-            self._room = _Room(costs, routes, limits_bytes, rule.in_two)
+        self._room = room
         # By partition: when each micro-batch's task of the kind ends; how many there are.
         self._ends_s: dict[str, list[list[float]]] = {
             kind: [[] for _ in range(p)]

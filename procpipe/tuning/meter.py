@@ -24,7 +24,7 @@ from procpipe.run.messages import Order, StepDetail
 from procpipe.run.observer import Observer
 from procpipe.run.trace import Trace
 from procpipe.tuning.auto import BYTES, NOTHING, AutoSchedule
-from procpipe.tuning.step_costs import Report, report_of_times
+from procpipe.tuning.step_costs import PUT_OFF, SAVED, Report
 
 
 class Meter(Observer):
@@ -51,15 +51,13 @@ class Meter(Observer):
         self._measure = NOTHING
         self._hooks = ExitStack()
         self._tensors = SavedTensors()
-        self._sizes: dict[tuple[str, int, int], int] = {}
-        self._saved: dict[tuple[int, int], int] = {}  # by micro-batch and partition
-        self._put_off: dict[tuple[int, int], int] = {}
+        self._sizes: dict[Transfer, int] = {}
 
     def begin_step(self, order: Order) -> None:
         """Measure what the order says."""
         detail = order.detail
         self._measure = detail.measure if isinstance(detail, StepDetail) else NOTHING
-        self._sizes, self._saved, self._put_off = {}, {}, {}
+        self._sizes = {}
 
     def begin_layers(self, task: Task) -> None:
         """Hook what the layers of a task save."""
@@ -76,19 +74,19 @@ class Meter(Observer):
         partition = self._partitions[j]
         if kind in (FORWARD, RECOMPUTE):
             # What a first forward saves is gone where there is a second; that one counts.
-            self._saved[i, j] = self._tensors.num_bytes(partition.tensors_of(i))
+            num_bytes = self._tensors.num_bytes(partition.tensors_of(i))
+            self._sizes[Transfer(SAVED, i, j, j)] = num_bytes
         elif kind == INPUT_GRADIENT:
-            self._put_off[i, j] = partition.put_off_bytes(i)
+            self._sizes[Transfer(PUT_OFF, i, j, j)] = partition.put_off_bytes(i)
 
     def abandon_step(self) -> None:
         """Remove the hooks of a task that failed."""
         self._hooks.close()
 
     def held(self, sizes: Mapping[Transfer, int]) -> None:
-        """Keep the bytes of the largest message of each payload between two partitions."""
+        """Keep the bytes of all messages."""
         if self._measure == BYTES:
-            for transfer, size in sizes.items():
-                self._sizes[transfer.channel] = max(size, self._sizes.get(transfer.channel, 0))
+            self._sizes |= sizes
 
     def end_step(self, order: Order) -> None:
         """Report to rank 0 if something was measured; then waits for all ranks.
@@ -98,7 +96,12 @@ class Meter(Observer):
         """
         if self._measure == NOTHING:
             return
-        report = self._report_of_bytes() if self._measure == BYTES else self._report_of_times()
+        report = Report(self._trace.last_step_s)
+        if self._measure == BYTES:
+            report.sizes = [(*transfer.channel, size) for transfer, size in self._sizes.items()]
+        else:
+            tasks = self._trace.last_step()
+            report.tasks = [(*timed.task, timed.start_s, timed.end_s) for timed in tasks]
         lacks = self._control.agree(asdict(report), self._add_reports)
         if lacks:
             raise MemoryLimitError(lacks)
@@ -110,14 +113,3 @@ class Meter(Observer):
         except MemoryLimitError as error:
             return error.lacks
         return ()
-
-    def _report_of_times(self) -> Report:
-        tasks = [(timed.task, timed.start_s, timed.end_s) for timed in self._trace.last_step()]
-        return report_of_times(tasks, self._trace.last_step_s)
-
-    def _report_of_bytes(self) -> Report:
-        saved, put_off = (
-            [(j, size) for (_, j), size in found.items()] for found in (self._saved, self._put_off)
-        )
-        sizes = [(*channel, size) for channel, size in self._sizes.items()]
-        return Report(sizes=sizes, saved=saved, put_off=put_off)

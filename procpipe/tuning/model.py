@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -128,7 +128,7 @@ class Model:
         forward_s = tuple(start_f_s + sum(at(layer.forward_s) for layer in p) for p in parts)
         backward_s = tuple(start_b_s + sum(at(layer.backward_s) for layer in p) for p in parts)
         halves_s = (start_b_s + sum(map(at, map(_first_half_s, part))) for part in parts)
-        kept_inside = self._kept_of_skips(balance, num_samples)
+        crossing, kept_inside = self._skip_bytes(balance, num_samples)
         tied_bytes = self._tied_bytes(balance)
         return Costs(
             forward_s=forward_s,
@@ -138,7 +138,7 @@ class Model:
             transfer_s=tuple(map(link.seconds, output_bytes[:-1])),
             input_bytes=self._count(self.input_bytes, num_samples),
             output_bytes=output_bytes,
-            skip_bytes=self._crossing(balance, num_samples),
+            skip_bytes=crossing,
             target_bytes=self._count(self.target_bytes, num_samples),
             saved_bytes=tuple(
                 math.ceil(_kept_bytes(part, at) + kept_inside[j]) for j, part in enumerate(parts)
@@ -241,22 +241,24 @@ class Model:
     def _count(self, measured: Sequence[float], num_samples: int) -> int:
         return math.ceil(_line(self.samples, num_samples)(measured))
 
-    def _crossing(self, balance: Sequence[int], num_samples: int) -> dict[tuple[int, int], int]:
-        """Return the bytes of skip tensors between each pair of partitions."""
-        found: dict[tuple[int, int], int] = {}
-        for skip, source, destinations in self._placed_skips(balance):
-            for destination in destinations - {source}:
-                pair = source, destination
-                found[pair] = found.get(pair, 0) + self._count(skip.tensor_bytes, num_samples)
-        return dict(sorted(found.items()))
+    def _skip_bytes(
+        self, balance: Sequence[int], num_samples: int
+    ) -> tuple[dict[tuple[int, int], int], list[int]]:
+        """Return the bytes of skip tensors between each pair of partitions.
 
-    def _kept_of_skips(self, balance: Sequence[int], num_samples: int) -> list[int]:
-        """Return the bytes that autograd saves of skip tensors within each partition."""
-        kept = [0] * len(balance)
-        for skip, source, destinations in self._placed_skips(balance):
-            if source in destinations:
-                kept[source] += self._count(skip.kept_bytes, num_samples)
-        return kept
+        And those that autograd saves of skip tensors within each partition.
+        """
+        partition_of, kept = _partition_of(balance), [0] * len(balance)
+        crossing: Counter[tuple[int, int]] = Counter()
+        for skip in self.skips:
+            source = partition_of[skip.source]
+            for destination in {partition_of[k] for k in skip.destinations}:
+                if destination == source:
+                    kept[source] += self._count(skip.kept_bytes, num_samples)
+                else:
+                    pair = source, destination
+                    crossing[pair] += self._count(skip.tensor_bytes, num_samples)
+        return dict(sorted(crossing.items())), kept
 
     def _tied_bytes(self, balance: Sequence[int]) -> dict[tuple[int, ...], int]:
         """Return the bytes of trained parameters that each set of partitions has in common."""
@@ -294,11 +296,6 @@ class Model:
             whole_s = done_s[-1] or 1.0
             shares += [seconds / whole_s for seconds in done_s[len(part) - count :][::-1]]
         return shares
-
-    def _placed_skips(self, balance: Sequence[int]) -> Iterator[tuple[Skip, int, set[int]]]:
-        partition_of = _partition_of(balance)
-        for skip in self.skips:
-            yield skip, partition_of[skip.source], {partition_of[k] for k in skip.destinations}
 
 
 def _partition_of(balance: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import islice
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.memory import peak_bytes
+from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
@@ -77,8 +77,8 @@ class Question:
         for chunks in self.chunks:
             if not 1 <= chunks <= self.batch:
                 raise ValueError(
-                    f"{chunks} chunks are asked for, but a mini-batch of {self.batch} samples can "
-                    f"be split into 1 to {self.batch}"
+                    f"{chunks} chunks are asked for, but a mini-batch of {self.batch} samples "
+                    f"makes 1 to {self.batch} micro-batches"
                 )
         if not 1 <= self.num_replicas or self.num_devices % self.num_replicas:
             raise ValueError(
@@ -130,6 +130,11 @@ class Proposal:
         """Say whether each stage has enough memory."""
         return memory_bytes is None or max(self.needed_bytes) <= memory_bytes
 
+    def order(self, memory_bytes: int | None) -> tuple[bool, float]:
+        """Return a key that puts the fastest that fits first, then what needs the least memory."""
+        fits = self.fits(memory_bytes)
+        return not fits, self.total_s if fits else max(self.needed_bytes)
+
     @cached_property
     def timeline(self) -> Timeline:
         """When each task runs."""
@@ -140,8 +145,7 @@ class Proposal:
         """The peak that each stage itself counts: ``held_bytes`` without what is inside layers."""
         nothing = (0,) * self.costs.num_partitions
         outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing, buckets=())
-        stages = range(self.plan.num_stages)
-        return tuple(peak_bytes(self.plan, outside, self.routes, stage) for stage in stages)
+        return all_peak_bytes(self.plan, outside, self.routes)
 
 
 def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
@@ -174,8 +178,8 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
         )
     if not any(question.splits()):
         raise ValueError(
-            f"a replica has {counted(question.share, 'sample')} of a mini-batch, which cannot be "
-            "split into any number of chunks that is asked for"
+            f"a replica has {counted(question.share, 'sample')} of a mini-batch, too few for "
+            "each number of chunks that is asked for"
         )
     found = [
         proposal
@@ -313,7 +317,7 @@ def _of_balance(
     for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
         if schedule == "interleaved" and len(placement) == n:  # the same as 1F1B
             continue
-        held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
+        held = all_peak_bytes(plan, costs, routes)
         yield Proposal(
             schedule, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
             plan, costs, routes, simulate(plan, costs, routes).total_s, held, static, num_replicas,
@@ -323,15 +327,11 @@ def _of_balance(
 def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
     """Search plans for the best settings, on placements that ``"auto"`` supports."""
     n = question.num_stages
-
-    def key(proposal: Proposal) -> tuple[bool, float]:
-        fits = proposal.fits(question.memory_bytes)
-        return not fits, proposal.total_s if fits else max(proposal.needed_bytes)
-
+    in_order = sorted(found, key=lambda proposal: proposal.order(question.memory_bytes))
     for mode in MODES:
         best: dict[tuple[int, tuple[int, ...]], Proposal] = {}
-        for p in sorted((p for p in found if p.checkpoint == mode), key=key):
-            if AUTO.place(len(p.balance), n) == p.plan.placement:
+        for p in in_order:
+            if p.checkpoint == mode and AUTO.place(len(p.balance), n) == p.plan.placement:
                 best.setdefault((p.chunks, p.balance), p)
         for base in list(best.values())[:_NUM_SEARCHES]:
             limits = None
@@ -342,14 +342,14 @@ def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposa
 
 def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Proposal:
     """Search a plan within limits, or within the least possible ones."""
-    m, n, costs, routes = base.plan.num_micro_batches, base.plan.num_stages, base.costs, base.routes
+    m, costs, routes = base.plan.num_micro_batches, base.costs, base.routes
     recompute = recomputed(base.checkpoint, m)
     plan = searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes)
     if plan is None:
         least = least_bytes(m, costs, routes, recompute=recompute)
         plan = searched(m, costs, routes, recompute=recompute, limits_bytes=least)
     assert plan is not None, "there is a plan that holds the least"
-    held = tuple(peak_bytes(plan, costs, routes, stage) for stage in range(n))
+    held = all_peak_bytes(plan, costs, routes)
     total_s = simulate(plan, costs, routes).total_s
     return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
 

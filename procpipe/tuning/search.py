@@ -15,7 +15,7 @@ from itertools import product
 
 from procpipe.errors import PlanError
 from procpipe.plan.costs import Costs
-from procpipe.plan.memory import peak_bytes
+from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.fuse import fused
@@ -24,7 +24,7 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time
+from procpipe.tuning.list_schedule import Effects, ListRule, list_schedule, one_at_a_time
 
 #: The name of a plan that was searched.
 SEARCHED = "searched"
@@ -73,7 +73,7 @@ def candidates(
         plans.append((SEARCHED, plan))
     found = []
     for name, plan in plans:
-        peaks = _peaks(plan, costs, routes)
+        peaks = all_peak_bytes(plan, costs, routes)
         if _fits(peaks, limits_bytes):
             found.append(Candidate(name, plan, simulate(plan, costs, routes).total_s, peaks))
     return sorted(found, key=lambda candidate: (candidate.total_s, sum(candidate.peak_bytes)))
@@ -98,20 +98,33 @@ def searched(
     """
     best, best_s = _fastest_known(m, costs, routes, recompute, limits_bytes)
     shortest_s = _shortest_s(m, costs, routes, recompute)
+    effects: dict[bool, Effects] = {}  # by whether backward is split
     num_tasks = 0
     for is_first, share, rule in _rules(routes.num_stages, m):
         if limits_bytes is None and share < 1.0:
             continue
         if best_s <= shortest_s * (1.0 + _SAME) or (num_tasks > _MOST_TASKS and not is_first):
             break
-        limits = None if limits_bytes is None else [int(share * limit) for limit in limits_bytes]
-        made = list_schedule(m, costs, routes, recompute=recompute, limits_bytes=limits, rule=rule)
+        limits = None
+        if limits_bytes is not None:
+            limits = [int(share * limit) for limit in limits_bytes]
+            if rule.in_two not in effects:
+                effects[rule.in_two] = Effects(costs, routes, in_two=rule.in_two)
+        made = list_schedule(
+            m,
+            costs,
+            routes,
+            recompute=recompute,
+            limits_bytes=limits,
+            rule=rule,
+            effects=effects.get(rule.in_two),
+        )
         num_tasks += (2 + rule.in_two) * m * len(routes.placement)
         if made is None:
             continue
         if rule.in_two:
             joined = fused(made, costs)
-            if _fits(_peaks(joined, costs, routes), limits_bytes):
+            if limits_bytes is None or _fits(all_peak_bytes(joined, costs, routes), limits_bytes):
                 made = joined
         total_s = simulate(made, costs, routes).total_s
         if total_s < best_s * (1.0 - _FASTER) and _runs(made, routes):
@@ -131,7 +144,7 @@ def _fastest_known(
         return None, math.inf
     plans = [one_at_a_time(m, routes, recompute=recompute, in_two=split) for split in (False, True)]
     plans += [plan for _, plan in plans_in_two(m, routes, recompute)]
-    fitting = [plan for plan in plans if _fits(_peaks(plan, costs, routes), limits_bytes)]
+    fitting = [plan for plan in plans if _fits(all_peak_bytes(plan, costs, routes), limits_bytes)]
     timed = [(plan, simulate(plan, costs, routes).total_s) for plan in fitting]
     return min(timed, key=lambda one: one[1], default=(None, math.inf))
 
@@ -171,11 +184,7 @@ def least_bytes(
     For the arguments see ``candidates``.
     """
     plans = [one_at_a_time(m, routes, recompute=recompute, in_two=split) for split in (False, True)]
-    return min((_peaks(plan, costs, routes) for plan in plans), key=sum)
-
-
-def _peaks(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
-    return tuple(peak_bytes(plan, costs, routes, stage) for stage in range(routes.num_stages))
+    return min((all_peak_bytes(plan, costs, routes) for plan in plans), key=sum)
 
 
 def _shortest_s(m: int, costs: Costs, routes: Routes, recompute: Collection[int]) -> float:

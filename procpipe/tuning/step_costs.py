@@ -16,6 +16,7 @@ PURE: no sockets, no torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -32,42 +33,20 @@ from procpipe.plan.task import (
     Task,
 )
 
+#: Besides the payloads of messages, what has bytes: what autograd keeps inside the layers of a
+#: partition, and what is kept between the halves of a backward.
+SAVED, PUT_OFF = "saved", "put off"
+
 
 @dataclass
 class Report:
     """What one rank reports of a step."""
 
     step_s: float = 0.0  # seconds of the step
-    #: For a kind of task and a partition, the median of its seconds.
-    seconds: list[tuple[str, int, float]] = field(default_factory=list)
-    #: For a partition and a micro-batch, the gaps above and below.
-    gaps_s: list[tuple[int, int, float, float]] = field(default_factory=list)
-    #: For a payload, its source and destination, the bytes of the largest message.
+    #: The tasks: kind, micro-batch, partition, and from when to when in seconds of its own clock.
+    tasks: list[tuple[str, int, int, float, float]] = field(default_factory=list)
+    #: The bytes of messages: payload, source, destination; for those of a partition, twice that.
     sizes: list[tuple[str, int, int, int]] = field(default_factory=list)
-    #: For a partition, what autograd keeps inside its layers; of each micro-batch.
-    saved: list[tuple[int, int]] = field(default_factory=list)
-    #: For a partition, what is kept between the halves of a backward; of each one.
-    put_off: list[tuple[int, int]] = field(default_factory=list)
-
-
-def report_of_times(tasks: Iterable[tuple[Task, float, float]], step_s: float) -> Report:
-    """Report a step's times.
-
-    Args:
-        tasks: what this stage ran, each from when to when, in seconds of its own clock.
-        step_s: seconds of the step.
-    """
-    times = {task: (start_s, end_s) for task, start_s, end_s in tasks}
-    by_kind: dict[tuple[str, int], list[float]] = {}
-    for (kind, _, j), (start_s, end_s) in times.items():
-        by_kind.setdefault((kind, j), []).append(end_s - start_s)
-    report = Report(step_s, [(kind, j, median(s)) for (kind, j), s in by_kind.items()])
-    for task, (start_s, end_s) in times.items():
-        _, i, j = task
-        if task.makes_gradient:
-            forward_start_s, forward_end_s = times[Task(FORWARD, i, j)]
-            report.gaps_s.append((j, i, start_s - forward_end_s, end_s - forward_start_s))
-    return report
 
 
 def costs_of(
@@ -82,37 +61,41 @@ def costs_of(
         routes: of those steps, within a replica.
     """
     p, n = len(routes.placement), routes.num_stages
-    sized = list(chain(*of_bytes))
     timed = [  # of each replica of each step
-        (first, reports[first : first + n])
+        (first, list(chain(*(report.tasks for report in reports[first : first + n]))))
         for reports in of_seconds
         for first in range(0, len(reports), n)
     ]
-    sizes = _largest((key[:-1], key[-1]) for report in sized for key in report.sizes)
-    skips = {(a, b): sizes.get((SKIP, a, b), 0) for a, b in routes.skips}
-    seconds: dict[tuple[str, int], dict[int, list[float]]] = {}  # by the replica
-    for replica, reports in timed:
-        for kind, j, of_task_s in chain(*(report.seconds for report in reports)):
-            seconds.setdefault((kind, j), {}).setdefault(replica, []).append(of_task_s)
+    sizes: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # of the largest message
+    for report in chain(*of_bytes):
+        for payload, a, b, size in report.sizes:
+            sizes[payload, a, b] = max(size, sizes[payload, a, b])
+    skips = {(a, b): sizes[SKIP, a, b] for a, b in routes.skips}
+    # By kind and partition, then by the replica, the medians of steps.
+    seconds: defaultdict[tuple[str, int], defaultdict[int, list[float]]]
+    seconds = defaultdict(lambda: defaultdict(list))
+    for replica, tasks in timed:
+        of_step: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        for kind, _, j, start_s, end_s in tasks:
+            of_step[kind, j].append(end_s - start_s)
+        for key, of_tasks_s in of_step.items():
+            seconds[key][replica].append(median(of_tasks_s))
 
     def all_seconds(kind: str) -> tuple[float, ...]:
-        of_kind = (seconds.get((kind, j), {}).values() for j in range(p))
+        of_kind = (seconds[kind, j].values() for j in range(p))
         return tuple(max(map(median, of_replicas), default=0.0) for of_replicas in of_kind)
 
     def output_bytes(j: int) -> int:
         stashed = sum(skips[a, b] for a, b in routes.skips if a == j)
-        roots = sizes.get((ROOTS, j, j), 0) - stashed
-        return max(roots, sizes.get((ACTIVATION, j, j + 1), 0))
+        return max(sizes[ROOTS, j, j] - stashed, sizes[ACTIVATION, j, j + 1])
 
     outputs = tuple(map(output_bytes, range(p)))
-    hops_s = tuple(_hops_s([reports for _, reports in timed], routes))
+    hops_s = tuple(_hops_s([tasks for _, tasks in timed], p))
     tied_bytes: dict[tuple[int, ...], int] = {
-        (int(a), int(b)): size
+        (a, b): size
         for (payload, a, b), size in sizes.items()
-        if payload == TIED_GRADIENT and int(a) < int(b)
+        if payload == TIED_GRADIENT and a < b
     }
-    saved = _largest(((j,), size) for report in sized for j, size in report.saved)
-    put_off = _largest(((j,), size) for report in sized for j, size in report.put_off)
     forward_s, recompute_s = all_seconds(FORWARD), all_seconds(RECOMPUTE)
     return Costs(
         forward_s=forward_s,
@@ -121,33 +104,28 @@ def costs_of(
         input_gradient_s=all_seconds(INPUT_GRADIENT),
         weight_gradient_s=all_seconds(WEIGHT_GRADIENT),
         transfer_s=hops_s,
-        input_bytes=sizes.get((ACTIVATION, -1, 0), 0),
+        input_bytes=sizes[ACTIVATION, -1, 0],
         output_bytes=outputs,
         skip_bytes=skips,
-        target_bytes=sizes.get((TARGET, 0, p - 1), 0),
-        saved_bytes=tuple(saved.get((j,), 0) for j in range(p)),
-        put_off_bytes=tuple(put_off.get((j,), 0) for j in range(p)),
+        target_bytes=sizes[TARGET, 0, p - 1],
+        saved_bytes=tuple(sizes[SAVED, j, j] for j in range(p)),
+        put_off_bytes=tuple(sizes[PUT_OFF, j, j] for j in range(p)),
         tied_bytes=tied_bytes,
         tied_s=_tied_s(tied_bytes, outputs, hops_s, routes.placement),
     )
 
 
-def _largest(
-    pairs: Iterable[tuple[Sequence[str | int], int]],
-) -> Mapping[tuple[str | int, ...], int]:
-    largest: dict[tuple[str | int, ...], int] = {}
-    for key, size in pairs:
-        largest[tuple(key)] = max(size, largest.get(tuple(key), 0))
-    return largest
-
-
-def _hops_s(steps: Sequence[Sequence[Report]], routes: Routes) -> list[float]:
+def _hops_s(steps: Iterable[Iterable[tuple[str, int, int, float, float]]], p: int) -> list[float]:
     """Work out the seconds over each boundary; see the drawing above."""
-    p = len(routes.placement)
     both_ways: list[list[float]] = [[] for _ in range(p - 1)]
-    for reports in steps:
-        above = {(j, i): s for report in reports for j, i, s, _ in report.gaps_s}
-        below = {(j, i): s for report in reports for j, i, _, s in report.gaps_s}
+    for tasks in steps:
+        times = {Task(kind, i, j): (start_s, end_s) for kind, i, j, start_s, end_s in tasks}
+        above, below = {}, {}
+        for task, (start_s, end_s) in times.items():
+            if task.makes_gradient:
+                forward_start_s, forward_end_s = times[Task(FORWARD, task.i, task.j)]
+                above[task.j, task.i] = start_s - forward_end_s
+                below[task.j, task.i] = end_s - forward_start_s
         for (j, i), gap_s in above.items():
             if (j + 1, i) in below:
                 both_ways[j].append(gap_s - below[j + 1, i])

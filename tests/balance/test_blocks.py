@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from procpipe.balance.blocks import blocks, check_num_partitions
 from procpipe.errors import BalanceError
+from tests.cases import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("costs", "num_partitions", "expected"),
     [
         ([1, 2, 3, 4, 5, 6], 2, [4, 2]),  # 10 | 11
@@ -98,12 +99,12 @@ def test_divisions_equal_those_of_brute_force(costs, data):
     assert blocks(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_divisions_into_many_parts_equal_those_of_brute_force(seed):
     numbers = random.Random(seed)
-    costs = [numbers.choice([0, 1, 1, 2, 7, numbers.random()]) for _ in range(13)]
+    costs = [numbers.choice([0, 1, 1, 2, 7, numbers.random()]) for _ in range(11)]
 
-    for num_partitions in range(1, 14):
+    for num_partitions in range(1, 12):
         assert blocks(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
@@ -120,14 +121,16 @@ def test_the_unit_does_not_matter(costs, factor, data):
 def test_ten_thousand_layers_are_divided_in_seconds(kind):
     numbers = random.Random(0)
     costs = [1.0 if kind == "equal" else numbers.random() for _ in range(10_000)]
+    num_parts = 64
     if kind == "one giant":
         costs[5_000] = 1_000.0  # so that nearly every cut is within reach of every part
+        num_parts = 16
 
     begun = time.process_time()
-    parts = blocks(costs, 64)
+    parts = blocks(costs, num_parts)
 
-    assert time.process_time() - begun < 30  # takes 0.02 to 3 s; a simple algorithm takes an hour
-    assert len(parts) == 64
+    assert time.process_time() - begun < 7  # takes 0.02 to 0.7 s; a simple algorithm, 15 minutes
+    assert len(parts) == num_parts
     assert sum(parts) == 10_000
     if kind == "equal":
         assert parts == [156] * 48 + [157] * 16

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from procpipe.balance import Inputs, Profile, profile_layers
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import Flat
@@ -60,10 +61,10 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
 
     (layer,) = profiled(block, sample=x, clock=time.thread_time).layers
 
-    partition = Partition({"0": block}, torch.device("cpu"), is_first=False)
+    partition = Partition(PartitionLayers({"0": block}, torch.device("cpu"), is_first=False))
     partition.begin()
     output = partition.forward(0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True)
-    partition.backward_input(0, [torch.ones_like(output.tensors[0])])
+    partition.backward(0, [torch.ones_like(output.tensors[0])])
     assert layer.put_off_bytes == partition.put_off_bytes(0)
     assert layer.input_gradient_s < layer.backward_s
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from procpipe.balance import Inputs, layer_sizes, layer_times
 from procpipe.errors import BoundaryError
+from tests.cases import for_each
 
 
 class Clock:
@@ -202,7 +203,7 @@ def test_tensors_that_a_layer_recomputes_are_not_held():
     assert layer_sizes(thrifty, sample) == [float32(10)]
 
 
-@pytest.mark.parametrize(("chunks", "num_rows"), [(1, 10), (2, 5), (4, 3), (10, 1), (64, 1)])
+@for_each(("chunks", "num_rows"), [(1, 10), (2, 5), (4, 3), (10, 1), (64, 1)])
 def test_activations_of_the_largest_micro_batch(chunks, num_rows):
     model = nn.Sequential(nn.Linear(2, 3))
 

@@ -9,9 +9,10 @@ import pytest
 from benchmarks.contenders import CONTENDERS, COPIES, ONE_PROCESS, PROCPIPE, limit_s
 from benchmarks.throughput import tabulate
 from benchmarks.workloads import WORKLOADS, Job
+from tests.cases import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("m", "n", "is_bubble_free", "expected_s"),
     [
         (8, 2, False, 5.0 * 9 / 8),

@@ -162,6 +162,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.dist
 def test_ranks_that_succeed_are_done(run):
     outcome, _, log = run('echo "I am $1"')
 
@@ -169,10 +170,12 @@ def test_ranks_that_succeed_are_done(run):
     assert sorted(log.splitlines()) == ["I am 0", "I am 1"]
 
 
+@pytest.mark.dist
 def test_a_rank_that_is_killed_is_named(run):
     assert run("if [ $1 = 1 ]; then kill -KILL $$; fi; sleep 100")[0] == "failed: rank 1: signal 9"
 
 
+@pytest.mark.dist
 def test_ranks_that_hang_are_killed_with_their_children(run):
     outcome, seconds, _ = run("setsid sleep 100 & sleep 100", limit_s=0.5)
 
@@ -180,6 +183,7 @@ def test_ranks_that_hang_are_killed_with_their_children(run):
     assert seconds < 50.0
 
 
+@pytest.mark.dist
 def test_ranks_that_wait_for_a_failed_rank_are_killed(run):
     outcome, *_ = run("if [ $1 = 0 ]; then sleep 100; fi; exit 3")
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.report import Report, Table
+from tests.cases import for_each
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_an_unknown_part_is_refused(capsys):
     assert "throughput" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", [*command.QUICK, *command.PUBLISHED])
+@for_each("part", [*command.QUICK, *command.PUBLISHED])
 def test_every_part_has_a_help_text(part, capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main([part, "--help"])

@@ -14,13 +14,14 @@ from benchmarks.scaling import (
 )
 from procpipe import TimedTask
 from procpipe.plan.task import Task
+from tests.cases import for_each
 
 FREE = Measured(forward_s=1.0, backward_s=2.0, host_s=0.0, transfer_s=0.0)
 COSTLY = Measured(forward_s=1.0, backward_s=2.0, host_s=0.0, transfer_s=0.5)
 
 
-@pytest.mark.parametrize("m", [1, 4, 32])
-@pytest.mark.parametrize("n", [1, 2, 7, 64])
+@for_each("m", [1, 4, 32])
+@for_each("n", [1, 2, 7, 64])
 def test_without_transfers_only_the_bubble_costs(m, n):
     point = predict(FREE, m, n)
 

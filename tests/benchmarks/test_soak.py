@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from benchmarks import soak as soak_module
 from benchmarks.soak import COUNTED, Soak
 from benchmarks.soak_rounds import (
     FAULTS,
@@ -19,6 +22,7 @@ from benchmarks.soak_rounds import (
     faults_of,
 )
 from tests.dist.script import REPORTED_LATE
+from tests.launch.forked import start_as_forks
 
 SEED = 4
 
@@ -43,6 +47,13 @@ def shared_soak():
     made.close()
 
 
+#: Each way in which a script can end. Ranks with these faults end as Python does, those with other
+#: faults before all modules are freed, which takes most of a round's time.
+TORN_DOWN = (
+    *(("none", ""), ("raise", "forward"), ("exit", "forward"), ("leave", "")),
+    *(("fork", "between"), ("several stages", ""), ("exit beside a thread", "between")),
+)
+
 FORKED = [fault for fault in FAULTS if fault[0] not in NEED_LAUNCHER]
 
 
@@ -56,7 +67,7 @@ def test_each_fault_once(shared_soak, capsys, number, fault):
     if fault[0] == "exit beside a thread" and REPORTED_LATE:
         pytest.skip(REPORTED_LATE)
     before = shared_soak.sums.copy()
-    shared_soak.run(number, a_round(number, fault))
+    shared_soak.run(number, a_round(number, fault), tears_down=fault in TORN_DOWN)
 
     assert capsys.readouterr().out == ""
     counted = {"rounds": 1} if fault == FAULTS[0] else {"rounds": 1, "faults survived": 1}
@@ -65,8 +76,11 @@ def test_each_fault_once(shared_soak, capsys, number, fault):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_no_process_outlives_torchruns_agent(soak, capsys):
-    soak.run(0, a_round(0, ("kill the launcher", "")))
+def test_no_process_outlives_torchruns_agent(soak, capsys, monkeypatch):
+    start_as_forks(monkeypatch, 2, soak_module)
+    round_ = a_round(0, ("kill the launcher", ""))
+    endless = dataclasses.replace(round_, num_steps=10**6)  # no rank ends because it is done
+    soak.run(0, endless)
 
     assert soak.sums["faults survived"] == 1, capsys.readouterr()
     assert soak.sums["processes left"] == 0
@@ -197,6 +211,22 @@ def test_a_fault_that_never_happened_is_not_counted(soak, raised):
     killed = dataclasses.replace(raised, act="kill at any time", launcher=TORCHRUN)
     assert soak._judge(killed, ending((0,), quiet)) == []  # it was over before
     assert soak.sums["faults survived"] == 1
+
+
+def test_a_file_in_shared_memory_is_left_only_if_it_stays(monkeypatch):
+    """Another program's semaphore had its name there just as the soak test listed the names."""
+    before = soak_module._shared_memory().keys()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+        file.write(b"7 bytes")
+    try:
+        monkeypatch.setattr(soak_module, "VANISH_TIMEOUT_S", -1.0)
+        assert soak_module._wait_freed(before) >= 7
+        monkeypatch.undo()
+        unlink = Path(file.name).unlink
+        monkeypatch.setattr("time.sleep", lambda _: unlink(missing_ok=True))
+        assert soak_module._wait_freed(before) == 0
+    finally:
+        Path(file.name).unlink(missing_ok=True)
 
 
 def test_processes_memory_and_files_that_are_left_are_counted(soak, raised, capsys):

@@ -18,6 +18,7 @@ from procpipe.channel import cuda_ipc
 from procpipe.channel.cuda_ipc import CudaIpcTransport, Note
 from procpipe.channel.meta import describe
 from procpipe.tree import Flat
+from tests.cases import for_each
 from tests.channel.simulated import Device, Event, Process, Work
 
 KIND = 1
@@ -82,7 +83,7 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize("note", NOTES)
+@for_each("note", NOTES)
 def test_a_note_reads_back(note):
     assert Note.unpack(note.pack()) == note
 
@@ -91,8 +92,8 @@ def test_a_note_is_short():
     assert len(Note(3, 9, (), 7, b"").pack()) == 18
 
 
-@pytest.mark.parametrize("note", NOTES)
-@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:10]])
+@for_each("note", NOTES)
+@for_each("change", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:10]])
 def test_bytes_that_are_not_a_note_are_refused(note, change):
     with pytest.raises(ValueError, match="not the note of a slot: b'"):
         Note.unpack(change(note.pack()))
@@ -386,7 +387,7 @@ def content(tensor):
     return set(tensor[:: max(1, len(tensor) // 50)].tolist())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_messages_arrive_unchanged_in_any_order_of_work(seed):
     transfers = RandomTransfers(seed)
 

@@ -110,6 +110,7 @@ def gpu(library, monkeypatch):
     return Gpu(torch.device("cuda", 3))
 
 
+@pytest.mark.dist
 def test_memory_is_shared_by_its_handle(gpu):
     address = gpu.allocate(4096)
 

@@ -39,6 +39,16 @@ def short_handshakes(monkeypatch):
     monkeypatch.setattr(handshake, "_HANDSHAKE_TIMEOUT_S", 0.1)
 
 
+@pytest.fixture
+def frequent_checks(monkeypatch):
+    monkeypatch.setattr(handshake, "_CHECK_EVERY_S", 0.01)
+
+
+@pytest.fixture
+def few_last_checks(monkeypatch):
+    monkeypatch.setattr(handshake, "_LAST_CHECKS", 2)
+
+
 class Acceptor:
     """Rank 0 accepting in a thread."""
 
@@ -112,7 +122,7 @@ def test_tcp_does_not_delay_small_messages():
         sock.close()
 
 
-def test_an_impostor_rank_is_rejected_and_blocks_no_peer(listener):
+def test_an_impostor_rank_is_rejected_and_blocks_no_peer(listener, few_last_checks):
     sockets, address = listener
     with Acceptor(sockets):
         with pytest.raises((ConnectionError, OSError)):
@@ -120,7 +130,7 @@ def test_an_impostor_rank_is_rejected_and_blocks_no_peer(listener):
         connect(address).close()
 
 
-def test_a_listener_with_another_key_is_refused(listener, short_handshakes):
+def test_a_listener_with_another_key_is_refused(listener, short_handshakes, few_last_checks):
     sockets, address = listener
     with (
         pytest.raises(WaitTimeoutError),
@@ -135,7 +145,7 @@ def test_a_rank_that_is_not_expected_is_rejected(listener, rank):
     sockets, address = listener
     with Acceptor(sockets):
         with pytest.raises(WaitTimeoutError, match=r"closed the connection|reset"):
-            connect(address, rank=rank, timeout_s=0.2)
+            connect(address, rank=rank, timeout_s=0.05)
         connect(address).close()
 
 
@@ -144,7 +154,7 @@ def test_a_rank_connects_once(listener):
     with Acceptor(sockets, expected=(1, 2)) as acceptor:
         first = connect(address, 1)
         with pytest.raises(WaitTimeoutError, match=r"closed the connection|reset"):
-            connect(address, 1, timeout_s=0.2)
+            connect(address, 1, timeout_s=0.05)
         second = connect(address, 2)
         acceptor.wait_end()
         for sock in (first, second):
@@ -276,6 +286,7 @@ def as_nobody(act):
     return text
 
 
+@pytest.mark.dist
 @needs_root
 def test_another_user_with_the_key_is_rejected():
     """Every user of the host can read the key in a launcher's store."""
@@ -294,6 +305,7 @@ def test_another_user_with_the_key_is_rejected():
     sockets[0].close()
 
 
+@pytest.mark.dist
 @needs_root
 def test_a_listener_of_another_user_is_refused():
     """Its name may be from a store that every user of the host can write to."""
@@ -320,6 +332,7 @@ def test_a_listener_of_another_user_is_refused():
             os.close(descriptor)
 
 
+@pytest.mark.dist
 @needs_root
 def test_peers_connect_while_another_user_floods_them():
     """With enough connections to fill the listener's queue and all places."""
@@ -362,20 +375,20 @@ def test_peers_connect_while_another_user_floods_them():
 def test_waiting_for_peers_times_out(listener):
     sockets, _ = listener
     with (
-        pytest.raises(WaitTimeoutError, match="rank 0 waited in vain for ranks 1, 3 to connect"),
+        pytest.raises(WaitTimeoutError, match="rank 0 waited, but ranks 1, 3 did not connect"),
         Acceptor(sockets, expected=(1, 3), timeout_s=0.0),
     ):
         pass
 
 
-def test_waiting_for_an_answer_times_out(listener):
+def test_waiting_for_an_answer_times_out(listener, frequent_checks):
     _, address = listener  # without an acceptor
 
     with pytest.raises(WaitTimeoutError, match="rank 2 connected to rank 0, which did not answer"):
         connect(address, rank=2, timeout_s=0.0)
 
 
-def test_waiting_ends_when_the_start_has_failed(listener):
+def test_waiting_ends_when_the_start_has_failed(listener, frequent_checks):
     sockets, address = listener
 
     def check():

@@ -211,7 +211,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].send_failure(0, "the story")
+    meshes[0].send_failure(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         receiver.take()
@@ -220,7 +220,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
 def test_a_send_that_fails_names_the_failed_rank(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[0].send_failure(0, "the story")
+    meshes[0].send_failure(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         sender.send(Flat.of(BIG))
@@ -264,7 +264,7 @@ def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
 def test_a_message_that_stops_between_pieces_times_out(meshes):
     """Each piece is progress, so a long transfer is no stall unless the pieces stop."""
     for mesh in meshes:
-        mesh.timeout_s = 0.3
+        mesh.timeout_s = 0.1
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()

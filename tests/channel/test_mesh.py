@@ -344,7 +344,7 @@ def test_the_error_has_the_place_where_a_dead_peer_was_last_seen():
     mesh = make_mesh(1, {0: ours}, reports=Recorded())
     theirs.close()
 
-    with pytest.raises(PeerLostError, match=r"ended without a word.*; rank 0 was seen in F3"):
+    with pytest.raises(PeerLostError, match=r"ended without a message.*; rank 0 was seen in F3"):
         mesh.wait(lambda: False, nothing)
 
     mesh.close()
@@ -366,12 +366,12 @@ def test_a_condition_without_frames_is_polled(net):
 def test_a_killed_peer_is_named(net):
     a, b, c = net(3)
     for sock in (
-        each.sock for each in a._connections.values()
+        each.sock for each in a._connections.of.values()
     ):  # as the kernel does when a process is killed
         sock.shutdown(socket.SHUT_RDWR)
 
     for survivor in (b, c):
-        with pytest.raises(PeerLostError, match="rank 0 ended without a word") as caught:
+        with pytest.raises(PeerLostError, match="rank 0 ended without a message") as caught:
             survivor.wait(lambda: False, nothing)
         assert caught.value.rank == 0
 
@@ -445,8 +445,8 @@ def test_a_failure_behind_an_error_may_be_known_already(wired):
     """The only peer is gone: its end was read before the error that is looked into."""
     mesh, peer = wired
     peer.close()
-    mesh.wait(lambda: not mesh._connections, lambda: "its end")
-    with pytest.raises(PeerLostError, match="rank 0 ended without a word"):
+    mesh.wait(lambda: not mesh._connections.of, lambda: "its end")
+    with pytest.raises(PeerLostError, match="rank 0 ended without a message"):
         mesh.wait_failure()
 
 
@@ -486,7 +486,7 @@ def test_a_failure_is_forwarded_to_all_ranks():
         sock.setblocking(False)
     # Rank 2 is not connected to rank 0.
     meshes = a, b, c = make_mesh(0, {1: a1}), make_mesh(1, {0: b0, 2: b2}), make_mesh(2, {1: c1})
-    a.send_failure(0, "the story")
+    a.send_failure(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError) as first:
         b.wait(lambda: False, nothing)
@@ -524,8 +524,8 @@ def test_a_forwarded_loss_of_a_peer_is_a_peer_lost_error(how):
 
 def test_a_failure_is_sent_once(net):
     a, b = net(2)
-    a.send_failure(0, "first")
-    a.send_failure(0, "second")
+    a.send_failure(RemoteStageError(0, "first"))
+    a.send_failure(RemoteStageError(0, "second"))
     a.close()
 
     with pytest.raises(RemoteStageError, match="first"):
@@ -554,7 +554,7 @@ def test_received_frames_are_handled_before_a_failure_is_raised(net):
     a, b = net(2)
     received = received_by(b, 0, 7)
     a.send(1, 7, 0, 0, b"what is wrong")
-    a.send_failure(0, "it is wrong")
+    a.send_failure(RemoteStageError(0, "it is wrong"))
 
     b.wait(lambda: received, nothing)
 
@@ -569,7 +569,9 @@ def test_a_failure_overtakes_unsent_frames(net):
     received = received_by(b, 0, 7)
     for _ in range(100):
         a.send(1, 7, 0, 0, bytes(1 << 20))
-    failing = threading.Thread(target=lambda: (a.send_failure(0, "the story"), a.close()))
+    failing = threading.Thread(
+        target=lambda: (a.send_failure(RemoteStageError(0, "the story")), a.close())
+    )
     failing.start()
 
     with pytest.raises(RemoteStageError) as caught:
@@ -589,7 +591,7 @@ def test_a_peer_that_does_not_read_cannot_block_a_failing_rank(net, monkeypatch)
         b.send(0, 7, 0, 0, bytes(1 << 20))
     start = time.monotonic()
 
-    a.send_failure(0, "the story")
+    a.send_failure(RemoteStageError(0, "the story"))
 
     assert time.monotonic() - start < 0.5
 
@@ -613,7 +615,7 @@ def test_closing_does_not_wait_for_a_peer_that_has_ended(net):
     a, b = net(2)
     for _ in range(20):
         a.send(1, 7, 0, 0, bytes(1 << 20))
-    for sock in (each.sock for each in b._connections.values()):
+    for sock in (each.sock for each in b._connections.of.values()):
         sock.shutdown(socket.SHUT_RDWR)
     start = time.monotonic()
 
@@ -634,7 +636,7 @@ def test_a_mesh_of_one_rank():
     alone.poll()
     alone.flush()
     alone.wait(lambda: True, nothing)
-    alone.send_failure(0, "without peers")
+    alone.send_failure(RemoteStageError(0, "without peers"))
     alone.close()
     assert alone.peers == ()
 

@@ -12,13 +12,14 @@ import sys
 
 import pytest
 
-from procpipe.channel import mesh as mesh_module
 from procpipe.channel import sockets
 from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.sockets import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from tests.test_forks import in_child
+
+pytestmark = pytest.mark.dist
 
 HEADER = struct.Struct("<QIBB")
 
@@ -84,12 +85,12 @@ def test_a_killed_peer_whose_child_lives(peer, monkeypatch, has_peerpidfd):
     process, mesh = peer()
     os.kill(process.pid, signal.SIGKILL)
 
-    with pytest.raises(PeerLostError, match="rank 0 ended without a word"):
+    with pytest.raises(PeerLostError, match="rank 0 ended without a message"):
         mesh.wait(lambda: False, nothing)
 
 
 def test_frames_of_a_killed_peer_are_delivered(peer, monkeypatch):
-    monkeypatch.setattr(mesh_module, "READ_BYTES", 1 << 14)
+    monkeypatch.setattr("procpipe.channel.connection._READ_BYTES", 1 << 14)
     received = []
     story = {"rank": 0, "story": "boom", "is_lost": False}
     frames = b"".join(frame(3, bytes(40_000)) for _ in range(2))
@@ -122,7 +123,7 @@ def test_a_process_that_cannot_be_opened_is_no_error(peer, monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", refuse)
     _, mesh = peer()
 
-    assert [each.process for each in mesh._connections.values()] == [None]
+    assert [each.process for each in mesh._connections.of.values()] == [None]
     mesh.poll()
 
 
@@ -158,7 +159,7 @@ def test_a_forked_child_cannot_send_for_its_parent():
         ):
             with pytest.raises(StageClosedError, match=r"was forked from that of rank 1 \("):
                 act()
-        mesh.send_failure(1, "a story")
+        mesh.send_failure(RemoteStageError(1, "a story"))
         mesh.close()
         return ours.fileno()
 

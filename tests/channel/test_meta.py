@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from procpipe.channel.meta import Meta, TensorMeta, allocate, decode, describe, encode
 from procpipe.tree import TENSOR, Flat, flatten
+from tests.cases import for_each
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]
 
@@ -30,7 +31,6 @@ TENSORS = st.builds(
 )
 
 
-@settings(max_examples=50)
 @given(
     VALUES.flatmap(
         lambda v: st.tuples(
@@ -58,7 +58,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50)
 @given(JSON, JSON)
 def test_any_json_is_metadata_or_a_value_error(structure, tensors):
     try:
@@ -69,7 +68,7 @@ def test_any_json_is_metadata_or_a_value_error(structure, tensors):
     assert meta.num_bytes >= 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         b"[" * 100_000,

@@ -6,6 +6,7 @@ import pytest
 
 from procpipe.channel.nccl import _num_blocks
 from procpipe.torch_internals import in_a_batch
+from tests.cases import for_each
 
 
 def between(num_ranks, num_channels):
@@ -18,7 +19,7 @@ def between(num_ranks, num_channels):
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("num_ranks", "num_channels", "expected"),
     [(2, 1, 4), (2, 4, 4), (3, 2, 4), (3, 4, 2), (2, 8, 2), (2, 16, 1), (2, 29, 1)],
 )

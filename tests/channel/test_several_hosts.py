@@ -24,6 +24,11 @@ from procpipe.errors import WaitTimeoutError
 @pytest.fixture(autouse=True)
 def _no_address_variables(monkeypatch):
     monkeypatch.delenv("PROCPIPE_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def few_last_checks(monkeypatch):
+    monkeypatch.setattr(handshake, "_LAST_CHECKS", 2)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
 
@@ -107,7 +112,7 @@ def can_bind(address):
 # -- hosts that do not answer --------------------------------------------------------------------
 
 
-def test_a_port_without_a_listener():
+def test_a_port_without_a_listener(few_last_checks):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))  # and does not listen
         port = sock.getsockname()[1]
@@ -124,11 +129,11 @@ def test_a_port_without_a_listener():
 @pytest.mark.parametrize("limit", ["reach", "deadline"])
 def test_a_host_that_does_not_answer(monkeypatch, limit):
     if limit == "reach":
-        monkeypatch.setattr(handshake, "_REACH_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(handshake, "_REACH_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         waiting = [silent(full.getsockname()) for _ in range(4)]
         with pytest.raises(WaitTimeoutError, match=r"rank 4 cannot reach rank 3 at .* \(timed out"):
-            connect(full.getsockname(), timeout_s=20.0 if limit == "reach" else 0.2)
+            connect(full.getsockname(), timeout_s=20.0 if limit == "reach" else 0.05)
         for sock in waiting:
             sock.close()
 
@@ -141,7 +146,7 @@ def silent(address):
     return sock
 
 
-def test_a_rank_of_this_host_that_has_ended():
+def test_a_rank_of_this_host_that_has_ended(few_last_checks):
     listeners, address = listen(None)
     listeners[0].close()
 

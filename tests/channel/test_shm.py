@@ -232,6 +232,7 @@ def test_a_message_arrives_after_the_sender_has_closed(ends):
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
+@pytest.mark.dist
 def test_a_forked_child_frees_no_slot(ends):
     _, received = ends.transfer([numbers(1000)])
     (slot,) = ends.slots
@@ -245,6 +246,7 @@ def test_a_forked_child_frees_no_slot(ends):
     assert bytes(slot.memory) == before, "the child freed its parent's memory"
 
 
+@pytest.mark.dist
 def test_a_forked_child_fills_no_slot_of_its_parent(ends):
     ends.transfer([numbers(1000)])
     (slot,) = ends.slots

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from procpipe.compute.digests import Digests, difference
+from tests.cases import for_each
 from tests.compute.sizes import Sizes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +36,7 @@ def outputs(dtype=torch.float32, size=70_000):
     return [torch.randn(size, generator=generator).to(dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES, ids=str)
 def test_the_first_layer_that_differs_is_named(dtype):
     x, y, z = outputs(dtype)
     assert compare([x, y, z], [x, y, z]) is None
@@ -54,7 +55,7 @@ def test_swapped_chunks_are_a_difference():
     assert compare([x, y], [x, swapped]) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES, ids=str)
 def test_rounding_is_no_difference(dtype):
     x, y, z = outputs(dtype)
     eps = torch.finfo(dtype).eps
@@ -106,7 +107,7 @@ def test_values_that_are_not_finite_are_compared_too():
     assert compare([x, y.nan_to_num()], [x, y]) == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [
         None,
@@ -135,8 +136,8 @@ def test_any_output_can_be_compared(value):
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.ones(1, 1, 1000).expand(50, 200, 1000),
-        torch.ones(1).expand(10_000_000),
+        torch.ones(1, 1, 1000).expand(50, 20, 1000),
+        torch.ones(1).expand(1_000_000),
         torch.ones(2).expand(3, 1, 100_000, 2),
     ],
     ids=lambda tensor: str(tuple(tensor.shape)),
@@ -195,8 +196,8 @@ def test_digests_have_no_graph_and_do_not_depend_on_settings(autocast):
         finally:
             torch.set_default_dtype(default)
         assert digest is not None
-        numbers = digest[0][1][0].numbers
-        assert numbers is not None
-        assert not numbers.requires_grad
-        results.append(numbers.tolist())
-    assert all(numbers == results[0] for numbers in results)
+        sums = digest[0][1][0].sums
+        assert sums is not None
+        assert not sums.requires_grad
+        results.append(sums.tolist())
+    assert all(sums == results[0] for sums in results)

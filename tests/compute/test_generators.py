@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from procpipe.compute.generators import Generators
+from tests.cases import for_each
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ def check_repeats(generators, draw, repetitions=7):
     assert draw() == following
 
 
-@pytest.mark.parametrize("name", GLOBAL)
+@for_each("name", GLOBAL)
 def test_global_generators_repeat(name):
     generators = generators_of()
     for num_before in range(3):  # a generator may have stored a second normal number
@@ -99,7 +100,7 @@ def test_if_the_memory_of_pythons_generator_is_unknown_its_state_is_compared(mon
     check_repeats(generators_of(), GLOBAL["random.gauss"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "make",
     [
         torch.Generator,
@@ -110,7 +111,7 @@ def test_if_the_memory_of_pythons_generator_is_unknown_its_state_is_compared(mon
         np.random.MT19937,
     ],
 )
-@pytest.mark.parametrize("where", ["attribute", "list", "tuple", "set", "dict"])
+@for_each("where", ["attribute", "list", "tuple", "set", "dict"])
 def test_generators_of_layers_repeat(make, where):
     own = make()
     holder = {

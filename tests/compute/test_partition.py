@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.recompute import is_recomputing
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.torch_internals import run_backward
 from procpipe.tree import Flat, is_plain
+from tests.cases import for_each
 
 CPU = torch.device("cpu")
 
@@ -38,7 +40,7 @@ def make_layers() -> dict[str, nn.Module]:
 def partition_of(*layers: Any, is_first: bool = False) -> Partition:
     is_named = len(layers) == 1 and isinstance(layers[0], dict)
     named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
-    return Partition(named, CPU, is_first=is_first)
+    return Partition(PartitionLayers(named, CPU, is_first=is_first))
 
 
 def received(value: Any, requires_grad: bool = True) -> Flat:
@@ -180,7 +182,7 @@ def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
     with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
         partition.forward(0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
-    assert partition.where() == "layer 'add' (Do)"
+    assert partition.layers.where() == "layer 'add' (Do)"
 
 
 def test_a_change_between_forward_and_recomputation_is_an_error():
@@ -239,7 +241,7 @@ def test_a_recomputed_output_of_another_shape_is_an_error():
         "micro-batch 0 was recomputed",
     ):
         partition.recompute(0)
-    assert partition.where() == "layer 'b' (AnotherShape)"
+    assert partition.layers.where() == "layer 'b' (AnotherShape)"
 
 
 def test_another_shape_is_an_error_also_where_outputs_are_not_compared():
@@ -291,7 +293,7 @@ def test_modules_are_in_the_mode_of_their_first_forward():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("mini_batch", [1, 2, 16, 128])
+@for_each("mini_batch", [1, 2, 16, 128])
 def test_a_later_difference_is_found_in_the_next_compared_mini_batch(mini_batch):
     differs = False
     partition = partition_of(Do(lambda t: t * (1 + differs * is_recomputing())))
@@ -364,7 +366,7 @@ def test_a_failing_layer_is_named():
     partition = partition_of({"fine": nn.ReLU(), "wrong": nn.Linear(3, 3)})
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         partition.forward(0, received(torch.ones(2, 2)), keep=True, recompute=False)
-    assert partition.where() == "layer 'wrong' (Linear)"
+    assert partition.layers.where() == "layer 'wrong' (Linear)"
 
     def fail(output):
         raise ZeroDivisionError
@@ -372,7 +374,7 @@ def test_a_failing_layer_is_named():
     partition = partition_of(nn.ReLU())
     with pytest.raises(ZeroDivisionError):
         partition.forward(0, received(torch.ones(2)), keep=True, recompute=False, finish=fail)
-    assert partition.where() == "loss_fn"
+    assert partition.layers.where() == "loss_fn"
     partition.begin()
     assert partition.num_held == 0
 
@@ -413,7 +415,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("change", OUTSIDE)
+@for_each("change", OUTSIDE)
 def test_a_change_between_a_forward_and_its_recomputation_is_named(change):
     layers = {"a": nn.Linear(3, 4), "b": Scaled(), "c": nn.BatchNorm1d(4)}
     partition = partition_of(layers)
@@ -451,17 +453,19 @@ class Marked(Tensor):
 def test_a_tensor_of_another_class_is_not_sent():
     layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
     with torch.no_grad():
-        output = Partition(layers, CPU, is_first=False).forward(
+        output = Partition(PartitionLayers(layers, CPU, is_first=False)).forward(
             0, received(torch.randn(2, 3)), keep=False, recompute=False
         )
     assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
-    partition = Partition(layers, CPU, is_first=False, is_last=False)
+    partition = Partition(PartitionLayers(layers, CPU, is_first=False, is_last=False))
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
         partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
 
 
 def test_a_parameter_is_sent_as_a_tensor():
-    partition = Partition({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
+    partition = Partition(
+        PartitionLayers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
+    )
     output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
     assert type(output.tensors[0]) is Tensor
     assert output.requires_grad == (True,)

@@ -15,6 +15,7 @@ from procpipe.compute.recompute import (
     recomputing,
     without_autocast,
 )
+from tests.cases import for_each
 
 CPU = torch.device("cpu")
 
@@ -85,8 +86,8 @@ def autocast_now():
     )
 
 
-@pytest.mark.parametrize("outside", [None, False, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("inside", [None, False, torch.bfloat16, torch.float16], ids=str)
+@for_each("outside", [None, False, torch.bfloat16, torch.float16], ids=str)
+@for_each("inside", [None, False, torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_restored(inside, outside):
     with autocast(inside, cache_enabled=False):
         expected, ambient = autocast_now(), Ambient.now(CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.saved import SavedTensors
 from procpipe.tree import Flat
@@ -14,7 +15,7 @@ ROW = 8 * 4  # bytes of 8 floats
 
 def saved_bytes(*layers: nn.Module, recompute: bool = False, is_first: bool = True) -> int:
     named = {str(k): layer for k, layer in enumerate(layers)}
-    partition = Partition(named, torch.device("cpu"), is_first=is_first)
+    partition = Partition(PartitionLayers(named, torch.device("cpu"), is_first=is_first))
     partition.begin()
     x = torch.randn(12, 8)[4:7]  # a micro-batch of 3 rows of a mini-batch of 12
     inputs = Flat.of((x,)) if is_first else Flat([x], "*", (True,))

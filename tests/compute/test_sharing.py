@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.channel.meta import decode, describe, encode
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh, shared
 from procpipe.compute.skips import SkipPorts
@@ -26,7 +27,7 @@ from procpipe.plan.task import Task
 from procpipe.skip import pop, skippable, stash
 from procpipe.skip.layout import SkipLayout
 from procpipe.tree import Flat, joined, parted
-from tests.cases import case
+from tests.cases import case, for_each
 from tests.compute.sizes import Sizes
 
 
@@ -163,11 +164,13 @@ def run_in_turn(
     output = Flat.of((x,))
     for j, part in enumerate(parts):
         partition = Partition(
-            part,
-            torch.device("cpu"),
-            is_first=j == 0,
-            is_last=j == last,
-            skips=SkipPorts(layout, j),
+            PartitionLayers(
+                part,
+                torch.device("cpu"),
+                is_first=j == 0,
+                is_last=j == last,
+                skips=SkipPorts(layout, j),
+            )
         )
         task = Task("F", 0, j)
         inputs = [made[transfer] for transfer in routes.used_by(task)] or [output]
@@ -179,8 +182,8 @@ def run_in_turn(
     return output.tensors[0]
 
 
-@pytest.mark.parametrize("is_sent", [True, False], ids=["between processes", "within one"])
-@pytest.mark.parametrize(("keep", "recompute"), [(False, False), (True, False), (True, True)])
+@for_each("is_sent", [True, False], ids=["between processes", "within one"])
+@for_each(("keep", "recompute"), [(False, False), (True, False), (True, True)])
 def test_a_change_of_shared_memory_is_right_or_an_error(
     keep: bool, recompute: bool, is_sent: bool
 ) -> None:
@@ -202,7 +205,7 @@ def test_a_change_of_shared_memory_is_right_or_an_error(
 CHANGES_ITS_INPUT = ("columns", "every other", "no view", "skip, used before")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("views", "expected"),
     [
         (lambda x: [x, x[:, :2]], [{0}, {0}]),

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from procpipe.data.microbatch import NoChunk, checked_weights, gather, scatter, scatter_like
+from procpipe.data.loss import Loss
+from procpipe.data.microbatch import NoChunk, gather, scatter, scatter_like
 from procpipe.errors import BoundaryError
+from tests.cases import for_each
 
 
 def rows(num_samples: int, num_columns: int = 2) -> torch.Tensor:
@@ -30,7 +32,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch_size", "chunks", "sizes"),
     [
         (8, 4, [2, 2, 2, 2]),
@@ -82,13 +84,13 @@ def test_gradients_reach_the_input() -> None:
     assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "inputs",
     [(), (None,), ("text",), (("text", 3),), (42, "text"), ((), {}), (NoChunk(torch.ones(3)),)],
     ids=repr,
 )
 def test_input_without_a_tensor_to_split(inputs: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError, match=r"no tensor that could be split.*pass at least one"):
+    with pytest.raises(TypeError, match=r"no tensor to scatter.*pass at least one"):
         scatter(inputs, 2)
 
 
@@ -173,7 +175,7 @@ def test_gather_keeps_what_cannot_be_concatenated() -> None:
     assert merged[3:] == (["name 0", "name 1", "name 2"], [None, 1, 2])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outputs", "message"),
     [
         ([rows(1), rows(1), (rows(1),)], "output is a tensor in .* but a tuple of 1 in .* 2"),
@@ -192,11 +194,11 @@ def test_dicts_in_another_order_are_alike() -> None:
     assert gather([{"a": 1, 2: 0}, {2: 0, "a": 3}]) == {"a": [1, 3], 2: [0, 0]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "weights",
-    [[], [0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],
+    [[0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],
     ids=repr,
 )
 def test_weights_that_are_no_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):
-        checked_weights(weights)
+        Loss(None, float).weights(weights, [1] * len(weights))

@@ -17,7 +17,7 @@ from torch import nn
 
 from procpipe.data.remote import Remote
 from procpipe.errors import RemoteValueError
-from tests.cases import case
+from tests.cases import case, for_each
 
 T = torch.ones(4, 3)
 LABELS = torch.tensor([0, 1, 2, 0])
@@ -95,7 +95,7 @@ def test_operations_give_a_remote_with_the_same_backward() -> None:
                 assert type(operation(a_remote(calls))) is Remote
 
 
-@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv"])
+@for_each("name", ["iadd", "isub", "imul", "itruediv"])
 def test_operators_in_place(name: str) -> None:
     change = getattr(operator, name)
     calls = Calls()
@@ -122,7 +122,7 @@ WRITES: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+@for_each("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_a_remote_into_a_tensor_of_this_rank_is_an_error(
     write: Callable[[torch.Tensor, Any], Any],
 ) -> None:

@@ -15,38 +15,38 @@
 A child has its own environment, working folder, session and main module; only imports have run in
 it. A terminal as its output controls it. The server has one thread, because only the thread that
 forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
-one that reads its arguments or environment in /proc. The process ends after its last exit function:
-freeing all imported modules would take ten times as long as everything else. With ``tears_down`` it
-frees them too. This file does not know what the processes do.
+one that reads its arguments in /proc. The process ends after its last exit function: freeing all
+imported modules would take ten times as long as everything else. With ``tears_down`` it frees them
+too (tests/dist/forked_child.py). With ``num_ranks`` the ranks that it starts as a launcher are
+forks as well (tests/dist/launchers.py). This file does not know what the processes do.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import fcntl
+import ctypes
 import functools
 import gc
 import importlib
 import importlib.util
-import io
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, and not between fork and exec
 
 #: What takes long to import, for tests of Hugging Face: ``fork_server().load(*OF_HF)``.
 OF_HF = (
@@ -56,14 +56,19 @@ OF_HF = (
 )
 
 #: What takes long to import. The first optimizer of a process imports the second; launchers import
-#: the third; all files of tests import the fifth; some examples import the last, which may not be
-#: installed.
+#: the third; all files of tests import the sixth, and most the seventh; some examples import the
+#: last, which may not be installed.
 IMPORTS = (
-    *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api", "procpipe.state"),
-    *("pytest", "sklearn.datasets"),
+    *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api"),
+    *("torch.distributed.checkpoint", "procpipe.state", "pytest", "tests.dist.stages"),
+    *("sklearn.datasets",),
 )
 
 _MAX_MESSAGE_BYTES = 1 << 17
+
+#: A variable of the server only: its children have room for their variables in /proc.
+ROOM = "PROCPIPE_TESTS_ROOM"
+_ROOM_TEXT = "x" * (1 << 14)
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,32 @@ class Start:
         env: the whole environment.
         cwd: the working folder.
         tears_down: end as Python does, which frees all modules and their objects.
+        num_ranks: how many ranks of torch's agent, which this child runs, are forks as well.
+        network: the name of the network namespace to run in; "" for the server's.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     cwd: str
-    tears_down: bool
+    tears_down: bool = False
+    num_ranks: int = 0
+    network: str = ""
+
+
+class Parent(Protocol):
+    """Waits for the end of a child of the process that forked it."""
+
+    def code_of(self, pid: int) -> int:
+        """Wait for the end of a child; return its exit code."""
 
 
 class Forked:
     """A child of the server, with the methods of ``subprocess.Popen`` that tests need."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, parent: Parent, pid: int) -> None:
         self.pid = pid
-        self._server = server
-        # The process id is not reused until the server has waited for the child.
+        self._parent = parent
+        # The process id is not reused until the parent has waited for the child.
         self._pidfd: int | None = os.pidfd_open(pid)
         self._code: int | None = None
 
@@ -103,6 +119,15 @@ class Forked:
         """Send a signal, unless :meth:`wait` has returned."""
         if self._code is None:
             os.kill(self.pid, number)
+
+    @property
+    def returncode(self) -> int | None:
+        """What :meth:`wait` has returned, or ``None``."""
+        return self._code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, unless :meth:`wait` has returned."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process, unless :meth:`wait` has returned."""
@@ -127,7 +152,7 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
             os.close(self._pidfd)
             self._pidfd = None
-            self._code = self._server.code_of(self.pid)
+            self._code = self._parent.code_of(self.pid)
         return self._code
 
 
@@ -144,7 +169,7 @@ class ForkServer:
                 argv,
                 cwd=ROOT,
                 # Torch reads this when imported; with more than 1 it would start threads.
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", ROOM: _ROOM_TEXT},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[child_end.fileno()],
                 start_new_session=True,
@@ -158,13 +183,14 @@ class ForkServer:
         cwd: Path,
         files: tuple[int, int, int],
         tears_down: bool = False,
+        num_ranks: int = 0,
+        network: str = "",
     ) -> Forked:
         """Start a process; the files are its standard input, output and error."""
-        message = pickle.dumps(Start(tuple(argv), dict(env), str(cwd), tears_down))
-        assert len(message) < _MAX_MESSAGE_BYTES
+        start = Start(tuple(argv), dict(env), str(cwd), tears_down, num_ranks, network)
         with self._lock:
             with contextlib.suppress(ConnectionError):  # then _answer() raises
-                socket.send_fds(self._requests, [message], list(files))
+                send_start(self._requests, start, files)
             pid = self._answer()
         return Forked(self, pid)
 
@@ -215,6 +241,21 @@ def fork_server() -> ForkServer:
     return server
 
 
+def send_start(requests: socket.socket, start: Start, files: Sequence[int]) -> None:
+    """Send a request, with what are to be standard input, output and error."""
+    message = pickle.dumps(start)
+    assert len(message) < _MAX_MESSAGE_BYTES
+    socket.send_fds(requests, [message], list(files))
+
+
+def receive(requests: socket.socket) -> tuple[Any, list[int]]:
+    """Wait for a request and its files; end this process if there will be none."""
+    message, descriptors, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3)
+    if not message:
+        os._exit(0)
+    return pickle.loads(message), descriptors
+
+
 def find_launch() -> None:
     """Make procpipe.launch importable if procpipe is not installed: it is the folder launch/."""
     import procpipe
@@ -223,13 +264,15 @@ def find_launch() -> None:
         procpipe.__path__.append(str(ROOT))
 
 
+def end_with_parent() -> None:
+    """Make the kernel kill this process when the one that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
     """Answer requests until there are no more; in each child, return its request and files."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3)
-        if not message:
-            os._exit(0)
-        request = pickle.loads(message)
+        request, descriptors = receive(requests)
         if isinstance(request, int):
             answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
         elif isinstance(request, tuple):
@@ -246,6 +289,7 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
         else:
             answer = os.fork()
             if answer == 0:
+                end_with_parent()
                 requests.close()
                 return request, descriptors
             for descriptor in descriptors:
@@ -268,90 +312,18 @@ def _load(names: Sequence[str]) -> None:
     gc.freeze()  # so that no child writes to shared pages, which would copy them
 
 
-def _become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Set this child up like a new interpreter; return its main code and its globals."""
-    os.setsid()
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    if os.isatty(1):
-        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-    os.chdir(start.cwd)
-    os.environ.clear()
-    os.environ.update(start.env)
-    _open_standard_files()
-    if "PYTHONFAULTHANDLER" in start.env:
-        faulthandler.enable()
-    main = types.ModuleType("__main__")
-    if start.argv[0] in ("-c", "-m"):
-        sys.argv = ["-c", *start.argv[2:]]
-        sys.path[0] = ""
-        text = start.argv[1]
-        if start.argv[0] == "-m":
-            text = f"import runpy; runpy.run_module({text!r}, run_name='__main__', alter_sys=True)"
-        code = compile(text, "<string>", "exec")
-    else:
-        sys.argv = [*start.argv]
-        sys.path[0] = str(Path(start.argv[0]).parent)
-        main.__file__ = start.argv[0]
-        code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
-    sys.modules["__main__"] = main
-    return code, vars(main)
-
-
-def _open_standard_files() -> None:
-    """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    streams = {
-        "stdin": os.fdopen(0, closefd=False),
-        "stdout": io.TextIOWrapper(
-            os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False),
-            line_buffering=os.isatty(1),
-            write_through=is_unbuffered,
-        ),
-        "stderr": os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False),
-    }
-    for name, stream in streams.items():
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-class End:
-    """The last exit function of a child: ends the process before the modules are freed."""
-
-    def __init__(self) -> None:
-        self._code: int | None = None
-        # Exit functions run in reverse order.
-        atexit.register(self._end_now)
-
-    def run(self, code: types.CodeType, names: dict[str, Any], *, tears_down: bool) -> None:
-        """Run a main module, and store the exit code of its process."""
-        try:
-            exec(code, names)
-            ending = 0
-        except SystemExit as end:
-            ending = end.code if isinstance(end.code, int) else int(end.code is not None)
-            raise
-        except KeyboardInterrupt:
-            tears_down = True  # Python then ends by that signal
-            raise
-        except BaseException:
-            ending = 1
-            raise
-        finally:
-            self._code = None if tears_down else ending
-
-    def _end_now(self) -> None:
-        if self._code is not None:
-            for file in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    file.flush()
-            os._exit(self._code & 0xFF)
-
-
 if __name__ == "__main__":
+    from tests.dist.forked_child import End, become, enter
+
     end = End()
     _load(IMPORTS)
     find_launch()
+    from tests.dist.launchers import fork_ranks, name_methods_fast
+
+    name_methods_fast()
     start, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
-    end.run(*_become(start, descriptors), tears_down=start.tears_down)
+    if start.network:
+        enter(start.network)
+    if start.num_ranks:
+        start, descriptors = fork_ranks(start, descriptors)
+    end.run(*become(start, descriptors), tears_down=start.tears_down)

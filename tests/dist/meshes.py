@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from procpipe import Stage
+from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import assert_same
@@ -91,11 +92,9 @@ def stage_in(bare, mesh, name, model, balance, **options):
     """Return a stage of the pipeline that this rank is in."""
     ranks = tuple(mesh["pp"].mesh.tolist())
     world = World(
-        rank=ranks.index(bare.rank),
-        num_ranks=len(ranks),
-        store=dist.PrefixStore(f"{name} {ranks}", bare.store),
-        device=bare.device,
-        numbers=ranks,
+        Grid(ranks.index(bare.rank), len(ranks), numbers=ranks),
+        [bare.devices[rank] for rank in ranks],
+        dist.PrefixStore(f"{name} {ranks}", bare.store),
         timeout_s=bare.timeout_s,
     )
     return Stage(copy.deepcopy(model), balance, world=world, **options)
@@ -121,7 +120,7 @@ def failing_all(stage, name):
         yield
         stage.close()
     except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {stage._world.job_rank}")
+        error.add_note(f"in the case {name!r} on rank {stage._world.grid.job_rank}")
         stage._calls.fail("the test", error)
         raise
 

@@ -12,9 +12,9 @@
                         <-- Outcome -----------   closes the World
       no outcome in time: stop all, SIGABRT all, continue all: faulthandler writes every stack
 
-Processes start when first needed and are used again; if a process dies or hangs, the whole pool is
-replaced. They are forks of one process that has imported torch (tests/dist/forks.py): the import
-would take each of them a second or two.
+Processes start when first needed and are used again. If one dies, it is replaced, and on GPUs all
+are; so they are if a run hangs or is interrupted. They are forks of one process that has imported
+torch (tests/dist/forks.py): the import would take each of them a second or two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.dist.devices import devices_of_ranks
+from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.forks import fork_server
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Job
@@ -91,7 +91,7 @@ class Pool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="procpipe-pool-")
         self._store: dist.TCPStore | None = None
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}  # by rank
         self._num_started = 0
         self._num_runs = 0
 
@@ -104,39 +104,42 @@ class Pool:
             self._num_runs += 1
             devices = devices_of_ranks(num_ranks)
             job = Job(self._num_runs, devices, call, timeout_s, world_timeout_s, world)
-            outcomes = self._run(job, self._workers[:num_ranks])
+            outcomes = self._run(job, [self._workers[rank] for rank in range(num_ranks)])
         except BaseException:
             # Also after an interrupt or a test's own time limit: the workers may still run this
             # job, so the next test needs new ones.
             self._discard()
             raise
-        if any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes):
-            self._discard()
+        dead = [o.rank for o in outcomes if o.error and o.error.type == "ProcessDied"]
+        if dead and is_on_gpus():
+            self._discard()  # what the others have on a GPU may depend on the dead process
+        for rank in dead if self._workers else ():
+            self._workers.pop(rank).end(0.0)
         return outcomes
 
     def close(self) -> None:
         """End all processes."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.pipe.close()
         self._discard(grace_s=5.0)
         self._folder.cleanup()
 
     def pids(self) -> list[int]:
         """Return the process ids of the running workers, rank by rank."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for _, worker in sorted(self._workers.items())]
 
     def _grow(self, num_ranks: int) -> None:
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if any(worker.process.poll() is not None for worker in self._workers.values()):
             self._discard()
         if self._store is None:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        new = range(len(self._workers), num_ranks)
+        new = [rank for rank in range(num_ranks) if rank not in self._workers]
         for rank in new:
             path = Path(self._folder.name, f"worker{self._num_started}")
             self._num_started += 1
-            self._workers.append(Worker(rank, self._store.port, path))
+            self._workers[rank] = Worker(rank, self._store.port, path)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         for rank in new:
             worker = self._workers[rank]
@@ -171,9 +174,9 @@ class Pool:
         return Outcomes(outcomes[worker.rank] for worker in workers)
 
     def _discard(self, grace_s: float = 0.0) -> None:
-        workers, self._workers = self._workers, []
+        workers, self._workers = self._workers, {}
         self._store = None
-        for worker in workers:
+        for worker in workers.values():
             worker.end(grace_s)
 
 

@@ -6,7 +6,8 @@
     done = run_forked(ROOT / "examples/train_digits.py", num_ranks=2, args=["--epochs", "1"])
 
 The second starts several times faster, for tests of what a script computes: it has no launcher, and
-its processes have imported torch before (tests/dist/forks.py), as torchrun itself has in the first.
+its processes have imported torch before (tests/dist/forks.py), as torchrun itself has in the first,
+and with ``num_forked`` its ranks.
 
 The processes of a job are found by a token in their environment, since torchrun gives each rank
 its own session (and so its own process group), and those of a fork by its session. None outlives
@@ -97,6 +98,7 @@ def run_script(
     timeout_s: float = 90.0,
     env: Mapping[str, str] | None = None,
     launcher_args: Sequence[str] = (),
+    num_forked: int = 0,
 ) -> Completed:
     """Run a script to its end, in an empty working directory that is removed afterwards.
 
@@ -107,6 +109,8 @@ def run_script(
         timeout_s: hard limit.
         env: added to the environment, which has ``OMP_NUM_THREADS=1``.
         launcher_args: more arguments of torchrun.
+        num_forked: how many of the ranks that torchrun starts are forks, the first ones; they
+            start several times faster. None on GPUs.
 
     Raises:
         RanksHungError: the time limit has passed; holds the output and the stacks of all threads
@@ -115,7 +119,9 @@ def run_script(
     with _script_in_a_folder(path_or_code) as (script, cwd, folder):
         launcher = [] if nproc is None else [*TORCHRUN, f"--nproc-per-node={nproc}"]
         argv = [*launcher, *launcher_args, script, *args]
-        return _run(argv, cwd, folder, timeout_s, dict(env or {}), is_fork=nproc is not None)
+        num_forked = 0 if is_on_gpus() else num_forked
+        is_fork = nproc is not None
+        return _run(argv, cwd, folder, timeout_s, dict(env or {}), num_forked, is_fork=is_fork)
 
 
 def run_forked(
@@ -210,6 +216,7 @@ def _run(
     folder: Path,
     timeout_s: float,
     env: dict[str, str],
+    num_forked: int,
     *,
     is_fork: bool,
 ) -> Completed:
@@ -222,7 +229,7 @@ def _run(
         process: Forked | subprocess.Popen[bytes]
         if is_fork:
             files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-            process = fork_server().start(argv, env=env, cwd=cwd, files=files)
+            process = fork_server().start(argv, env=env, cwd=cwd, files=files, num_ranks=num_forked)
         else:
             argv = [sys.executable, *argv]
             process = subprocess.Popen(

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore
 
 from procpipe import Stage
 from procpipe.data.microbatch import gather, scatter, scatter_like
+from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
@@ -35,11 +36,9 @@ MODES = ("always", "except_last", "never")
 def world_of(bare: BareWorld, name: str) -> World:
     """Return a new world for one case."""
     return World(
-        rank=bare.rank,
-        num_ranks=bare.num_ranks,
-        store=PrefixStore(name, bare.store),
-        device=bare.device,
-        devices=bare.devices,
+        Grid(bare.rank, bare.num_ranks),
+        bare.devices,
+        PrefixStore(name, bare.store),
         timeout_s=bare.timeout_s,
     )
 

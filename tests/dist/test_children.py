@@ -72,50 +72,62 @@ CHILDREN_END = """
     from torch import nn
     from procpipe import Stage
 
-    how, size, transport = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    hows, size, transport = sys.argv[1].split(), int(sys.argv[2]), sys.argv[3]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     balance = [1, 1] if "RANK" in os.environ else [2]
     options = {"transport": transport} if "RANK" in os.environ else {}
     stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss, **options)
-    losses = []
-    for step in range(3):
+
+    def end(how):
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "close":
+            stage.close()
+        if how == "call":
+            stage.step(torch.ones(size, 4), torch.zeros(size, 4))
+        sys.exit(0)
+
+    losses, codes = [], []
+    for how in (None, *hows, None):
         losses.append(float(stage.step(torch.ones(size, 4), torch.zeros(size, 4))))
-        if step != 1:
+        if how is None:
             continue
         pid = os.fork()
         if pid == 0:
-            if how == "raise":
-                raise ValueError("boom")
-            if how == "close":
-                stage.close()
-            if how == "call":
-                stage.step(torch.ones(size, 4), torch.zeros(size, 4))
-            sys.exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            end(how)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     if stage.rank == 0:
-        print(code, losses[0] == losses[1] == losses[2])
+        print(*codes, set(losses) == {losses[0]})
 """
+
+#: How the children end, each after a step of its own, and their exit codes.
+HOWS = {"exit": 0, "raise": 1, "close": 0, "call": 1}
+
+
+def check_children(hows, transport, **options):
+    size = 8 * 2 * INLINE_BYTES // 16
+    args = [" ".join(hows), str(size), transport]
+    done = run_forked(CHILDREN_END, num_ranks=2, args=args, **options).check()
+
+    assert done.stdout == " ".join(str(HOWS[how]) for how in hows) + " True\n"
+    # Each rank's traceback has it in the source line and in the message.
+    assert done.stderr.count("boom") == (4 if "raise" in hows else 0)
+    assert done.stderr.count("ValueError") == (4 if "raise" in hows else 0)
+    assert done.stderr.count("that one can use its stage") == (2 if "call" in hows else 0)
+    num_failed = sum(HOWS[how] for how in hows)
+    assert done.stderr.count("Traceback (most recent call last)") == 2 * num_failed, done.stderr
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize(("how", "code"), [("exit", 0), ("raise", 1), ("close", 0), ("call", 1)])
-def test_a_child_of_each_rank_ends(how, code, transport):
-    size = 8 * 2 * INLINE_BYTES // 16
-    # Only gloo has threads and transfers of native code when the modules are freed.
-    done = run_forked(
-        CHILDREN_END,
-        num_ranks=2,
-        args=[how, str(size), transport],
-        tears_down=transport == "gloo" or how == "exit",
-    ).check()
+def test_a_child_of_each_rank_ends(transport):
+    check_children([*HOWS], transport)
 
-    assert done.stdout == f"{code} True\n"
-    # Each rank's traceback has it in the source line and in the message.
-    assert done.stderr.count("boom") == (4 if how == "raise" else 0)
-    assert done.stderr.count("ValueError") == (4 if how == "raise" else 0)
-    assert ("that one can use its stage" in done.stderr) == (how == "call")
-    assert done.stderr.count("Traceback (most recent call last)") == 2 * code, done.stderr
+
+@pytest.mark.parametrize(("transport", "hows"), [("shm", ["exit"]), ("gloo", ["exit", "close"])])
+def test_a_child_frees_all_modules_at_its_end(transport, hows):
+    """Only gloo has threads then, and transfers of native code unless the stage is closed."""
+    check_children(hows, transport, tears_down=True)
 
 
 def test_a_child_cannot_use_the_stage_without_a_launcher():
@@ -297,5 +309,5 @@ def test_a_killed_rank_is_reported_while_its_child_lives(ranks, n, fork, size, t
     for outcome in outcomes[:-1]:
         assert isinstance(outcome.error, Failure), str(outcome)
         assert outcome.error.type == "PeerLostError", str(outcome)
-        assert f"rank {n - 1} ended without a word" in outcome.error.text, str(outcome)
+        assert f"rank {n - 1} ended without a message" in outcome.error.text, str(outcome)
         assert outcome.duration_s < SOON_S, str(outcome)

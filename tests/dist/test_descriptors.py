@@ -133,7 +133,7 @@ assert counts[1:] == [counts[1]] * (len(counts) - 1), counts
 def test_stages_in_turn_leave_no_open_file_under_a_launcher():
     """Each stage has its own connection to the launcher's store."""
     scripts = [STAGES_IN_TURN.format(num_stages=12, fails=fails) for fails in (False, True)]
-    run_script("".join(scripts), nproc=2).check()
+    run_script("".join(scripts), nproc=2, num_forked=2).check()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])

@@ -449,7 +449,7 @@ def test_a_rank_is_killed(ranks, n, origin, when, seen):
     outcomes = ranks(n).run(is_killed, origin, when)
 
     assert outcomes[origin].error.type == "ProcessDied"
-    check_lost(outcomes, origin, f"rank {origin} ended without a word", "out of memory?")
+    check_lost(outcomes, origin, f"rank {origin} ended without a message", "out of memory?")
     for rank in set(range(n)) - {origin}:
         assert outcomes[rank].error.type == "PeerLostError"
         assert re.search(f"it was last seen {seen}", outcomes[rank].error.text), outcomes[rank]
@@ -461,7 +461,7 @@ def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks, origin, tran
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
-    check_lost(outcomes, origin, f"rank {origin} ended without a word", seen)
+    check_lost(outcomes, origin, f"rank {origin} ended without a message", seen)
 
 
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 0), (3, 1), (3, 2), (4, 3)])
@@ -767,7 +767,7 @@ def world_store(world):
 @pytest.mark.parametrize(
     ("when", "origin", "words"),
     [
-        ("start", 1, r"rank [02] waited 0\.5 s in vain for rank 1 to start"),
+        ("start", 1, r"rank [02] waited 0\.5 s, but rank 1 did not start"),
         ("later", 0, r"rank [12] has waited 0\.5 s for the order for step\(\) from rank 0"),
         ("later", 1, r"rank [02] has waited 0\.5 s for \w+ from stage 1 \(rank 1\)"),
     ],

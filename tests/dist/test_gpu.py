@@ -231,7 +231,7 @@ def test_a_killed_rank_on_a_shared_gpu_ends_the_others() -> None:
     # Without a launcher, which may end rank 0 before it has noticed.
     done = run_forked(KILLED, num_ranks=2)
     assert done.returncode != 0
-    assert "rank 1 ended without a word" in done.stderr
+    assert "rank 1 ended without a message" in done.stderr
     assert set(os.listdir("/dev/shm")) == before
 
 

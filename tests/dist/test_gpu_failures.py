@@ -99,7 +99,7 @@ def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks: Any, origin:
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
 
     seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
-    check_lost(outcomes, origin, f"rank {origin} ended without a word", seen)
+    check_lost(outcomes, origin, f"rank {origin} ended without a message", seen)
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
@@ -117,7 +117,7 @@ def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
     failure = outcomes[origin].error
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
-    check_lost(outcomes, origin, f"rank {origin}{place} ended without a word")
+    check_lost(outcomes, origin, f"rank {origin}{place} ended without a message")
 
 
 class NeverEnds(nn.Linear):
@@ -255,4 +255,4 @@ def test_a_rank_is_terminated_while_the_device_has_queued_work(origin: int) -> N
 
     assert done.returncode != 0
     assert not done.left_behind
-    assert f"because rank {origin} ended without a word" in done.stderr
+    assert f"because rank {origin} ended without a message" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from procpipe import RecomputeError, RemoteStageError
 from procpipe.skip import pop, skippable, stash
+from tests.cases import pairs
 from tests.dist.stages import (
     MODES,
     Do,
@@ -61,6 +63,8 @@ CHANGES = (
     change_item,
     change_into,
 )
+
+STYLES = ("step", "backward")
 
 #: Layers before the one that changes the input: none, a view, a view of a view.
 BEFORE = {"first": [], "after a view": ["view"], "after two": ["view", "rows"]}
@@ -114,24 +118,22 @@ def outcome(bare, name, model, balance, mode, style):
     return "same", ""
 
 
-def outcomes_of_changes(bare, mode, style):
+def outcomes_of_changes(bare, modes):
     found: dict[str, Any] = {}
-    for at_stage in range(bare.num_ranks):
-        for change in CHANGES:
-            for before in BEFORE:
-                if before == "after two" and change is change_view:
-                    continue  # the view has another first dimension; otherwise the same case
-                name = f"{change.__name__} {before}, stage {at_stage}"
-                model, balance = model_that_changes(change, before, at_stage, bare.num_ranks)
-                found[name] = outcome(bare, name, model, balance, mode, style)
+    changes = product(range(bare.num_ranks), CHANGES)
+    for (at_stage, change), before, mode, style in pairs(changes, BEFORE, modes, STYLES):
+        if before == "after two" and change is change_view:
+            continue  # the view has another first dimension; otherwise the same case
+        name = f"{change.__name__} {before}, {mode} {style}, stage {at_stage}"
+        model, balance = model_that_changes(change, before, at_stage, bare.num_ranks)
+        found[name] = outcome(bare, name, model, balance, mode, style)
     return found
 
 
-@pytest.mark.parametrize("style", ["step", "backward"])
-@pytest.mark.parametrize("mode", ["always", "except_last"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ranks, mode, style):
-    by_rank = ranks(num_ranks).run(outcomes_of_changes, mode, style, world=False).values()
+def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ranks):
+    modes = ("always", "except_last")
+    by_rank = ranks(num_ranks).run(outcomes_of_changes, modes, world=False).values()
     assert len(by_rank[0]) == num_ranks * 17
     for name in by_rank[0]:
         at_stage = int(name[-1])
@@ -142,10 +144,10 @@ def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ran
             assert "layer 'change' (Do) changed its partition's input in place" in text, name
 
 
-@pytest.mark.parametrize("style", ["step", "backward"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_changes_without_recomputation_equal_the_plain_model(ranks, num_ranks, style):
-    by_rank = ranks(num_ranks).run(outcomes_of_changes, "never", style, world=False).values()
+def test_changes_without_recomputation_equal_the_plain_model(ranks, num_ranks):
+    by_rank = ranks(num_ranks).run(outcomes_of_changes, ("never",), world=False).values()
+    assert len(by_rank[0]) == num_ranks * 17
     for name in by_rank[0]:
         for found in by_rank:
             result, text = found[name]
@@ -166,33 +168,32 @@ class InPlaceInside(nn.Module):
         return self.act(x[:, :])
 
 
-def outcomes_of_modules(bare, mode, style):
+def outcomes_of_modules(bare):
     """Modules with ``inplace=True`` at the start of a stage change copies where necessary."""
     found: dict[str, Any] = {}
-    for at_stage in range(bare.num_ranks):
-        for first in (
-            lambda: nn.ReLU(inplace=True),
-            lambda: nn.Sequential(nn.Flatten(), nn.LeakyReLU(0.1, inplace=True)),
-            InPlaceInside,
-            lambda: nn.Dropout(0.0, inplace=True),
-        ):
-            layers: list[nn.Module] = []
-            balance = []
-            for j in range(bare.num_ranks):
-                own = [*([first()] if j == at_stage else []), nn.Linear(4, 4)]
-                layers += own
-                balance.append(len(own))
-            name = f"{len(found)}, stage {at_stage}"
-            model = nn.Sequential(*layers).double()
-            found[name] = outcome(bare, name, model, balance, mode, style)
+    modules = (
+        lambda: nn.ReLU(inplace=True),
+        lambda: nn.Sequential(nn.Flatten(), nn.LeakyReLU(0.1, inplace=True)),
+        InPlaceInside,
+        lambda: nn.Dropout(0.0, inplace=True),
+    )
+    starts = product(range(bare.num_ranks), modules)
+    for (at_stage, first), mode, style in pairs(starts, MODES, STYLES):
+        layers: list[nn.Module] = []
+        balance = []
+        for j in range(bare.num_ranks):
+            own = [*([first()] if j == at_stage else []), nn.Linear(4, 4)]
+            layers += own
+            balance.append(len(own))
+        name = f"{len(found)}, {mode} {style}, stage {at_stage}"
+        model = nn.Sequential(*layers).double()
+        found[name] = outcome(bare, name, model, balance, mode, style)
     return found
 
 
-@pytest.mark.parametrize("style", ["step", "backward"])
-@pytest.mark.parametrize("mode", MODES)
-def test_modules_with_inplace_may_begin_any_stage(ranks, mode, style):
-    for found in ranks(3).run(outcomes_of_modules, mode, style, world=False).values():
-        assert len(found) == 12
+def test_modules_with_inplace_may_begin_any_stage(ranks):
+    for found in ranks(3).run(outcomes_of_modules, world=False).values():
+        assert len(found) == 3 * 4 * len(MODES)
         assert set(found.values()) == {("same", "")}
 
 

@@ -85,7 +85,7 @@ def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
     dp = mesh["dp"].get_local_rank()
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
     with failing_all(stage, name):
-        for step, size in enumerate((4, 3, 5, 1)):
+        for step, size in enumerate((4, 1, 5)):
             parts = [make_batch(size, 2 * step + k) for k in range(mesh["dp"].size())]
             losses = [plain_loss(plain(input), target) for input, target in parts]
             torch.stack(losses).mean().backward()

@@ -272,7 +272,8 @@ def check_random_layers(bare, balance):
         options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
         options["loss_fn"] = F.cross_entropy
         with stage_of(bare, f"{kind} {mode} {schedule}", plain, balance, **options) as stage:
-            for style in ("step", "forward", "step"):
+            # The outputs of the third mini-batch of a stage are not compared with digests.
+            for style in ("step", "forward", "step")[: 3 if schedule == "gpipe" else 2]:
                 what = f"{kind} {mode} {schedule} {style}"
                 plain.zero_grad()
                 stage.zero_grad()
@@ -530,13 +531,13 @@ def check_clipping(bare, balance, schedule="gpipe"):
             assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
             norm_types: Any = (2.0, 1.0, math.inf, 3.5, 0.0, "inf")
             for norm_type in norm_types:
-                for max_norm in (1e-3, 1e6):
-                    plain.zero_grad()
-                    stage.zero_grad()
-                    plain_step(
-                        plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=in_order
-                    )
-                    stage.step(given, target)
+                plain.zero_grad()
+                stage.zero_grad()
+                plain_step(
+                    plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=in_order
+                )
+                stage.step(given, target)
+                for max_norm in (1e6, 1e-3):  # the first leaves the gradients as they are
                     expected = torch.nn.utils.clip_grad_norm_(
                         plain.parameters(), max_norm, norm_type
                     )

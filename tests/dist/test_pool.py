@@ -32,6 +32,10 @@ def exchange(world):
     return int(world.store.get(f"from {source}"))
 
 
+def exchange_pid(world):
+    return os.getpid(), exchange(world)
+
+
 def store_has(world, key):
     return world.store.check([key])
 
@@ -205,17 +209,19 @@ def test_a_pool_has_a_limit(ranks):
         ranks(5)
 
 
-def test_a_killed_rank_is_reported_and_the_pool_is_replaced(ranks):
-    before = ranks(2).run(pid, world=False).values()
+def test_a_killed_rank_is_reported_and_replaced(ranks):
+    before = ranks(3).run(pid, world=False).values()
 
     outcomes = ranks(2).run(die_on, 1, signal.SIGKILL, world=False)
 
     assert outcomes[0].value == "fine"
     assert outcomes[1].error.type == "ProcessDied"
     assert outcomes[1].error.text == "the process of rank 1 was ended by SIGKILL"
-    after = ranks(2).run(pid, world=False).values()
-    assert not set(before) & set(after)
-    assert not any(map(psutil.pid_exists, before))
+    assert not psutil.pid_exists(before[1])
+    after = ranks(3).run(exchange_pid, world=False).values()
+    assert [pid for pid, _ in after] == [before[0], after[1][0], before[2]]
+    assert after[1][0] not in before
+    assert [found for _, found in after] == [10, 20, 0]
 
 
 def test_a_crash_is_reported_with_its_stack(ranks):

@@ -10,7 +10,7 @@ import contextlib
 import json
 import warnings
 from dataclasses import asdict
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -169,10 +169,9 @@ def train(
 
 
 def check_schedules(bare):
-    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"):
-        train(bare, 2, schedule)
-    for mode, loss in product(MODES, LOSSES):
-        train(bare, 2, "1f1b" if mode == "never" else "gpipe", mode, loss)
+    schedules = cycle(("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"))
+    for schedule, (mode, loss) in zip(schedules, product(MODES, LOSSES), strict=False):
+        train(bare, 2, schedule, mode, loss)
 
 
 def test_two_replicas_of_two_stages(ranks):
@@ -197,9 +196,12 @@ def test_all_replicas_run_the_plan_that_one_of_them_has_chosen(ranks):
 
 
 def check_shapes(bare):
+    cases = [("gpipe", "mean"), ("1f1b", "sum")]
     for replicas in range(2, bare.num_ranks + 1):
         if bare.num_ranks % replicas == 0 and bare.num_ranks // replicas in BALANCES:
-            for schedule, loss in (("gpipe", "mean"), ("1f1b", "sum")):
+            # Many processes take much time: there, one case for each number of replicas.
+            chosen = cases if bare.num_ranks < 6 else [cases[replicas // 2 % 2]]
+            for schedule, loss in chosen:
                 train(bare, replicas, schedule, loss=loss)
 
 
@@ -255,6 +257,38 @@ def check_no_sync(bare):
 
 def test_accumulation_adds_up_over_replicas_once(ranks):
     ranks(4).run(check_no_sync, world=False).values()
+
+
+class Reentrant(nn.Module):
+    """Two layers of one parameter, each recomputed in a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, input):
+        for _ in range(2):
+            input = torch.utils.checkpoint.checkpoint(self.inner, input, use_reentrant=True)
+        return input
+
+
+def check_reentrant(bare):
+    """Autograd adds twice to a gradient, which must not be added up after the first time."""
+    plain = nn.Sequential(nn.Embedding(7, 5), Reentrant(), nn.Linear(5, 7)).double()
+    for loss, first in product(LOSSES, ("step", "no_sync")):
+        plain.zero_grad()
+        loss_options, plain_loss = LOSSES[loss]
+        options = loss_options | {"replicas": 2, "chunks": 2, "checkpoint": "never"}
+        with stage_of(bare, f"{loss} {first}", plain, [1, 2], **options) as stage:
+            for step, size in enumerate((4, 4, 5, 3)):
+                input, target = make_batch(size, step)
+                plain_loss(plain(input), target).backward()
+                if first == "no_sync" and step == 0:
+                    with stage.no_sync():
+                        stage.step(input, target)
+                else:
+                    stage.step(input, target)
+                    assert_same_gradients(stage, plain, f"{loss} {first} step {step}")
 
 
 def check_own_loss(bare):
@@ -365,16 +399,16 @@ def check_buffers(bare):
 
 def check_shards_kept(bare):
     layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    world = world_of(bare, "kept")
-    stage = Stage(layers, [1, 1], replicas=2, loss_fn=F.mse_loss, world=world)
     loader = [(torch.randn(4, 3), torch.zeros(4, 2))]
 
-    def step_after_the_loop():
-        ((input, target),) = list(stage.batches(loader, sharded=True))
-        stage.step(input, target)
+    def steps_after_the_loop():
+        with stage_of(bare, "kept", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+            ((input, target),) = list(stage.batches(loader, sharded=True))
+            while True:  # rank 2 finds it; with GPUs, ranks 0 and 1 may end a step before they know
+                stage.step(input, target)
 
     with pytest.raises((RuntimeError, RemoteStageError)) as caught:
-        step_after_the_loop()
+        steps_after_the_loop()
     assert "used outside of the body of that loop" in str(caught.value)
 
 
@@ -425,8 +459,9 @@ def check_fetch_of_shares(bare):
     with pytest.raises((RemoteValueError, RemoteStageError)) as caught:
         fetch_all()
     assert "fetch() of a value that no rank has whole" in str(caught.value)
-    (target,) = fetched  # that of rank 0, which has no second one
-    assert torch.equal(target, torch.zeros(4, 2))
+    # Rank 0 has no second one. Its failure may reach another rank that still takes the first.
+    assert len(fetched) == 1 or (bare.rank > 0 and not fetched)
+    assert all(torch.equal(target, torch.zeros(4, 2)) for target in fetched)
 
 
 def check_loop_left(bare):
@@ -522,7 +557,13 @@ def check_unscale(bare):
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
         *(check_two_loops, check_sharded_on_some_ranks, check_fetch_of_shares),
-        *(check_loop_left, check_zeroed, check_nothing_counts, check_target_on_the_last_stage),
+        *(
+            check_reentrant,
+            check_loop_left,
+            check_zeroed,
+            check_nothing_counts,
+            check_target_on_the_last_stage,
+        ),
         check_unscale,
     ],
 )
@@ -795,7 +836,24 @@ def test_a_rank_of_a_replica_is_killed(ranks, n, origin, where):
 
     replica, stage = divmod(origin, n // 2)
     name = f"rank {origin} (stage {stage} of replica {replica})"
-    check_lost(outcomes, origin, f"{name} ended without a word")
+    check_lost(outcomes, origin, f"{name} ended without a message")
+
+
+def step_with_one_micro_batch(bare, folder):
+    options = {"replicas": 2, "trace": f"{folder}/run.json", "loss_fn": F.mse_loss}
+    with stage_of(bare, "one", nn.Sequential(nn.Linear(3, 3)), [1], **options) as stage:
+        for _ in range(2):  # in the first it is counted how often gradients are added to
+            stage.step(torch.ones(4, 3), torch.zeros(4, 3))
+
+
+def test_gradients_of_one_micro_batch_are_added_up_from_within_its_backward(ranks, tmp_path):
+    ranks(2).run(step_with_one_micro_batch, str(tmp_path), world=False).values()
+    *_, last = from_chrome(json.loads((tmp_path / "run.json").read_text())).steps
+
+    for rank in range(2):
+        (sum_,) = (one for one in last.sums if (one.rank, one.what) == (rank, "gradients 0"))
+        (ran,) = (ran for ran in last.tasks if ran.rank == rank and ran.task.kind == "B")
+        assert ran.start_s < sum_.start_s < ran.end_s
 
 
 def train_beside_other_pipelines(bare, origin):
@@ -817,7 +875,7 @@ def train_beside_other_pipelines(bare, origin):
 def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
     outcomes = ranks(2).run(train_beside_other_pipelines, 0, world=False)
 
-    check_lost(outcomes, 0, "rank 0 (stage 0 of replica 0) ended without a word")
+    check_lost(outcomes, 0, "rank 0 (stage 0 of replica 0) ended without a message")
 
 
 RESUMES = """

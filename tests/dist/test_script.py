@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.dist.report import RanksFailedError, RanksHungError
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import _wait_end, run_forked, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -79,6 +79,48 @@ def test_torchrun_starts_every_rank(tmp_path):
     done = run_script(script, nproc=2, args=["--lr=1"]).check()
 
     assert sorted(done.stdout.splitlines()) == ["0 2 ['--lr=1']", "1 2 ['--lr=1']"]
+
+
+def test_torchruns_first_ranks_can_be_forks():
+    """They differ from new processes in what they have imported, not in what /proc shows."""
+    code = """
+        import os, sys, time
+        from pathlib import Path
+        rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        shown = Path("/proc/self/environ").read_text().split("\\0")
+        assert {f"{name}={value}" for name, value in os.environ.items()} <= {*shown}
+        children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+        assert str(os.getpid()) in children and os.getsid(0) == os.getpid()
+        sys.stdout.write(f"{attempt} {rank} {'torch' in sys.modules} {sys.argv[1:]}\\n")
+        sys.stdout.flush()
+        if attempt == "0":
+            Path(rank).touch()
+            while not Path("0").exists() or not Path("1").exists():
+                time.sleep(0.01)
+            sys.exit("once")
+    """
+    restart = ["--max-restarts=1"]
+
+    done = run_script(code, nproc=2, args=["a"], launcher_args=restart, num_forked=2).check()
+
+    assert sorted(done.stdout.splitlines()) == [
+        *("0 0 True ['a']", "0 1 True ['a']", "1 0 False ['a']", "1 1 False ['a']")
+    ]
+    assert "once\n" in done.stderr
+
+
+def test_forks_that_torchrun_did_not_need_end_with_it():
+    code = """
+        import os
+        from pathlib import Path
+        for pid in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split():
+            print("pid", pid)
+    """
+
+    done = run_script(code, nproc=1, num_forked=3).check()
+
+    assert len(pids(done.stdout)) == 3
+    assert all(_wait_end(pid, 10.0) for pid in pids(done.stdout))
 
 
 def test_a_failure_is_reported():

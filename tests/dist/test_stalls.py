@@ -153,7 +153,7 @@ def plain_losses(num_stages, origin, num_samples):
 def reports_of(outcomes):
     """Return all reports of all ranks: the reported seconds, and the lines."""
     text = "".join(outcome.output for outcome in outcomes)
-    reports = re.split(r"procpipe: no progress for (\d+\.\d) s, says rank \d+\n", text)
+    reports = re.split(r"procpipe: no progress for (\d+\.\d) s, reported by rank \d+\n", text)
     return list(zip(map(float, reports[1::2]), reports[2::2], strict=True))
 
 
@@ -202,10 +202,10 @@ def test_a_stopped_rank_is_reported_and_continues(ranks, n, origin, where, num_s
         "layer": rf"in F1, layer '{2 * (origin % num_stages) + 1}' \(Acting\), for \d+\.\d s",
         "between": r"between calls, in the user's code, for \d+\.\d s",
     }[where]
-    stopped = r"; its process (\d+) is stopped \(kill -CONT \1 lets it go on\)"
+    stopped = r"; its process (\d+) is stopped \(kill -CONT \1 continues it\)"
     assert re.search(rf"{name(origin)}: {place}{stopped}", lines), lines
     # What waits for a device may have ended before its end is seen.
-    assert "goes on after" in lines or " s for its device, in transfers with" in lines
+    assert "continues after" in lines or " s for its device, in transfers with" in lines
 
 
 def test_a_rank_that_is_slow_in_a_layer_is_reported_with_the_layer(ranks):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import PrefixStore
 
 from procpipe import Stage
+from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from tests.dist.script import run_forked, run_script
 
@@ -74,6 +75,7 @@ for stage in (closed, used):
         sys.stdout.write(f"{type(error).__name__} {error}\\n")  # in one piece
 """),
         nproc=2,
+        num_forked=2,
     ).check()
 
     refused = "StageClosedError step() cannot run: the stage was closed"
@@ -89,10 +91,9 @@ def uses_another(bare, when):
         # As from torchrun's environment: pipelines meet in the order of their first calls.
         place = k if when == "later" else (k + bare.rank) % 2
         world = World(
-            rank=bare.rank,
-            num_ranks=bare.num_ranks,
-            store=PrefixStore(str(place), bare.store),
-            device=bare.device,
+            Grid(bare.rank, bare.num_ranks),
+            bare.devices,
+            PrefixStore(str(place), bare.store),
             number=k,
             timeout_s=bare.timeout_s,
         )
@@ -114,10 +115,9 @@ def use_in_turn(bare):
     pipelines = []
     for k in range(2):
         world = World(
-            rank=bare.rank,
-            num_ranks=bare.num_ranks,
-            store=PrefixStore(f"{k}", bare.store),
-            device=bare.device,
+            Grid(bare.rank, bare.num_ranks),
+            bare.devices,
+            PrefixStore(f"{k}", bare.store),
             number=k,
             timeout_s=bare.timeout_s,
         )
@@ -184,6 +184,7 @@ if attempt == "0" and RANK == 1:
 sys.stdout.write(f"rank {RANK} attempt {attempt} {stage.step(x, x).item() > 0}\\n")  # in one piece
 """),
         nproc=2,
+        num_forked=4,
         launcher_args=["--max-restarts=1"],
     ).check()
 
@@ -200,6 +201,7 @@ if RANK == 0:
 build().step(x, x)
 """),
         nproc=2,
+        num_forked=2,
     )
 
     assert done.returncode == 1
@@ -312,7 +314,7 @@ if RANK == 0:
         timeout_s=40,
     )
 
-    assert "rank 1 ended without a word before all ranks were connected" in done.stderr
+    assert "rank 1 ended without a message before all ranks were connected" in done.stderr
     assert "or its script ended" in done.stderr
 
 
@@ -359,8 +361,8 @@ stage.close()
 @pytest.mark.parametrize(
     ("differs", "words"),
     [
-        ('key_file("key", content=str(RANK) * 40)', "has another key"),
-        ('RANK == 1 or key_file("key")', "has a key, and this rank has none"),
+        ('key_file("key", content=str(RANK) * 40)', "was written with another key"),
+        ('RANK == 1 or key_file("key")', "was written with a key, and this rank has none"),
         ('key_file("key", mode=0o600 if RANK == 0 else 0o644)', "has mode 644"),
     ],
 )

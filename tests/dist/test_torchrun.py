@@ -1,4 +1,7 @@
-"""What a user sees of jobs that fail, under the real torchrun, and of jobs that succeed."""
+"""What a user sees of jobs that fail, under the real torchrun, and of jobs that succeed.
+
+One rank of the first job is a new process, the others are forks, which start faster.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def check_failed(done, origin, *words):
 
 
 def test_an_exception_in_a_layer():
-    done = run_script(job(layer='raise KeyError("boom")'), nproc=3)
+    done = run_script(job(layer='raise KeyError("boom")'), nproc=3, num_forked=2)
 
     note = "procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer '2' (Layer)"
     check_failed(done, 1, "KeyError: 'boom'", note)
@@ -71,21 +74,23 @@ def test_an_exception_in_a_layer():
 
 
 def test_an_exception_in_the_users_code_between_two_steps():
-    done = run_script(job(between='if RANK == ILL: raise ValueError("mine")'), nproc=2)
+    done = run_script(
+        job(between='if RANK == ILL: raise ValueError("mine")'), nproc=2, num_forked=2
+    )
 
     check_failed(done, 1, "ValueError: mine")
     assert "ValueError: mine" in root_cause(done.stderr)[1]
 
 
 def test_a_killed_rank():
-    done = run_script(job(layer="os.kill(os.getpid(), signal.SIGKILL)"), nproc=2)
+    done = run_script(job(layer="os.kill(os.getpid(), signal.SIGKILL)"), nproc=2, num_forked=2)
 
     check_failed(done, 1)
     assert "SIGKILL" in root_cause(done.stderr)[1]
 
 
 def test_a_rank_that_ends_early_with_exit_code_0():
-    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=2)
+    done = run_script(job(between="if RANK == ILL: sys.exit(0)"), nproc=2, num_forked=2)
 
     assert done.returncode == 1
     assert done.left_behind == ()

@@ -23,6 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from tests.dist.devices import seed_only_cpu
 from tests.dist.report import Failure, Outcome
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class BareWorld:
 def main() -> None:
     """Serve jobs until the pipe ends."""
     rank, port = map(int, sys.argv[1:3])
+    seed_only_cpu()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # So that nothing printed is lost when the process is killed.
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
@@ -145,19 +147,13 @@ def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
     devices = [torch.device(device) for device in job.devices]
     if devices[rank].type == "cuda":
         torch.cuda.set_device(devices[rank])
-    world_type: Any = BareWorld
-    if job.world:
-        from procpipe.job.world import World
+    store, timeout_s = dist.PrefixStore(f"run{job.number}", store), job.world_timeout_s
+    if not job.world:
+        return BareWorld(rank, len(devices), store, devices[rank], devices, timeout_s)
+    from procpipe.job.grid import Grid
+    from procpipe.job.world import World
 
-        world_type = World
-    return world_type(
-        rank=rank,
-        num_ranks=len(devices),
-        store=dist.PrefixStore(f"run{job.number}", store),
-        device=devices[rank],
-        devices=devices,
-        timeout_s=job.world_timeout_s,
-    )
+    return World(Grid(rank, len(devices)), devices, store, timeout_s=timeout_s)
 
 
 def _failure_of(error: BaseException) -> Failure:

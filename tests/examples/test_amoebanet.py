@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.models.amoebanet import FactorizedReduction, amoebanetd
+from tests.cases import for_each
 
 
 def small() -> nn.Sequential:
@@ -48,8 +49,8 @@ def test_each_cell_passes_on_its_output_and_its_own_first_state() -> None:
     ]
 
 
-@pytest.mark.parametrize("size", [(32, 32), (33, 47), (1, 2)])
-@pytest.mark.parametrize("is_training", [True, False])
+@for_each("size", [(32, 32), (33, 47), (1, 2)])
+@for_each("is_training", [True, False])
 def test_any_size_of_image_is_classified(size: tuple[int, int], is_training: bool) -> None:
     assert small().train(is_training)(torch.randn(2, 3, *size)).shape == (2, 5)
 

@@ -5,8 +5,6 @@ On the meta device, where 15.8 billion parameters take no memory.
 
 from __future__ import annotations
 
-import pytest
-import torch
 from torch import nn
 
 from examples.models.amoebanet import amoebanetd
@@ -14,13 +12,15 @@ from examples.models.gpt import gpt
 from examples.models.resnet import resnet101
 from examples.models.unet import unet
 from procpipe.skip import verify_skippables
+from tests.cases import for_each
+from tests.examples.shapes import shapes_only
 
 
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("num_convs", "base_channels", "expected", "num_layers"),
     [
         (5, 64, 232_687_328, 241),
@@ -32,14 +32,14 @@ def num_parameters(model: nn.Module) -> int:
     ],
 )
 def test_unet(num_convs: int, base_channels: int, expected: int, num_layers: int) -> None:
-    with torch.device("meta"):
+    with shapes_only():
         model = unet(5, num_convs, base_channels, in_channels=3, out_channels=1)
     verify_skippables(model)
     assert num_parameters(model) == expected
     assert len(model) == num_layers
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("num_cells", "num_filters", "expected", "num_layers"),
     [
         (18, 208, 81_505_540, 24),
@@ -51,7 +51,7 @@ def test_unet(num_convs: int, base_channels: int, expected: int, num_layers: int
     ],
 )
 def test_amoebanetd(num_cells: int, num_filters: int, expected: int, num_layers: int) -> None:
-    with torch.device("meta"):
+    with shapes_only():
         model = amoebanetd(1000, num_cells, num_filters)
     verify_skippables(model)
     assert num_parameters(model) == expected
@@ -59,7 +59,7 @@ def test_amoebanetd(num_cells: int, num_filters: int, expected: int, num_layers:
 
 
 def test_resnet101() -> None:
-    with torch.device("meta"):
+    with shapes_only():
         model = resnet101(1000)
     verify_skippables(model)
     assert num_parameters(model) == 44_549_160
@@ -68,7 +68,7 @@ def test_resnet101() -> None:
 
 def test_gpt() -> None:
     """The small GPT-2, which uses the embedding's weights as the head's, has 124,439,808."""
-    with torch.device("meta"):
+    with shapes_only():
         model = gpt(50_257, num_layers=12, d_model=768, num_heads=12, context=1_024)
     verify_skippables(model)
     assert num_parameters(model) == 124_439_808 + 50_257 * 768

@@ -8,17 +8,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.dist.forks import fork_server
 from tests.dist.script import run_forked
 
 ROOT = Path(__file__).parents[2]
 UNET = ROOT / "examples/unet_segmentation.py"
 RESNET = ROOT / "examples/resnet_split_size.py"
 
-UNET_ARGS = ["--steps", "36", "--evaluate-every", "12", "--batch-size", "4", "--chunks", "2"]
+UNET_ARGS = ["--steps", "18", "--evaluate-every", "6", "--batch-size", "4", "--chunks", "2"]
 RESNET_ARGS = ["--image-size", "32", "--batch-size", "4", "--split-size", "2", "--sweep", "4"]
 RESNET_ARGS += ["--repeats", "2"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawing_is_loaded():
+    """Import once what all examples here draw with."""
+    fork_server().load("matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
 def lines_of(done, picture):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.models.resnet import resnet101
+from tests.examples.shapes import shapes_only
 
 
 def test_the_size_and_channels_of_each_section() -> None:
     ends: dict[str, tuple[int, ...]] = {}
-    with torch.device("meta"):
+    with shapes_only():
         model = resnet101(10)
         x = torch.empty(2, 3, 224, 224)
     for name, layer in model.named_children():
@@ -25,10 +27,16 @@ def test_the_size_and_channels_of_each_section() -> None:
     ]
 
 
-def test_blocks_add_what_their_skip_tensors_carry() -> None:
-    """All sections, and blocks with and without projection, against the formula of a block."""
+@pytest.fixture(scope="module")
+def model() -> nn.Sequential:
+    """Return ResNet-101, which takes a while to initialize."""
     torch.manual_seed(0)
-    model = resnet101(5).eval()
+    return resnet101(5)
+
+
+def test_blocks_add_what_their_skip_tensors_carry(model: nn.Sequential) -> None:
+    """All sections, and blocks with and without projection, against the formula of a block."""
+    model.eval()
     x = image = torch.randn(1, 3, 33, 40)
     with torch.no_grad():
         for name in ("conv", "norm", "relu", "pool"):
@@ -50,7 +58,7 @@ def one_block(model: nn.Sequential, name: str, x: Tensor) -> Tensor:
     return F.relu(y + projection(x))
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    model = resnet101(5)
+def test_every_parameter_gets_a_gradient(model: nn.Sequential) -> None:
+    model.train().zero_grad()
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

@@ -19,6 +19,8 @@ from procpipe.job import board as board_module
 from procpipe.job.board import Board
 from tests.test_forks import in_child
 
+pytestmark = pytest.mark.dist
+
 #: Runs each line of code from its input, a JSON string, and prints the variable `answer`. It loads
 #: one file, not procpipe, so that it starts fast.
 WRITER = """
@@ -93,7 +95,7 @@ def test_another_process_reads_what_is_written(writer):
     assert new.facts == {"device": "cpu", "layers": ["a", "b"]}
     assert (new.call, new.task, new.layer, new.wait, new.reported_s) == ("", "", "", None, None)
     assert new.where().startswith("between calls, in the user's code, for 0.")
-    assert in_step.where().startswith("in step(), last heard of 0.")
+    assert in_step.where().startswith("in step(), last active 0.")
     assert (in_layer.task, in_layer.layer, in_layer.micro_batch) == ("F3", "b", 3)
     assert in_layer.where().startswith("in F3, b, for 0.")
     assert waiting.wait is not None

@@ -61,8 +61,8 @@ STUCK_AFTER_S, LEFT_AFTER_S = device_waits._STUCK_AFTER_S, device_waits._LEFT_AF
 @pytest.fixture
 def watched(monkeypatch):
     """Return a function that makes a mesh of rank 0, a device and rank 1's socket."""
-    monkeypatch.setattr(device_waits, "_LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(device_waits, "_STUCK_AFTER_S", 0.1)
+    monkeypatch.setattr(device_waits, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(device_waits, "_STUCK_AFTER_S", 0.03)
     with contextlib.ExitStack() as stack:
 
         def make(timeout_s=60.0, stall_timeout_s=60.0, reports=None):
@@ -94,12 +94,12 @@ def failure(story, *, is_lost=False):
         (failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
         (frame(3, b"x" * 1000) + failure("boom"), RemoteStageError, r"^rank 1 failed:\nboom$"),
         (failure("it is gone", is_lost=True), PeerLostError, r"^rank 1 failed:\nit is gone$"),
-        (None, PeerLostError, r"rank 1 ended without a word"),
+        (None, PeerLostError, r"rank 1 ended without a message"),
         (frame(GOODBYE), PeerLostError, r"rank 1 has left the pipeline .* its device, in transfer"),
     ],
 )
 def test_a_wait_for_the_device_ends_when_a_peer_fails(watched, frames, error, words, monkeypatch):
-    monkeypatch.setattr(device_waits, "_LEFT_AFTER_S", 0.2)
+    monkeypatch.setattr(device_waits, "_LEFT_AFTER_S", 0.06)
     _, device, peer = watched()
     start_s = time.monotonic()
 
@@ -160,14 +160,14 @@ def test_a_wait_without_transfers_is_not_ended(watched):
     device.peers = []
     peer.close()
 
-    time.sleep(0.4)  # in native code, for longer than the watch needs
+    time.sleep(0.15)  # in native code, for longer than the watch needs
 
     assert not device._free.acquire(blocking=False)
 
 
 def test_stalls_are_reported_and_end_after_the_timeout(watched):
     reports = Recorder()
-    _, device, _ = watched(timeout_s=0.5, stall_timeout_s=0.1, reports=reports)
+    _, device, _ = watched(timeout_s=0.3, stall_timeout_s=0.05, reports=reports)
 
     with pytest.raises(
         WaitTimeoutError, match=r"rank 0 has waited \d\.\d s for its device, in tran"
@@ -183,7 +183,7 @@ def test_after_close_nothing_is_raised(watched):
     mesh.close()
     peer.close()
 
-    time.sleep(0.4)  # as above
+    time.sleep(0.15)  # as above
 
     assert not device._free.acquire(blocking=False)
 

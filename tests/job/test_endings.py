@@ -51,8 +51,8 @@ def test_a_victim_among_replicas_is_named_by_replica_and_stage(board):
         ),
         (RemoteStageError(1, ""), "procpipe: rank 2 ends, because rank 1 failed"),
         (
-            PeerLostError(1, "rank 1 ended without a word"),
-            "procpipe: rank 2 ends, because rank 1 ended without a word",
+            PeerLostError(1, "rank 1 ended without a message"),
+            "procpipe: rank 2 ends, because rank 1 ended without a message",
         ),
         (
             DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
@@ -100,6 +100,18 @@ def test_the_rank_that_failed_prints_its_traceback(board, monkeypatch, capfd, ra
     assert capfd.readouterr().err == ""
 
 
+def test_an_interrupt_during_the_report_does_not_replace_it(board, monkeypatch, capfd):
+    """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
+        print_victims_briefly(2, board)
+        sys.excepthook(ValueError, ValueError("mine"), None)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_prints_the_place_of_the_rank(board, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", lambda *args: None)
     print_victims_briefly(2, board)
@@ -124,6 +136,7 @@ def test_a_victim_that_trains_in_a_thread_prints_one_line(board, monkeypatch, ca
     assert [args.exc_value for args in raised] == [own_error]
 
 
+@pytest.mark.dist
 def test_a_forked_child_is_no_victim(board, monkeypatch, capfd):
     raised = []
     monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
@@ -156,6 +169,7 @@ subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_sessio
 """
 
 
+@pytest.mark.dist
 def test_a_worker_ends_with_its_launcher():
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None

@@ -23,6 +23,7 @@ from procpipe.job.pinning import (
     table,
 )
 from procpipe.job.topology import Core, Device, Topology
+from tests.cases import for_each
 
 ROOT = Path(__file__).parents[2]
 FIRST_CPU = min(os.sched_getaffinity(0))
@@ -59,7 +60,7 @@ def drawn(found: list[ProcessPlace], num_cpus: int) -> str:
     return "".join(owner.get(cpu, ".") for cpu in range(num_cpus))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cores_of_node", "num_processes", "expected"),
     [
         ((4,), 1, "0000"),
@@ -84,7 +85,7 @@ def test_without_gpus_the_nodes_are_divided(cores_of_node, num_processes, expect
     assert drawn(found, sum(cores_of_node)) == expected.replace(" ", "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cores_of_node", "nodes_of_gpus", "expected"),
     [
         ((4, 4), (0, 1), "0000 1111"),
@@ -114,7 +115,7 @@ def test_the_cpus_of_a_core_stay_together():
     assert {place.num_cores for place in found} == {1}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kinds", "num_processes", "expected"),
     [
         ("00001111", 2, "00110011"),
@@ -170,7 +171,7 @@ def test_small_hosts_are_divided_evenly():
                     assert num_cores <= fewest, case
 
 
-@pytest.mark.parametrize("num_nodes", range(2, 9))
+@for_each("num_nodes", range(2, 9))
 def test_fewer_processes_than_nodes_take_whole_nodes(num_nodes):
     for num_processes in range(1, num_nodes):
         topology = host(*[3] * num_nodes)

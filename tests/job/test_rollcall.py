@@ -11,7 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job.grid import Grid
 from procpipe.job.rollcall import Notes, agree_on_round, process_start_s
+from tests.cases import for_each
 
 
 class Rank:
@@ -27,7 +29,9 @@ class Rank:
     def _run(self):
         store, rank, num_ranks, timeout_s, check = self._arguments
         try:
-            self.name = agree_on_round(store, rank, num_ranks, timeout_s=timeout_s, check=check)
+            self.name = agree_on_round(
+                store, Grid(rank, num_ranks), timeout_s=timeout_s, check=check
+            )
         except BaseException as error:
             self.error = error
 
@@ -75,8 +79,8 @@ def wait_list(store, num_ranks):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 2, 3), (4, 2, 4)])
-@pytest.mark.parametrize("is_reversed", [False, True])
+@for_each("sizes", [(2, 2, 2), (2, 3, 2, 3), (4, 2, 4)])
+@for_each("is_reversed", [False, True])
 def test_each_round_has_its_own_name_in_a_store_with_old_values(sizes, is_reversed):
     store = HashStore()
     names = []
@@ -103,7 +107,7 @@ def test_the_timeout_error_names_the_missing_ranks():
 
     assert isinstance(missing.error, WaitTimeoutError)
     assert str(missing.error) == (
-        "rank 1 waited 0.1 s in vain for ranks 0, 2, 3 to start: did every process reach its first "
+        "rank 1 waited 0.1 s, but ranks 0, 2, 3 did not start: did every process reach its first "
         "step?"
     )
 
@@ -114,7 +118,7 @@ def test_ranks_with_old_values_are_named_as_missing():
     ranks = [Rank(store, rank, 3, timeout_s=0.5) for rank in (0, 1)]
 
     for rank in ranks:
-        assert "in vain for rank 2 to start" in str(rank.wait_end().error)
+        assert "but rank 2 did not start" in str(rank.wait_end().error)
 
 
 def test_a_process_fails_if_another_has_taken_its_rank():
@@ -153,8 +157,8 @@ def test_a_note_is_read_by_waiting_ranks():
     store = HashStore()
     notes = Notes(store, outlives_rounds=True)
     notes.check()
-    Notes(store, outlives_rounds=True).leave(2, "boom")
-    Notes(store, outlives_rounds=True).leave(3, "later")
+    Notes(store, outlives_rounds=True).leave(RemoteStageError(2, "boom"))
+    Notes(store, outlives_rounds=True).leave(RemoteStageError(3, "later"))
 
     for each in (notes, Notes(store, outlives_rounds=True)):
         with pytest.raises(RemoteStageError, match="rank 2 failed:\nboom"):
@@ -166,7 +170,7 @@ def test_a_note_of_an_earlier_round_is_ignored():
     leave(store, "old", age_s=0.5)
     notes = Notes(store, outlives_rounds=True)
     notes.check()
-    notes.leave(0, "new")
+    notes.leave(RemoteStageError(0, "new"))
 
     with pytest.raises(RemoteStageError, match="rank 0 failed:\nnew"):
         notes.check()

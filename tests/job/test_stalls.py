@@ -12,6 +12,7 @@ import pytest
 
 from procpipe.channel.mesh import Mesh
 from procpipe.job.board import Board
+from procpipe.job.grid import Grid
 from procpipe.job.stalls import StallReports
 from tests.dist.forks import ROOT, fork_server
 from tests.dist.pool import job_environment
@@ -54,7 +55,7 @@ def reports():
     board = Board.create(0, 2)
     board.start_call("step")
     board.start_task("B", 2)
-    return StallReports(board, 0)
+    return StallReports(board, Grid(0, 2))
 
 
 def find_boards(reports, peer=None, peers=(1,)):
@@ -84,7 +85,7 @@ def test_a_stall_report_has_the_place_of_every_rank(reports, peer, capfd):
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
 
     headline, first, second = capfd.readouterr().err.splitlines()
-    assert headline == "procpipe: no progress for 3.0 s, says rank 0"
+    assert headline == "procpipe: no progress for 3.0 s, reported by rank 0"
     assert first.startswith("  stage 0 (rank 0): in B2, waiting 3.")
     assert first.endswith("gradient 2 from stage 1 (rank 1)")
     assert second.startswith("  stage 1 (rank 1): in F3, layer 'b' (Conv2d), for ")
@@ -103,7 +104,7 @@ def test_a_stall_report_names_processes_that_do_not_run(reports, peer, capfd):
     reports.stalled("something", 4.0)
 
     lines = [line for line in capfd.readouterr().err.splitlines() if "stage 1" in line]
-    way_out = f"is stopped (kill -CONT {peer.pid} lets it go on)"
+    way_out = f"is stopped (kill -CONT {peer.pid} continues it)"
     assert [line.partition("; its process ")[2] for line in lines] == [
         f"{peer.pid} {way_out}",
         f"{peer.pid} has ended",
@@ -177,9 +178,9 @@ def test_only_the_rank_that_reported_a_stall_reports_its_end(reports, capfd):
     reports.stalled("an activation", 2.0)
     reports.end_wait()
     reports.end_wait()
-    lines = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "continues" in line]
     assert len(lines) == 1
-    assert lines[0].startswith("procpipe: stage 0 (rank 0) goes on after 2.")
+    assert lines[0].startswith("procpipe: stage 0 (rank 0) continues after 2.")
 
 
 @pytest.mark.dist
@@ -197,7 +198,7 @@ def test_a_unix_socket_shows_the_process_at_its_other_end():
     """Here both ends are in this process, and its newest board is found."""
     board = Board.create(5, 6)
     board.start_call("fetch")
-    reports = StallReports(Board.create(0, 2), 0)
+    reports = StallReports(Board.create(0, 2), Grid(0, 2))
     board.end_call()  # so that it is the newest
     find_boards(reports)
 

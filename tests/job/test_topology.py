@@ -16,6 +16,7 @@ from procpipe.job.topology import (
     read_device,
     read_topology,
 )
+from tests.cases import for_each
 from tests.job.trees import smt_cores, write, write_host
 
 
@@ -129,16 +130,14 @@ def test_this_host_is_read_like_psutil():
         assert len(topology.cores) == psutil.cpu_count(logical=False)
 
 
-@pytest.mark.parametrize(
-    "text", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"]
-)
+@for_each("text", ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", "0000:3b:00", " 0000:3B:0.0\n"])
 def test_the_spellings_of_a_pci_address(text):
     assert normal_pci(text) == "0000:3b:00.0"
 
 
-@pytest.mark.parametrize("text", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
+@for_each("text", ["", "cuda:0", "0000:3g:00.0", "../../etc"])
 def test_invalid_pci_addresses(text):
-    with pytest.raises(ValueError, match="is no PCI address like"):
+    with pytest.raises(ValueError, match="is not a PCI address like"):
         normal_pci(text)
 
 
@@ -160,7 +159,7 @@ def test_a_gpu_without_a_node_is_next_to_its_cpus(tmp_path):
     assert read_device("0000:3b:00.0", root).node == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "cpus"), [("0", {0}), ("0-2,8", {0, 1, 2, 8}), ("\n", set()), ("3,5-6", {3, 5, 6})]
 )
 def test_lists_of_cpus(text, cpus):

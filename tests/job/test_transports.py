@@ -16,6 +16,7 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.job.transports import NAMES, Offer, TransportChoice, choose
+from tests.cases import for_each
 
 SHM = Offer(["shm", "gloo"])
 GLOO = Offer(["gloo"])
@@ -44,7 +45,7 @@ def table(choice):
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("offers", "requested", "expected"),
     [
         ([SHM, SHM], None, [".s", "s."]),
@@ -93,7 +94,7 @@ def test_offers_and_choices_are_plain_json():
     assert table(TransportChoice(*fields)) == [".cn", "c.n", "nn."]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("offers", "requested", "words"),
     [
         (

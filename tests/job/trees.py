@@ -28,16 +28,14 @@ def write_host(
         is_old: use the file names of Linux before 5.5.
     """
     core_name = "thread_siblings_list" if is_old else "core_cpus_list"
-    package_name = "core_siblings_list" if is_old else "package_cpus_list"
     cpus_of = {node: [cpu for core in cores for cpu in core] for node, cores in nodes.items()}
     all_cpus = sorted(cpu for cpus in cpus_of.values() for cpu in cpus)
     cpu_folder = root / "sys/devices/system/cpu"
-    for package in packages or [[node] for node in nodes]:
-        members = [cpu for node in package for cpu in cpus_of[node]]
+    for number, package in enumerate(packages or [[node] for node in nodes]):
         for core in (core for node in package for core in nodes[node]):
             for cpu in core:
                 write(cpu_folder / f"cpu{cpu}/topology/{core_name}", cpus_text(core))
-                write(cpu_folder / f"cpu{cpu}/topology/{package_name}", cpus_text(members))
+                write(cpu_folder / f"cpu{cpu}/topology/physical_package_id", str(number))
     for node, cpus in cpus_of.items():
         write(root / f"sys/devices/system/node/node{node}/cpulist", cpus_text(cpus))
     write(cpu_folder / "online", cpus_text(all_cpus if online is None else online))

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from tests.dist.devices import is_on_gpus
 from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _wait_end, job_of
@@ -169,7 +170,11 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    *options: str, script: tuple[str, ...], on_terminal: bool = False, grace_s: int | None = None
+    *options: str,
+    script: tuple[str, ...],
+    on_terminal: bool = False,
+    grace_s: int | None = None,
+    num_forked: int = 0,
 ) -> Iterator[Started]:
     """Start ``procpipe run <options> script.py <args>`` in an empty folder.
 
@@ -178,6 +183,8 @@ def started(
         script: the code of the script, and its arguments.
         on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
         grace_s: how long ranks may take to end after SIGTERM.
+        num_forked: how many ranks are forks, the first ones; at most as many as the run starts, as
+            it would report those that are left.
     """
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="procpipe-launch-") as name:
@@ -197,9 +204,12 @@ def started(
             err, err_end = os.pipe()
             outputs = {"out": out, "err": err}
             streams = (out_end, err_end)
+        num_ranks = 0 if is_on_gpus() else num_forked
         with open(os.devnull) as stdin:
             files = (stdin.fileno(), *streams)
-            process = fork_server().start(argv, env=environment, cwd=folder, files=files)
+            process = fork_server().start(
+                argv, env=environment, cwd=folder, files=files, num_ranks=num_ranks
+            )
         for descriptor in set(streams):
             os.close(descriptor)
         run = Started(process, token, folder)

@@ -17,6 +17,8 @@ from procpipe.launch import start_ranks as starting
 from procpipe.launch.doctor.checks import Status, check_channels
 from procpipe.launch.start_ranks import start_ranks
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.fixture
 def token(monkeypatch):

@@ -19,6 +19,7 @@ from procpipe.model.cut import (
     layer_facts,
     replicas_for,
 )
+from tests.cases import for_each
 from tests.model.layers import model_of_many_layers
 
 
@@ -56,7 +57,7 @@ def test_lazy_layers_must_have_been_called() -> None:
     check_model(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "balance",
     [[2, 1, 3], (2, 1, 3), torch.tensor([2, 1, 3]), np.array([2, 1, 3]), iter([2, 1, 3])],
 )
@@ -66,7 +67,7 @@ def test_balance_becomes_plain_integers(balance: Any) -> None:
     assert all(type(part) is int for part in parts)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "balance",
     [
         *([True, 5], [1.0, 5], ["1", 5], [[1, 5]], [None, 6]),
@@ -85,7 +86,7 @@ def test_a_balance_that_is_no_sequence_is_refused() -> None:
             check_balance(balance, 6)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("balance", [[2, 3], [6, 1], [], [7]])
+@for_each("balance", [[2, 3], [6, 1], [], [7]])
 def test_a_balance_with_a_wrong_sum_is_refused(balance: list[int]) -> None:
     with pytest.raises(
         BalanceError, match=rf"places {sum(balance)} layers but the model has 6: .* add up to 6"

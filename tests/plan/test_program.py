@@ -6,9 +6,21 @@ from itertools import pairwise
 
 import pytest
 
-from procpipe.plan.program import Program, Receive, Run, Send, Step, fences, program, programs
+from procpipe.plan.program import (
+    Program,
+    Receive,
+    Run,
+    Send,
+    Step,
+    all_fenced,
+    bare_program,
+    fences,
+    program,
+    programs,
+)
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from tests.cases import for_each
 
@@ -77,7 +89,7 @@ def test_the_program_of_the_last_stage() -> None:
     """)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ahead", "expected"),
     [
         (0, "R0 F0 R1 S0 F1 R2 S1 F2 S2"),
@@ -128,6 +140,18 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
 
 
 @for_each(("m", "n"), SIZES)
+def test_programs_of_all_stages_are_those_of_each(m: int, n: int) -> None:
+    """Made from one list of all transfers, as ``verify`` does, or for a stage alone."""
+    ties = ((0, n - 1),) if n > 1 else ()
+    routes = Routes(n, all_skips(n), target=True, loss=True, ties=ties)
+    plan = gpipe(m, n, recompute={0})
+    for stage, fenced in enumerate(all_fenced(plan, routes)):
+        alone = bare_program(plan, routes, stage)
+        assert bare_program(plan, routes, stage, fenced=fenced) == alone
+        assert alone == program(plan, routes, stage)
+
+
+@for_each(("m", "n"), SIZES)
 def test_with_no_receive_ahead_a_program_follows_the_fences(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True, loss=True)
     plan = gpipe(m, n, recompute={0})
@@ -152,3 +176,26 @@ def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: in
         for before, task in pairwise(runs):
             for transfer in routes.needed(task):
                 assert place[Receive(transfer)] < place[Run(before)]
+
+
+def test_a_program_marks_the_last_task_that_adds_to_gradients_and_the_forward_task_before_it() -> (
+    None
+):
+    def marks(plan: Plan, stage: int) -> tuple[list[str], list[str]]:
+        steps = program(plan, Routes(plan.num_partitions), stage)
+        found = [step for step in steps if isinstance(step, Run)]
+        return (
+            [str(step.task) for step in found if step.adds_last],
+            [str(step.task) for step in found if step.precedes_last],
+        )
+
+    def of(name: str) -> Plan:
+        schedule = SCHEDULES[name]
+        return schedule.plan(4, schedule.place(schedule.count(2), 2), ())
+
+    assert marks(gpipe(3, 2), 0) == (["B0@0"], ["F0@0"])
+    assert marks(gpipe(3, 2, recompute={0}), 0) == (["B0@0"], [])
+    assert marks(of("1f1b"), 1) == (["B3@1"], ["F3@1"])
+    assert marks(of("zb-h1"), 1) == (["W3@1"], [])
+    assert marks(forward_plan(3, 2), 0) == ([], [])
+    assert marks(backward_plan(3, 2), 0) == (["B0@0"], [])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
+from tests.cases import for_each
 
 
 @st.composite
@@ -30,7 +31,7 @@ def needed(routes: Routes, task: str) -> list[str]:
 FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("task", "expected"),
     [
         ("F1@0", ["activation 1: 0->1", "skip 1: 0->2", "skip 1: 0->3", "target 1: 0->3"]),
@@ -48,7 +49,7 @@ def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
     assert leaving(FULL, task, gpipe(2, 4)) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("task", "expected"),
     [
         ("F1@0", []),
@@ -85,7 +86,7 @@ def test_one_stage_has_no_transfers() -> None:
     assert alone.sources(0) == []
 
 
-@pytest.mark.parametrize("skip", [(1, 1), (2, 0), (-1, 2), (0, 3)])
+@for_each("skip", [(1, 1), (2, 0), (-1, 2), (0, 3)])
 def test_a_skip_that_does_not_go_down_the_stages_is_refused(skip: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"the skip \(.*\) must go from a lower to a higher of 3"):
         Routes(3, (skip,))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import procpipe.plan
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import KINDS, Plan, Task
+from tests.cases import for_each
 
 TASKS = st.builds(Task, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
 
@@ -23,7 +24,7 @@ def test_the_text_of_a_task_is_its_kind_micro_batch_and_partition() -> None:
     assert Task.parse("F3@1") == Task("F", 3, 1)
 
 
-@pytest.mark.parametrize("text", ["", "F3", "F@1", "F-1@0", "F3@1 ", "f3@1", "3@1", "F3@1F3@2"])
+@for_each("text", ["", "F3", "F@1", "F-1@0", "F3@1 ", "f3@1", "3@1", "F3@1F3@2"])
 def test_text_that_is_not_a_task_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a task; one reads like 'F3@1'"):
         Task.parse(text)
@@ -51,7 +52,7 @@ def test_any_plan_is_read_from_its_text(m: int, n: int, cycles: tuple[tuple[Task
     assert again.digest == plan.digest
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "fault"),
     [
         ("", "line 1: '' is not a header; one reads like 'plan m=4 n=3'"),

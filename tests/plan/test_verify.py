@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from procpipe.errors import PlanError
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program, programs
-from procpipe.plan.rendezvous import deadlocks
 from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Cycle, Plan, Task
-from procpipe.plan.verify import verify
+from procpipe.plan.verify import deadlocks, verify
 from tests.cases import for_each
+from tests.plan.schedules.grids import SIZES
 
 MODES = ["always", "except_last", "never"]
 
@@ -40,14 +40,14 @@ def faults_in(text: str, routes: Routes | None = None) -> list[str]:
 # Plans that can run -------------------------------------------------------------------------
 
 
-@for_each("n", range(1, 9))
-@for_each("m", range(1, 9))
+@for_each(("m", "n"), SIZES)
 def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
-    for mode in MODES:
-        again = recomputed(mode, m)
-        for plan in (gpipe(m, n, recompute=again), backward_plan(m, n, again), forward_plan(m, n)):
-            for skips in ((), all_skips(n)):
-                verify(plan, Routes(n, skips, target=True, loss=True))
+    plans = [forward_plan(m, n)]
+    for again in {recomputed(mode, m) for mode in MODES}:
+        plans += [gpipe(m, n, recompute=again), backward_plan(m, n, again)]
+    for plan in plans:
+        for skips in {(), all_skips(n)}:
+            verify(plan, Routes(n, skips, target=True, loss=True))
 
 
 @given(data=st.data(), m=st.integers(1, 6), n=st.integers(2, 6), ahead=st.integers(0, 3))

@@ -10,7 +10,13 @@ import pytest
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
-from procpipe.errors import CallMismatchError, PeerLostError, PlanError, WaitTimeoutError
+from procpipe.errors import (
+    CallMismatchError,
+    PeerLostError,
+    PlanError,
+    RemoteStageError,
+    WaitTimeoutError,
+)
 from procpipe.job.grid import Grid
 from procpipe.plan.routes import LOSS, TARGET, Routes
 from procpipe.plan.schedules.named import Schedule
@@ -86,7 +92,7 @@ def test_peek_does_not_remove_a_message(controls):
 
 def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
     """A failure that arrives as the rank leaves does not belong to another pipeline."""
-    meshes[0].send_failure(0, "boom")
+    meshes[0].send_failure(RemoteStageError(0, "boom"))
     meshes[1].part(0.05)
     meshes[1].close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.data.loss import Loss
 from procpipe.data.mean_loss import MeanLoss
@@ -25,6 +25,7 @@ from procpipe.run.messages import Order
 from procpipe.run.observer import Observers
 from procpipe.run.trace import Trace
 from procpipe.tree import Flat
+from tests.cases import pairs
 from tests.channel.memory import MemoryChannel
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ class Rig:
         self.traces = [Trace() for _ in range(num_stages)]
         for j in range(num_stages):
             layers = {str(k): model[k] for k in range(j * per_stage, (j + 1) * per_stage)}
-            partition = Partition(layers, CPU, is_first=j == 0)
+            partition = Partition(PartitionLayers(layers, CPU, is_first=j == 0))
             self.executors.append(
                 Executor(Grid(j, num_stages), range(num_stages), {j: partition}, ends[j])
             )
@@ -104,7 +105,7 @@ def make_model(num_stages):
     return nn.Sequential(*layers).double()
 
 
-CASES = product(range(1, 5), range(1, 5), ("always", "except_last", "never"), (False, True))
+CASES = pairs(range(1, 5), range(1, 5), ("always", "except_last", "never"), (False, True))
 
 
 def test_every_small_plan_gives_the_plain_models_gradients():

@@ -91,12 +91,9 @@ def test_the_table_has_a_line_a_stage():
     text = table([statistics(), statistics(stage=1, num_tasks={}, step_s=0.0)])
 
     assert text.splitlines() == [
-        "stage  steps       F       R       B   busy s  waiting s    idle  sent MiB  messages  "
-        "peak held MiB",
-        "    0      2       8       6       8     3.00       0.50   25.0%      1.50        16  "
-        "        0.002",
-        "    1      2       0       0       0     3.00       0.50    0.0%      1.50        16  "
-        "        0.002",
+        "stage  steps  F  R  B  busy s  waiting s   idle  sent MiB  messages  peak held MiB",
+        "    0      2  8  6  8    3.00       0.50  25.0%      1.50        16          0.002",
+        "    1      2  0  0  0    3.00       0.50   0.0%      1.50        16          0.002",
     ]
 
 

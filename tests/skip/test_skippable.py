@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from procpipe import Stage
 from procpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from procpipe.skip.tracker import PlainTracker, tracking
+from tests.cases import for_each
 from tests.skip.layers import isolated, popper, stasher
 
 ONE = torch.ones(1)
@@ -149,7 +150,7 @@ def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tens
     return input
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layer", "message"),
     [
         (faulty(no_generator, stash=["a"]), "ended without what it declares: stash 'a'; yield it"),
@@ -254,7 +255,7 @@ def test_isolate_returns_the_layer() -> None:
     assert layer.isolate(Namespace()) is layer
 
 
-@pytest.mark.parametrize("only", ["ab", ["ab"], {"ab"}, iter(["ab"])])
+@for_each("only", ["ab", ["ab"], {"ab"}, iter(["ab"])])
 def test_isolate_only_some_names(only: Any) -> None:
     namespace = Namespace()
     popped_apart = isolated(popper("ab"), namespace)

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from procpipe.skip import Namespace, verify_skippables
+from tests.cases import for_each
 from tests.skip.layers import drawn
 
 
@@ -25,7 +26,7 @@ def faults_of(*layers: str | nn.Module) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize(
+@for_each(
     "actions",
     [
         (),
@@ -49,7 +50,7 @@ def test_matching_pairs_are_accepted(actions: tuple[str, ...]) -> None:
 MORE = "isolate one of the pairs by a Namespace"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("actions", "expected"),
     [
         (("+a",), ["layer '0' stashes 'a', but none pops it"]),

@@ -153,12 +153,12 @@ def test_a_map_that_is_none_is_refused(tmp_path):
         (lambda key: None, TypeError, "keys= returned None for '0.weight'"),
         ({"^": "model."}, TypeError, "is a mapping: pass a function, or pairs"),
         ({"ab": "xy"}, TypeError, "is a mapping"),
-        (["ab"], ValueError, "a str is no pair"),
+        (["ab"], ValueError, "a str is not a pair"),
         (lambda key: "__metadata__", ValueError, "which names no tensor in a file"),
         (7, ValueError, "keys=7: .*pass a function, or pairs"),
         ([("(", "")], ValueError, "pass a function, or pairs of a regular expression"),
         ([("0", r"\7")], ValueError, "the replacement .* invalid group reference"),
-        ([("0", 7)], TypeError, "a replacement is no str"),
+        ([("0", 7)], TypeError, "a replacement is not a str"),
     )
     for keys, error, match in cases:
         for call in (state.load_weights, state.export):

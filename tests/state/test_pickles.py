@@ -28,6 +28,7 @@ from procpipe import SavedStateError
 from procpipe.state.archives import read_archive
 from procpipe.state.index import Chunk, IndexEntry, from_metadata, to_metadata
 from procpipe.state.pickles import DICT, Made, Name, read_pickle, write_pickle
+from tests.cases import for_each
 
 METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -359,7 +360,7 @@ def test_errors_do_not_show_large_values():
     for large in (doubled, nested, number):
         key = b"}" + text("state_dict_metadata") + b"}" + large + b"Ns" + b"s"
         key += text("storage_data") + b"}s"
-        with pytest.raises(SavedStateError, match=r"one that is no text: a (tuple|int)"):
+        with pytest.raises(SavedStateError, match=r"one that is not a text: a (tuple|int)"):
             from_metadata(b"\x80\x04" + kind + b"Metadata\n)\x81" + key + b"b.")
         tensor = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + large + b"NNNtR."
         with pytest.raises(SavedStateError, match="a tensor of the type a NoneType"):
@@ -370,7 +371,7 @@ def test_a_name_is_compared_as_it_is():
     """What a backslash begins is not replaced, as pickletools would do."""
     allowed = {Name("torch", "Size")}
     assert read_pickle(b"\x80\x02ctorch\nSize\n.", allowed) == Name("torch", "Size")
-    with pytest.raises(SavedStateError, match=r"no use for .*x63h\.Size"):
+    with pytest.raises(SavedStateError, match=r"x63h\.Size' is not allowed here"):
         read_pickle(b"\x80\x02ctor\\x63h\nSize\n.", allowed)
 
 
@@ -393,6 +394,7 @@ VALUES = [
     *(torch.zeros(1).expand(5), torch.nn.Parameter(torch.ones(3), False), torch.ones(2).bool()),
     *(torch.ones(2, requires_grad=True), torch.tensor([1 + 2j]).conj(), torch.ones(3).bfloat16()),
     *(torch.tensor([1 + 2j]).conj().imag, torch.ones(3, dtype=torch.uint16), tuple(range(625))),
+    torch.empty(0, 3, requires_grad=True),
     torch.nn.BatchNorm1d(2).state_dict(),
 ]  # fmt: skip
 
@@ -414,16 +416,16 @@ def assert_equal(ours, theirs):
         assert ours == theirs
 
 
-@pytest.mark.parametrize("value", VALUES, ids=[f"{k}" for k in range(len(VALUES))])
+@for_each("value", VALUES, ids=[f"{k}" for k in range(len(VALUES))])
 def test_what_torch_saves_is_read(value):
     assert_equal(read_archive(memoryview(bytearray(saved(value)))), value)
 
 
 def test_other_types_are_refused():
     for value in (torch.ones(2).to_sparse(), print, frozenset([1]), pathlib.Path("x")):
-        with pytest.raises(SavedStateError, match="no use for"):
+        with pytest.raises(SavedStateError, match="is not allowed here"):
             read_archive(memoryview(bytearray(saved(value))))
     state_dict = read_archive(memoryview(bytearray(saved(torch.nn.BatchNorm1d(2).state_dict()))))
     assert state_dict._metadata[""] == {"version": 2}
-    with pytest.raises(SavedStateError, match="no archive of torch"):
+    with pytest.raises(SavedStateError, match="not an archive of torch"):
         read_archive(memoryview(bytearray(pickle.dumps(1))))

@@ -29,11 +29,7 @@ def make_tensors():
 
 
 def read(path):
-    found = {}
-    for key, place in read_header(path).items():
-        found[key] = torch.empty(place.shape, dtype=place.dtype)
-        place.read(found[key])
-    return found
+    return {key: place.read() for key, place in read_header(path).items()}
 
 
 def assert_equal(found, expected):
@@ -67,7 +63,7 @@ def test_damaged_headers_are_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     entry: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     cases: tuple[tuple[Any, str], ...] = (
-        ([1], "it is no safetensors file"),
+        ([1], "it is not a safetensors file"),
         ({"x": 7}, "no tensor 'x' known here"),
         ({"x": entry | {"dtype": "F7"}}, "no tensor 'x' known here: 'F7'"),
         ({"x": {"dtype": "F32"}}, "no tensor 'x' known here: 'shape'"),
@@ -86,7 +82,7 @@ def test_damaged_headers_are_refused(tmp_path):
             read_header(path)
     for data in (b"", b"1234567", (1 << 63).to_bytes(8, "little"), b"[" * 70000):
         path.write_bytes(data)
-        with pytest.raises(SavedStateError, match="it is no safetensors file"):
+        with pytest.raises(SavedStateError, match="it is not a safetensors file"):
             read_header(path)
     path.write_bytes((2).to_bytes(8, "little") + b"{}")
     assert read_header(path) == {}

@@ -9,6 +9,7 @@ import pytest
 
 from procpipe.timeline.chrome import from_chrome, to_chrome
 from procpipe.timeline.recording import Hop, Recording
+from tests.cases import for_each
 from tests.timeline.recordings import (
     EQUAL,
     SUMS,
@@ -98,12 +99,12 @@ def test_plans_options_and_steps_are_in_other_data() -> None:
     assert data["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "message"),
     [
-        ([], "no timeline that"),
-        ({"traceEvents": []}, "no timeline that"),
-        ({"otherData": {"version": 3}}, "no timeline that"),
+        ([], "not a timeline that"),
+        ({"traceEvents": []}, "not a timeline that"),
+        ({"otherData": {"version": 3}}, "not a timeline that"),
         ({"otherData": {"format": "procpipe timeline 9"}}, "'procpipe timeline 9', but this"),
         ({"otherData": {"format": "procpipe timeline 1"}}, "damaged .KeyError: 'traceEvents'"),
     ],

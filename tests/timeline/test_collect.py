@@ -8,6 +8,7 @@ import pytest
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
+from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.run.trace import Trace
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
@@ -16,7 +17,7 @@ from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 def tracing(path):
     mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, reports=WaitReports())
     facts = {"balance": [1], "trace": True}
-    return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: "")
+    return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: gpipe(1, 1))
 
 
 def record(step):

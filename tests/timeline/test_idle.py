@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -13,7 +14,8 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
 from procpipe.run.statistics import Split, split_table
-from procpipe.timeline.idle import mean_seconds, replay, split
+from procpipe.timeline.idle import replay, seconds_by, split
+from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 
 
@@ -83,8 +85,8 @@ def test_input_and_weight_gradients_and_several_partitions_on_a_stage() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("mode", ["except_last", "never"])
+@for_each("name", SCHEDULES)
+@for_each("mode", ["except_last", "never"])
 def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str) -> None:
     for m, n in [(m, n) for m in range(1, 5) for n in range(1, 5)]:
         schedule = SCHEDULES[name]
@@ -118,7 +120,7 @@ def test_tasks_that_wait_for_each_other_are_an_error() -> None:
 
 
 def test_means_are_over_tasks_with_the_same_key() -> None:
-    means = mean_seconds(read_step(UNEQUAL), lambda task: task.kind)
+    means = seconds_by(lambda task: task.kind, [read_step(UNEQUAL)], fmean)
     assert means == {"F": 1.5, "B": 3.0}
 
 

@@ -14,6 +14,7 @@ from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.palette import ALL_REDUCE, LOOKS
 from procpipe.timeline.pictures import render_svg, render_text, render_timeline_text
+from tests.cases import for_each
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -70,7 +71,7 @@ def test_all_reduces_are_drawn_beside_the_tasks() -> None:
     assert ALL_REDUCE.fill not in {look.fill for look in LOOKS.values()}
 
 
-@pytest.mark.parametrize("width", [1, 40, 80, 200])
+@for_each("width", [1, 40, 80, 200])
 def test_no_line_of_a_timeline_is_too_long(width: int) -> None:
     timeline = simulate(gpipe(32, 4, recompute={1}), Costs.uniform(4, forward_s=0.3))
     lines = render_timeline_text(timeline, width).splitlines()

@@ -25,7 +25,8 @@ from procpipe.tuning.auto import (
     WHOLE,
     AutoSchedule,
 )
-from procpipe.tuning.step_costs import Report, costs_of, report_of_times
+from procpipe.tuning.step_costs import Report, costs_of
+from tests.cases import for_each
 
 ROUTES = Routes(2, target=True, loss=True)
 
@@ -52,10 +53,10 @@ def reports_of(choice: Choice, costs: Costs, routes: Routes, slower: float = 1.0
     for stage in range(routes.num_stages):
         clock_s = 100.0 * stage
         tasks = [
-            (task, clock_s + timeline.start_s(task), clock_s + timeline.end_s(task))
+            (*task, clock_s + timeline.start_s(task), clock_s + timeline.end_s(task))
             for task in choice.plan.tasks_of(stage)
         ]
-        report = report_of_times(tasks, slower * timeline.total_s - 0.125 * stage)
+        report = Report(slower * timeline.total_s - 0.125 * stage, tasks)
         if choice.measure == BYTES:
             report = Report()
             for j, its_stage in enumerate(routes.placement):
@@ -71,8 +72,8 @@ def reports_of(choice: Choice, costs: Costs, routes: Routes, slower: float = 1.0
                     report.sizes += [("activation", -1, 0, costs.input_bytes)]
                 skips = [skip for skip in routes.skips if skip[1] == j]
                 report.sizes += [("skip", *skip, costs.skip_bytes[skip]) for skip in skips]
-                report.saved += [(j, costs.saved_bytes[j]), (j, costs.saved_bytes[j] - 1)]
-                report.put_off += [(j, costs.put_off_bytes[j])]
+                report.sizes += [("saved", j, j, costs.saved_bytes[j] - less) for less in (0, 1)]
+                report.sizes += [("put off", j, j, costs.put_off_bytes[j])]
             if stage == routes.placement[-1]:
                 report.sizes += [("target", 0, len(routes.placement) - 1, costs.target_bytes)]
         reports.append(Report(**json.loads(json.dumps(asdict(report)))))
@@ -255,8 +256,8 @@ def test_seconds_of_tied_gradients_follow_from_the_largest_message(
         Report(sizes=[("activation", 0, 1, 100), ("tied gradient", 0, 1, tied_bytes)]),
     ]
     of_seconds = [  # a hop of 1 s: half of 5 s above, less 3 s below
-        Report(gaps_s=[(0, 0, 5.0, 8.0)]),
-        Report(gaps_s=[(1, 0, 0.0, 3.0)]),
+        Report(tasks=[("F", 0, 0, 0.0, 1.0), ("B", 0, 0, 6.0, 8.0)]),
+        Report(tasks=[("F", 0, 1, 9.0, 10.0), ("B", 0, 1, 10.0, 12.0)]),
     ]
     costs = costs_of([of_bytes], [of_seconds], Routes(2, ties=((0, 1),)))
     assert (costs.tied_bytes, costs.tied_s) == ({(0, 1): tied_bytes}, {(0, 1): expected_s})
@@ -267,7 +268,7 @@ def test_costs_of_empty_reports_are_zero() -> None:
     assert costs == Costs((0.0,), (0.0,), (0.0,), transfer_s=())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("limits", "is_auto", "error", "message"),
     [
         (5, False, ValueError, "only schedule='auto' can keep to a limit"),

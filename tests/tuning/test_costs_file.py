@@ -11,6 +11,7 @@ import pytest
 
 from procpipe.tuning.costs_file import Measured, from_text, to_text
 from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from tests.cases import for_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 
@@ -164,7 +165,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("corrupt", "message"), WRONG, ids=[message for _, message in WRONG])
+@for_each(("corrupt", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_each_fault_is_reported_with_its_place(corrupt, message: str) -> None:
     whole = json.loads(to_text(Measured(MODEL, 64, Link())))
     corrupt(whole)
@@ -173,7 +174,7 @@ def test_each_fault_is_reported_with_its_place(corrupt, message: str) -> None:
         from_text(json.dumps(whole))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"a": 1}', "[" * 100_000])
+@for_each("text", ["", "{", "[1]", "3", '{"a": 1}', "[" * 100_000])
 def test_text_that_is_no_file_of_costs_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"it is not JSON|it has no|it is nested too deeply"):
         from_text(text)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
@@ -34,7 +35,7 @@ class Control:
 @pytest.fixture
 def parts() -> Any:
     control: Any = Control()
-    partition = Partition({"0": nn.Tanh()}, torch.device("cpu"), is_first=True)
+    partition = Partition(PartitionLayers({"0": nn.Tanh()}, torch.device("cpu"), is_first=True))
     return Meter(control, AutoSchedule(), {0: partition}, Trace()), partition, control
 
 
@@ -52,8 +53,11 @@ def test_saved_bytes_and_message_sizes_are_reported(parts):
         meter.held({Transfer("activation", i, 0, 1): 10 + i for i in range(2)})
 
     report = Report(**control.report)
-    assert report.sizes == [("activation", 0, 1, 11)]
-    assert report.saved == [(0, 0)]  # tanh saves only its output, which counts elsewhere
+    assert report.sizes == [
+        ("saved", 0, 0, 0),  # tanh saves only its output, which counts elsewhere
+        ("activation", 0, 1, 10),
+        ("activation", 0, 1, 11),
+    ]
 
 
 def fail_in_a_task(meter):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from tests.cases import for_each
 
 
 def layer(name: str = "", **costs: Any) -> Layer:
@@ -51,9 +52,7 @@ def test_every_task_has_a_start() -> None:
     assert (costs.forward_s, costs.backward_s, costs.input_gradient_s) == ((2.25,), (4.5,), (2.5,))
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "seconds"), [(2, 10), (3, 15), (4, 20), (8, 60), (10, 80), (1, 5)]
-)
+@for_each(("num_samples", "seconds"), [(2, 10), (3, 15), (4, 20), (8, 60), (10, 80), (1, 5)])
 def test_costs_between_two_sizes_are_interpolated(num_samples: int, seconds: float) -> None:
     model = Model((2, 4, 8), (layer(forward_s=(10.0, 20.0, 60.0), backward_s=(0.0, 0.0, 0.0)),))
 

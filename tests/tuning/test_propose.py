@@ -248,7 +248,7 @@ def test_numbers_of_replicas_that_do_not_fit_are_refused() -> None:
         ({"num_devices": 6, "batch": 8, "num_replicas": 2}, "3 stages are asked for, but the mo"),
         (
             {"num_devices": 2, "batch": 8, "num_replicas": 2, "chunks": (8,)},
-            "a replica has 4 samples of a mini-batch, which cannot be split",
+            "a replica has 4 samples of a mini-batch, too few for each",
         ),
     ]
     for asked, message in cases:

@@ -106,7 +106,13 @@ class PutOff:
         while waiting:
             call, x, gradient, versions = waiting.popleft()
             if versions != (x._version, gradient._version):  # autograd checks the same in I
-                raise _overwritten(call)
+                raise RuntimeError(
+                    "the input, or the gradient of the output, of a layer whose weight is "
+                    f"{tuple(call.weight.shape)} was changed in place before its weight gradients "
+                    "were computed, which a backward pass in two tasks puts off: let the layer "
+                    "have a tensor of its own for each micro-batch, or use a schedule that does "
+                    "not split backward"
+                )
             pairs = _weight_gradients(call, x, gradient)
             leaves = [id(leaf) for leaf in _leaves_of(call)]
             to_come.subtract(leaves)
@@ -156,12 +162,7 @@ class Splitter:
     def _forward_of(self, layer: nn.Module) -> _Forward:
         if isinstance(layer, nn.MultiheadAttention):
             return self._attention(layer)
-        forward = self._linear if isinstance(layer, nn.Linear) else self._convolution
-
-        def stand_in(input: Tensor) -> Tensor:
-            return forward(layer, input)
-
-        return stand_in
+        return partial(self._linear if isinstance(layer, nn.Linear) else self._convolution, layer)
 
     def _linear(self, layer: Any, input: Tensor) -> Tensor:
         """Stand in for ``nn.Linear.forward``."""
@@ -250,22 +251,13 @@ def _adds_up(anchor: Tensor) -> bool:
     Raises:
         RuntimeError: it does, and asks for a graph of the gradients.
     """
-    adds = will_run(get_gradient_edge(anchor).node)
+    adds: bool = will_run(get_gradient_edge(anchor).node)
     if adds and torch.is_grad_enabled():
         raise RuntimeError(
             "a layer calls backward(create_graph=True), which a backward pass in two tasks cannot "
             "follow: use torch.autograd.grad, or a schedule that does not split backward"
         )
     return adds
-
-
-def _overwritten(call: _Call) -> RuntimeError:
-    return RuntimeError(
-        f"the input, or the gradient of the output, of a layer whose weight is "
-        f"{tuple(call.weight.shape)} was changed in place before its weight gradients were "
-        "computed, which a backward pass in two tasks puts off: let the layer have a tensor of its "
-        "own for each micro-batch, or use a schedule that does not split backward"
-    )
 
 
 def _weight_gradients(call: _Call, x: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -366,8 +358,8 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with a stock forward that share no parameter with other modules.
 
-    A shared one (of an embedding and the head, say) would get its gradient in two parts. Nor those
-    in compiled modules, which would be compiled anew for another forward, to no effect.
+    A shared one (of an embedding and the head, say) would get its gradient in two parts. Modules in
+    compiled ones are left out, too: another forward would only make torch compile them again.
     """
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
     inside = {part for module in modules if is_compiled(module) for part in module.modules()}

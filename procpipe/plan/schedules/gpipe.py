@@ -133,16 +133,16 @@ def recomputed(mode: str, m: int) -> frozenset[int]:
     return frozenset(range(counts[mode]))
 
 
-def _wave(work: Sequence[tuple[str, int]], distances: Sequence[int]) -> Iterator[Cycle]:
+def _wave(work: Sequence[tuple[str, int]], distances: range) -> Iterator[Cycle]:
     """Yield the cycles in which each stage does the same work, of kinds and micro-batches.
 
-    In cycle ``k`` that is ``work[k - d]`` at distance ``d`` from the stage where the work begins.
+    In cycle ``k`` that is ``work[k - d]`` at distance ``d`` from the stage where the work begins,
+    which is either the first or the last.
     """
     num_cycles = len(work) + len(distances) - 1 if work else 0
     for k in range(num_cycles):
-        yield tuple(
-            Task(*work[k - d], j) for j, d in enumerate(distances) if 0 <= k - d < len(work)
-        )
+        at_work = range(max(0, k - len(work) + 1), min(k + 1, len(distances)))
+        yield tuple(Task(*work[k - d], distances[d]) for d in at_work[:: distances.step])
 
 
 def _backward_work(m: int, recompute: Collection[int]) -> list[tuple[str, int]]:

@@ -49,7 +49,7 @@ def plan_of_rows(m: int, rows: Sequence[Sequence[Task]], placement: tuple[int, .
     """
     placement = placement or tuple(range(len(rows)))
     if faults := list(_faults(rows, placement)):
-        raise ValueError(f"these rows are no plan: {'; '.join(faults)}")
+        raise ValueError(f"these rows are not a plan: {'; '.join(faults)}")
     cycles = tuple(tuple(cycle.values()) for cycle in cycles_of_rows(rows, len(placement)))
     return Plan(m, len(rows), cycles, placement)
 

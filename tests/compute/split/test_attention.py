@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from procpipe.compute.split.attention import is_known
 from procpipe.torch_internals import compile_in_place
+from tests.cases import for_each, pairs
 from tests.compute.split.test_splitter import (
     BOTH,
+    DTYPES,
     FLOATS,
     Do,
     Own,
@@ -83,9 +85,7 @@ def masked(attention, q, k, v):
 CALLS = [plainly, without_weights, with_each_heads_weights, with_mean_weights, causally, masked]
 
 
-@FLOATS
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("batch_first", [True, False], ids=["batch_first", "sequence_first"])
+@for_each(("call", "batch_first", "dtype"), pairs(CALLS, [True, False], DTYPES))
 def test_every_way_to_call_attention(call, batch_first, dtype):
     x = ramp(*(3, 5, 8) if batch_first else (5, 3, 8), dtype=dtype)
     attention = Attention(8, 2, batch_first=batch_first, dtype=dtype)
@@ -101,13 +101,13 @@ SOURCES = {
 }
 
 
-@FLOATS
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("shape", [(3, 5, 8), (5, 8)])
-def test_attention_to_any_queries_keys_and_values(shape, sources, bias, dtype):
+SHAPES = (3, 5, 8), (5, 8)
+
+
+@for_each(("shape", "source", "bias", "dtype"), pairs(SHAPES, SOURCES, [True, False], DTYPES))
+def test_attention_to_any_queries_keys_and_values(shape, source, bias, dtype):
     def forward(attention, x):
-        return without_weights(attention, *sources(x)) + x
+        return without_weights(attention, *SOURCES[source](x)) + x
 
     attention = Attention(8, 2, bias=bias, batch_first=True, dtype=dtype)
     check(Do(forward, attention), ramp(*shape, dtype=dtype), put_off=4 if bias else 2)
@@ -134,9 +134,10 @@ def test_additional_keys_and_values(call, dtype):
 # -- models --------------------------------------------------------------------------------------
 
 
-@FLOATS
-@BOTH
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norm_first", "norm_last"])
+BOOLS = [False, True]
+
+
+@for_each(("norm_first", "recompute", "dtype"), pairs(BOOLS, BOOLS, DTYPES))
 def test_transformer_layers(norm_first, recompute, dtype):
     kwargs: Any = {
         "dropout": 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +17,12 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.split.rules import LINEAR
 from procpipe.torch_internals import compile_in_place
 from procpipe.tree import Flat
-from tests.cases import case
+from tests.cases import for_each, pairs
 
 CPU = torch.device("cpu")
 
@@ -45,13 +47,17 @@ class Own(nn.Linear):
 
 
 def partition_of(model: nn.Sequential) -> Partition:
-    return Partition(dict(model.named_children()), CPU, is_first=False)
+    return Partition(PartitionLayers(dict(model.named_children()), CPU, is_first=False))
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values whose sum depends on their order."""
-    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
-    return torch.sin(numbers * 1.7 + 0.3).reshape(shape).to(dtype)
+    return _ramp(torch.Size(shape).numel()).reshape(shape).to(dtype, copy=True)
+
+
+@functools.cache
+def _ramp(length: int) -> Tensor:
+    return torch.sin(torch.arange(length, dtype=torch.float64) * 1.7 + 0.3)
 
 
 def in_plain_training(
@@ -90,8 +96,7 @@ def in_tasks(
         for i, output in enumerate(outputs):
             if recompute:
                 partition.recompute(i)
-            task = partition.backward_input if i < num_split else partition.backward
-            given = task(i, [ramp(*output.shape, dtype=output.dtype)])
+            given = partition.backward(i, [ramp(*output.shape, dtype=output.dtype)])
             gradients += given or [None]
         assert partition.num_held == num_split
         for i in range(num_split):
@@ -106,7 +111,7 @@ def num_put_off(model: nn.Sequential, x: Tensor) -> int:
     partition = partition_of(model)
     inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
     output = partition.forward(0, inputs, keep=True, recompute=False, split=True).tensors[0]
-    partition.backward_input(0, [ramp(*output.shape, dtype=output.dtype)])
+    partition.backward(0, [ramp(*output.shape, dtype=output.dtype)])
     before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
     partition.backward_weight(0)
     after = [parameter.grad for parameter in model.parameters()]
@@ -145,9 +150,8 @@ def check(
     with autocast():
         assert num_put_off(model, x) == put_off
 
-    plain, split = copy.deepcopy(model), copy.deepcopy(model)
+    split = copy.deepcopy(model)
     for _ in range(2):
-        in_plain_training(plain, xs, autocast)
         in_tasks(split, xs, autocast, recompute, num_split=3)
     for (name, p), q in zip(split.named_parameters(), plain.parameters(), strict=True):
         assert equal(p.grad, q.grad), name
@@ -160,22 +164,24 @@ def seed() -> None:
 
 # -- linear layers -------------------------------------------------------------------------------
 
-FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+DTYPES = [torch.float32, torch.float64]
+FLOATS = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "f64"])
 BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 
 
-@FLOATS
-def test_linear_layers(dtype):
-    for shape in [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)]:
-        for bias in (True, False):
-            with case(shape, f"{bias=}"):
-                layer = nn.Linear(7, 12, bias=bias, dtype=dtype)
-                check(layer, ramp(*shape, dtype=dtype), put_off=1 + bias)
+SHAPES = [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)]
 
 
-@FLOATS
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
+@for_each(("shape", "bias", "dtype"), pairs(SHAPES, [True, False], DTYPES))
+def test_linear_layers(shape, bias, dtype):
+    layer = nn.Linear(7, 12, bias=bias, dtype=dtype)
+    check(layer, ramp(*shape, dtype=dtype), put_off=1 + bias)
+
+
+FROZEN = [(), ("weight",), ("bias",), ("weight", "bias")]
+
+
+@for_each(("frozen", "requires_grad", "dtype"), pairs(FROZEN, [True, False], DTYPES))
 def test_frozen_parameters_and_inputs(frozen, requires_grad, dtype):
     layer = nn.Linear(7, 12, dtype=dtype)
     for name in frozen:
@@ -185,19 +191,19 @@ def test_frozen_parameters_and_inputs(frozen, requires_grad, dtype):
     check(model, ramp(9, 7, dtype=dtype), put_off=expected, requires_grad=requires_grad)
 
 
-@FLOATS
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize(
-    "turn",
-    [
-        lambda t: t.t(),
-        lambda t: t.reshape(3, 11, 7).transpose(0, 1),
-        lambda t: t.reshape(3, 7, 11).transpose(1, 2),
-        lambda t: t[::2],
-        lambda t: t[:, :1].expand(33, 7),
-    ],
-)
-def test_layouts_of_the_input_of_a_linear_layer(turn, bias, dtype):
+LAYOUTS = {
+    "transposed": lambda t: t.t(),
+    "other dimensions first": lambda t: t.reshape(3, 11, 7).transpose(0, 1),
+    "transposed each": lambda t: t.reshape(3, 7, 11).transpose(1, 2),
+    "every second": lambda t: t[::2],
+    "expanded": lambda t: t[:, :1].expand(33, 7),
+}
+
+
+@for_each(("layout", "bias", "dtype"), pairs(LAYOUTS, [True, False], DTYPES))
+def test_layouts_of_the_input_of_a_linear_layer(layout, bias, dtype):
+    turn = LAYOUTS[layout]
+
     def forward(layer, x):
         return layer(turn(x)).transpose(0, 1)  # transposes the gradient of the layer's output, too
 
@@ -237,7 +243,7 @@ def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
     partition.forward(0, inputs, keep=True, recompute=False, split=True)
     gradient = ramp(3, 6)
     with Listen():
-        partition.backward_input(0, [gradient])
+        partition.backward(0, [gradient])
         assert set(ran) <= {"aten.detach.default", "aten.unsqueeze.default"}
         ran.clear()
         partition.backward_weight(0)
@@ -268,15 +274,13 @@ CONVOLUTIONS = {
 }
 
 
-@FLOATS
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("requires_grad", [True, False], ids=["", "first"])
-def test_convolutions(requires_grad, dtype):
-    for name, (stock, shape) in CONVOLUTIONS.items():
-        with case(name):
-            layer = copy.deepcopy(stock).to(dtype)
-            put_off = 1 + (layer.bias is not None)
-            check(layer, ramp(*shape, dtype=dtype), put_off=put_off, requires_grad=requires_grad)
+@for_each(("name", "requires_grad", "dtype"), pairs(CONVOLUTIONS, [True, False], DTYPES))
+def test_convolutions(name, requires_grad, dtype):
+    stock, shape = CONVOLUTIONS[name]
+    layer = copy.deepcopy(stock).to(dtype)
+    put_off = 1 + (layer.bias is not None)
+    check(layer, ramp(*shape, dtype=dtype), put_off=put_off, requires_grad=requires_grad)
 
 
 @FLOATS
@@ -343,7 +347,7 @@ def test_a_change_in_place_of_saved_tensors_is_an_error(layer):
     partition = partition_of(nn.Sequential(Do(forward, layer)))
     partition.forward(0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        partition.backward_input(0, [torch.ones(3, 6)])
+        partition.backward(0, [torch.ones(3, 6)])
     assert partition.num_held == 0
 
 
@@ -538,7 +542,7 @@ def run_split(partition: Partition, x: Tensor, i: int = 0) -> Iterator[None]:
     """Run the tasks of a micro-batch, one at each yield."""
     output = partition.forward(i, received(x), keep=True, recompute=False, split=True)
     yield
-    partition.backward_input(i, [torch.ones_like(output.tensors[0])])
+    partition.backward(i, [torch.ones_like(output.tensors[0])])
     yield
     partition.backward_weight(i)
     yield
@@ -704,7 +708,7 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     names = {"x", "y", "z", "output"}
     assert alive == names | {f"node of {name}" for name in names} | {"input"}
     del inputs, output
-    partition.backward_input(0, [torch.ones(3, 5)])
+    partition.backward(0, [torch.ones(3, 5)])
     assert alive == {"x", "gradient of y"}
     assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
     assert partition.num_held == 1
@@ -718,7 +722,7 @@ def test_a_new_mini_batch_drops_unfinished_tasks():
     partition = partition_of(recorded_model(alive))
     for i in range(2):
         partition.forward(i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
-    partition.backward_input(0, [torch.ones(3, 5)])
+    partition.backward(0, [torch.ones(3, 5)])
     assert partition.num_held == 2
     partition.begin()
     assert partition.num_held == 0
@@ -753,12 +757,12 @@ class Workspace(nn.Module):
 
 def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     """Autograd checks for changes in task I, which has ended before this change."""
-    partition = Partition({"0": Workspace()}, torch.device("cpu"), is_first=False)
+    partition = Partition(PartitionLayers({"0": Workspace()}, torch.device("cpu"), is_first=False))
     partition.begin()
     for i in range(2):
         x = Flat([torch.randn(2, 4)], "*", (True,))
         partition.forward(i, x, keep=True, recompute=False, split=True)
-        partition.backward_input(i, [torch.ones(2, 3)])
+        partition.backward(i, [torch.ones(2, 3)])
     with pytest.raises(RuntimeError, match=r"layer whose weight is \(3, 4\) was changed in place"):
         partition.backward_weight(0)
     partition.backward_weight(1)
@@ -766,7 +770,7 @@ def test_overwriting_an_input_before_task_w_is_an_error() -> None:
 
 def test_a_forward_that_a_user_replaces_later_is_run_and_stays() -> None:
     layer = nn.Linear(3, 3)
-    partition = Partition({"0": layer}, torch.device("cpu"), is_first=False)
+    partition = Partition(PartitionLayers({"0": layer}, torch.device("cpu"), is_first=False))
     for forward in (None, lambda x: 5 * x):
         if forward is not None:
             layer.forward = forward  # type: ignore[method-assign]
@@ -777,6 +781,6 @@ def test_a_forward_that_a_user_replaces_later_is_run_and_stays() -> None:
         )
         expected = layer(x) if forward is None else 5 * x
         assert torch.equal(output.tensors[0], expected)
-        partition.backward_input(0, [torch.ones(1, 3)])
+        partition.backward(0, [torch.ones(1, 3)])
         partition.backward_weight(0)
     assert layer.forward is forward

@@ -22,6 +22,7 @@ from procpipe.launch.doctor.facts import (
     limits_of,
 )
 from procpipe.launch.start_ranks import Result
+from tests.launch.forked import start_as_forks
 
 GIB = 1 << 30
 
@@ -383,7 +384,8 @@ def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
 
 
 @pytest.mark.dist
-def test_the_doctor_examines_this_host(capsys):
+def test_the_doctor_examines_this_host(capsys, monkeypatch):
+    start_as_forks(monkeypatch, 2)
     code = doctor.main(["-n", "2", "--json"])
 
     report = json.loads(capsys.readouterr().out)

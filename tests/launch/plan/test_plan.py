@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from procpipe.balance import divide
+from procpipe.balance import divide, layer_profile
 from procpipe.launch.console import Table
 from procpipe.launch.main import main
+from procpipe.launch.plan import measure
 from procpipe.launch.plan.check import Rehearsal
 from procpipe.launch.plan.measure import measure_model
 from procpipe.launch.plan.options import parse_bytes
@@ -86,6 +87,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
+    monkeypatch.setattr(layer_profile, "_MIN_ROUNDS", 1)
+    monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
     (tmp_path / "costs.json").write_text(json.dumps(COSTS))
     return tmp_path
@@ -192,10 +196,10 @@ def test_if_nothing_fits_other_numbers_of_replicas_are_tried(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("--costs", "costs.json", "-n", "2", "--chunks", "4", "--optimizer", "none")
-    none, some = "Nor does anything with another number of replicas.\n", "something does.\n"
+    none, some = "Nothing fits with another number of replicas either.\n", "proposals that fit with"
 
     assert plan(*words, "--memory", "9MB", replicas=2) == 1
-    assert "With --replicas 1 something does.\nMore devices, " in capsys.readouterr().out
+    assert "that fit with --replicas 1.\nMore devices, " in capsys.readouterr().out
     assert plan(*words, "--memory", "9MB", replicas=1) == 0
     capsys.readouterr()
     assert plan(*words, "--memory", "2MB", replicas=2) == 1
@@ -461,7 +465,7 @@ MISTAKES = [
     (("--costs", "costs.json", "-n", "3"), "3 devices are asked for, but the model has 2 layers"),
     (("--costs", "costs.json", "-n", "2", "--chunks", "16"), "16 chunks are asked for"),
     (("--costs", "no.json", "-n", "2"), "--costs no.json cannot be read"),
-    (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py is no file of costs: it is not"),
+    (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py is not a file of costs: it is not"),
 ]
 
 

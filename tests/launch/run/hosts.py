@@ -3,10 +3,12 @@
     with network_namespaces(2) as (a, b):           # skips where they cannot be made
     with loopback_addresses(2) as (a, b):           # always there; ranks use TCP too
         with Job() as job:
-            agents = [job.start(host, ["torchrun", ...]) for host in (a, b)]
+            agents = [job.start_torchrun(host, ["--nnodes=2", ...], num_ranks=1) for host in (a, b)]
             agents[0].wait_end()
 
-All processes end with the ``Job``, all namespaces with the ``with``.
+Torchrun and the first of its ranks are forks (tests/dist/launchers.py), which saves seconds.
+All processes end with the ``Job``, all namespaces with the ``with``. If the tests are killed, the
+kernel ends torchrun and the commands, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -23,14 +24,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import pytest
 
+from tests.dist.forks import Forked, end_with_parent, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.script import TOKEN, _frozen_job, _job, _wait_end
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("-m", "torch.distributed.run")
 
 #: How long a test of a few seconds may take on a machine that is busy with others.
 TIMEOUT_S = 90.0
@@ -42,12 +45,12 @@ class Host:
 
     Attributes:
         address: its address for the other hosts.
-        enter: the words before a command that run it there.
+        network: the name of its network namespace; "" for that of this process.
         environment: variables that its processes need.
     """
 
     address: str
-    enter: tuple[str, ...] = ()
+    network: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -55,7 +58,7 @@ class Host:
 def loopback_addresses(num_hosts: int) -> Iterator[list[Host]]:
     """Yield addresses of this host; ranks with different addresses use TCP, as on several hosts."""
     addresses = [f"127.0.0.{number}" for number in range(2, 2 + num_hosts)]
-    yield [Host(address, (), {"PROCPIPE_ADDRESS": address}) for address in addresses]
+    yield [Host(address, "", {"PROCPIPE_ADDRESS": address}) for address in addresses]
 
 
 @contextlib.contextmanager
@@ -76,7 +79,7 @@ def network_namespaces(num_hosts: int) -> Iterator[list[Host]]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             _ip("-n", name, "link", "set", "cable", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            hosts.append(Host(address, ("ip", "netns", "exec", name)))
+            hosts.append(Host(address, name))
     except (OSError, subprocess.CalledProcessError) as error:
         _remove([*names, switch])
         reason = getattr(error, "stderr", "") or str(error)
@@ -100,8 +103,11 @@ def _remove(names: Sequence[str]) -> None:
 class Process:
     """One command on a host, with all its output and its children's."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes] | Forked, argv: Sequence[str], log: Path
+    ) -> None:
         self.popen = popen
+        self.argv = argv
         self._log = log
 
     @property
@@ -164,20 +170,41 @@ class Job:
         return path
 
     def start(self, host: Host, argv: Sequence[object], **environment: str) -> Process:
-        """Start a command on a host."""
-        log = self.path / f"log{len(self._processes)}"
+        """Start a command on a host that is no network namespace."""
+        assert not host.network
+        words = [*map(str, argv)]
+        env = self._environment(host, environment)
+        with self._log() as file, open(os.devnull) as stdin:
+            popen = subprocess.Popen(
+                words, cwd=self.path, env=env, stdin=stdin, stdout=file, stderr=file,
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - one call of C
+            )  # fmt: skip
+        return self._add(popen, words)
+
+    def start_torchrun(self, host: Host, argv: Sequence[str], num_ranks: int) -> Process:
+        """Start torchrun on a host; its first ``num_ranks`` ranks are forks."""
+        env = self._environment(host, {})
+        with self._log() as file, open(os.devnull) as stdin:
+            popen = fork_server().start(
+                [*TORCHRUN, *argv],
+                env=env,
+                cwd=self.path,
+                files=(stdin.fileno(), file.fileno(), file.fileno()),
+                num_ranks=num_ranks,
+                network=host.network,
+            )
+        return self._add(popen, argv)
+
+    def _environment(self, host: Host, extra: Mapping[str, str]) -> dict[str, str]:
         base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         variables = base | job_environment() | {"TORCH_CPP_LOG_LEVEL": "ERROR", TOKEN: self._token}
-        with log.open("wb") as file:
-            popen = subprocess.Popen(
-                [*host.enter, *map(str, argv)],
-                cwd=self.path,
-                env=variables | dict(host.environment) | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
-        self._processes.append(Process(popen, log))
+        return variables | dict(host.environment) | dict(extra)
+
+    def _log(self) -> BinaryIO:
+        return (self.path / f"log{len(self._processes)}").open("wb")
+
+    def _add(self, popen: subprocess.Popen[bytes] | Forked, argv: Sequence[str]) -> Process:
+        self._processes.append(Process(popen, argv, self.path / f"log{len(self._processes)}"))
         return self._processes[-1]
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -185,7 +212,7 @@ class Job:
         try:
             wait_until(condition)
         except AssertionError as error:
-            texts = "\n".join(f"--- {p.popen.args!r}\n{p.output}" for p in self._processes)
+            texts = "\n".join(f"--- {p.argv!r}\n{p.output}" for p in self._processes)
             raise AssertionError(f"{error}\n{texts}") from None
 
     def survivors(self) -> list[str]:

@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.launch.run.hosts import (
-    TORCHRUN,
-    Job,
-    free_port,
-    loopback_addresses,
-    network_namespaces,
-)
+from tests.dist.forks import fork_server
+from tests.dist.script import KILL_TIMEOUT_S, _wait_end
+from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
+from tests.test_forks import in_child
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
@@ -80,11 +77,10 @@ def plain_losses(steps):
 
 
 def torchrun(hosts, number, nproc=1, nnodes="2", port=29400, conf="", **options):
-    """Return the command that starts one host's processes; the first has the meeting point."""
+    """Return torchrun's arguments on one host; the first has the meeting point."""
     conf = f"is_host={int(number == 0)}{conf and ','}{conf}"
     extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return [
-        *TORCHRUN,
         f"--nnodes={nnodes}",
         f"--nproc-per-node={nproc}",
         "--rdzv-backend=c10d",
@@ -101,6 +97,23 @@ def reports(*processes):
     """Return the ranks' reports, in the order of each host's output."""
     lines = [line for process in processes for line in process.output.splitlines()]
     return [json.loads(line) for line in lines if line.startswith('{"rank"')]
+
+
+def test_processes_on_a_host_end_with_the_process_of_the_tests():
+    with two_hosts() as hosts, loopback_addresses(1) as here, Job() as job:
+        job.write("train.py", "import time; time.sleep(1000)")
+        command = torchrun(hosts, 0, nnodes="1", port=free_port())
+
+        def start():
+            fork_server().use(requests)  # of the child, as of each process of the tests
+            agent = job.start_torchrun(hosts[0], command, num_ranks=0).popen.pid
+            return agent, job.start(here[0], ["sleep", "1000"]).popen.pid
+
+        with fork_server().copy() as requests:
+            agent, sleeper = map(int, in_child(start).strip("()").split(","))
+
+        assert _wait_end(sleeper, KILL_TIMEOUT_S)
+        assert _wait_end(agent, KILL_TIMEOUT_S)
 
 
 # -- one job -------------------------------------------------------------------------------------
@@ -140,10 +153,15 @@ while True:
 """
 
 
-def start_two(hosts, job, script, nproc=(1, 2), port=29400, **options):
+def start_two(hosts, job, script, nproc=(1, 2), attempts=(1, 1), port=29400, **options):
+    """Start torchrun on two hosts; ``attempts``: how often each starts its ranks."""
     job.write("train.py", TRAIN + script)
     return [
-        job.start(host, torchrun(hosts, number, nproc=nproc[number], port=port, **options))
+        job.start_torchrun(
+            host,
+            torchrun(hosts, number, nproc=nproc[number], port=port, **options),
+            num_ranks=nproc[number] * attempts[number],
+        )
         for number, host in enumerate(hosts)
     ]
 
@@ -184,7 +202,7 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
                 for peer in ranks
                 if peer != rank
             }
-        expected = rf"rank \d ends, because rank {victim['rank']} ended without a word"
+        expected = rf"rank \d ends, because rank {victim['rank']} ended without a message"
         assert len(re.findall(expected, agents[1].output)) == 2, agents[1].output
         assert "or its host or network failed" in agents[1].output
         assert not job.survivors()
@@ -219,11 +237,11 @@ def test_training_continues_without_a_lost_host_and_with_it_after_its_return(mon
         return [r for r in reports(*agents) if r["size"] == size and "loss" in r]
 
     with loopback_addresses(2) as hosts, Job() as job:
-        first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), **options)
+        first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), attempts=(3, 1), **options)
         job.wait_until(lambda: reports_of(2, first) and reports_of(2, lost))
         lost.kill_all()
         job.wait_until(lambda: reports_of(1, first))
-        back = job.start(hosts[1], torchrun(hosts, 1, **options))
+        back = job.start_torchrun(hosts[1], torchrun(hosts, 1, **options), num_ranks=1)
         job.wait_until(lambda: len(reports_of(2, first)) == 2 and reports_of(2, back))
         job.write("stop", "")
 
@@ -233,5 +251,5 @@ def test_training_continues_without_a_lost_host_and_with_it_after_its_return(mon
             assert report["loss"] == pytest.approx(plain_losses(1)[0], abs=1e-12)
         assert [report["attempt"] for report in reports_of(2, first, back)] == ["0", "1", "0"]
         assert {*reports_of(2, back)[0]["links"].values()} == {"AF_INET"}
-        assert " ended without a word" in first.output
+        assert " ended without a message" in first.output
         assert not job.survivors()

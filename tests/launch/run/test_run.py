@@ -97,8 +97,10 @@ assert not bare.check([prefix + "key"])
 
 
 def test_a_successful_run_without_a_terminal():
-    """And the store of one host does not hold the key."""
-    with started("-n", "2", "--threads", "3", script=training(3, do=HIDES_THE_KEY)) as run:
+    """And the store of one host does not hold the key. Rank 1 is a new process, not a fork."""
+    with started(
+        "-n", "2", "--threads", "3", script=training(3, do=HIDES_THE_KEY), num_forked=1
+    ) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
@@ -139,7 +141,9 @@ def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
 def test_a_successful_run_on_a_terminal():
     bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
     start = bar + LEAVE_SLEEPERS
-    with started("-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5)) as run:
+    with started(
+        "-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5), num_forked=3
+    ) as run:
         run.wait_to_match("bar 2")  # until the first line overwrites it
         (run.folder / "seen").touch()
         run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
@@ -169,7 +173,7 @@ def test_a_successful_run_on_a_terminal():
 
 def test_an_exception_in_a_layer_is_reported_once():
     layer = "raise KeyError('boom')"
-    with started("-n", "3", on_terminal=True, script=training(3, do=layer)) as run:
+    with started("-n", "3", on_terminal=True, script=training(3, do=layer), num_forked=3) as run:
         ended = run.wait()
 
     assert ended.code == 1, ended
@@ -195,7 +199,7 @@ def test_an_exception_in_a_layer_is_reported_once():
 
 
 def test_a_killed_rank_is_named_with_what_the_others_did():
-    with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5)) as run:
+    with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5), num_forked=2) as run:
         ranks = [run.rank(0), run.rank(1)]
 
         def is_stuck():
@@ -225,7 +229,7 @@ def test_a_killed_rank_is_named_with_what_the_others_did():
 
 def test_a_killed_launcher_leaves_no_processes():
     start = LEAVE_SLEEPERS + LEAVE_A_BARE_SLEEPER
-    with started("-n", "2", script=training(10**9, start)) as run:
+    with started("-n", "2", script=training(10**9, start), num_forked=2) as run:
         run.wait_for("step 2")
         names = {process.name() for process in run.processes()}
         bare = [int((run.folder / f"bare-{rank}").read_text()) for rank in (0, 1)]
@@ -242,7 +246,10 @@ def test_a_killed_launcher_leaves_no_processes():
 
 
 def test_ctrl_c_ends_all_processes():
-    with started("-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS)) as run:
+    """Rank 1 is a new process, not a fork."""
+    with started(
+        "-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS), num_forked=1
+    ) as run:
         run.wait_for("step 2")
         run.press("\x03")
         ended = run.wait()

@@ -56,9 +56,9 @@ def test_a_traceback_is_passed_on_if_the_process_continues():
 
 
 def test_only_stall_reports_of_other_ranks_are_shown():
-    report = b"procpipe: no progress for 3.0 s, says rank 1\n  stage 0 (rank 0): in B3\n"
-    end = b"procpipe: stage 1 (rank 1) goes on after 3.4 s\n"
-    end += b"procpipe: stage 1 of replica 1 (rank 3) goes on after 3.4 s\n"
+    report = b"procpipe: no progress for 3.0 s, reported by rank 1\n  stage 0 (rank 0): in B3\n"
+    end = b"procpipe: stage 1 (rank 1) continues after 3.4 s\n"
+    end += b"procpipe: stage 1 of replica 1 (rank 3) continues after 3.4 s\n"
     text = b"hello\n  there\n" + report + b"other\n  thing\n" + end + b"  x"
     stalls = StallFilter()
 

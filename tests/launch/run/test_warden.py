@@ -16,6 +16,8 @@ import pytest
 from procpipe.launch.run import warden
 from procpipe.launch.run.warden import TOKEN, end_family, family
 
+pytestmark = pytest.mark.dist
+
 #: Starts a child without environment in its session, a second one in its own session, and waits.
 TREE = """
 import subprocess, sys
@@ -122,8 +124,10 @@ def test_the_warden_ends_all_processes_only_when_its_pipe_ends(token):
 
 def test_the_command_line_of_the_warden_does_not_name_this_package(token):
     guard = warden.Warden(token)
-    wait_until_ignored(guard.pid, signal.SIGINT)  # in the middle of exec() it has no command line
-    command = psutil.Process(guard.pid).cmdline()
+    process, deadline_s = psutil.Process(guard.pid), time.monotonic() + TIMEOUT_S
+    # In the middle of exec() a process has no command line, before it that of its parent.
+    while token not in (command := process.cmdline()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     guard.dismiss()
 
     assert command[1:] == ["-I", "-S", command[3], token]

@@ -83,8 +83,7 @@ def test_a_recomputation_is_right_before_its_first_half() -> None:
 
 @for_each(("m", "n"), SIZES)
 def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
-    for mode in ("always", "except_last", "never"):
-        recompute = recomputed(mode, m)
+    for recompute in {recomputed(mode, m) for mode in ("always", "except_last", "never")}:
         for plan in (zb_h1(m, n, recompute=recompute), zb_v(m, n, recompute=recompute)):
             p = plan.num_partitions
             skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
@@ -128,7 +127,7 @@ def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
     assert max(map(simulate(zb_v(m, n), halves).peak_bytes, range(n))) <= most
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "fault"),
     [
         ("F0@0\nI0@0", "W0@0 is missing, but I0@0 is there"),

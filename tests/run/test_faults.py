@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.run.stories import in_a_line, story_of, text_of
+from procpipe.run.faults import in_a_line, story_of, text_of
 
 
 class EvilError(Exception):

@@ -1,0 +1,130 @@
+"""Makes a fork like a new interpreter, which runs a main module; see tests/dist/forks.py.
+
+enter      its network namespace
+become     its session, files, folder, environment and main module
+End.run    runs that, and ends the process
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import io
+import os
+import sys
+import termios
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.dist.forks import ROOM
+
+if TYPE_CHECKING:
+    from tests.dist.forks import Start
+
+
+def enter(network: str) -> None:
+    """Move this process into a network namespace, as ``ip netns exec`` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as file:
+        if libc.setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Set this child up like a new interpreter; return its main code and its globals."""
+    if os.getsid(0) != os.getpid():  # the rank of a launcher leads a session already
+        os.setsid()
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    if os.isatty(1):
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(start.env)
+    _show_environment()
+    _open_standard_files()
+    if "PYTHONFAULTHANDLER" in start.env:
+        faulthandler.enable()
+    main = types.ModuleType("__main__")
+    if start.argv[0] in ("-c", "-m"):
+        sys.argv = ["-c", *start.argv[2:]]
+        sys.path[0] = ""
+        text = start.argv[1]
+        if start.argv[0] == "-m":
+            text = f"import runpy; runpy.run_module({text!r}, run_name='__main__', alter_sys=True)"
+        code = compile(text, "<string>", "exec")
+    else:
+        sys.argv = [*start.argv]
+        sys.path[0] = str(Path(start.argv[0]).parent)
+        main.__file__ = start.argv[0]
+        code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
+    sys.modules["__main__"] = main
+    return code, vars(main)
+
+
+def _show_environment() -> None:
+    """Write the environment to where /proc reads it: over that of the server, which nothing uses.
+
+    The kernel shows the memory in which it put the environment when the server was started.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = map(int, fields[47:49])
+    block = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    assert len(block) + len(ROOM) + 1 < end - begin, "the environment is too long: see ROOM"
+    block += f"{ROOM}=".encode().ljust(end - begin - len(block) - 1, b"x")
+    ctypes.memmove(begin, block + b"\0", end - begin)
+
+
+def _open_standard_files() -> None:
+    """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    streams = {
+        "stdin": os.fdopen(0, closefd=False),
+        "stdout": io.TextIOWrapper(
+            os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False),
+            line_buffering=os.isatty(1),
+            write_through=is_unbuffered,
+        ),
+        "stderr": os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False),
+    }
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class End:
+    """The last exit function of a child: ends the process before the modules are freed."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        # Exit functions run in reverse order.
+        atexit.register(self._end_now)
+
+    def run(self, code: types.CodeType, names: dict[str, Any], *, tears_down: bool) -> None:
+        """Run a main module, and store the exit code of its process."""
+        try:
+            exec(code, names)
+            ending = 0
+        except SystemExit as end:
+            ending = end.code if isinstance(end.code, int) else int(end.code is not None)
+            raise
+        except KeyboardInterrupt:
+            tears_down = True  # Python then ends by that signal
+            raise
+        except BaseException:
+            ending = 1
+            raise
+        finally:
+            self._code = None if tears_down else ending
+
+    def _end_now(self) -> None:
+        if self._code is not None:
+            for file in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    file.flush()
+            os._exit(self._code & 0xFF)

@@ -1,0 +1,101 @@
+"""Makes launchers with torch's agent quick: their ranks can be forks, which need not import torch.
+
+    fork server     launcher                             rank
+      Start ----->    forks one process for each   --->    waits
+                      runs torch's agent
+                      starts a rank: Start         --->    runs as ``python <argv>``
+                                                   <---    ends
+                      waitpid
+
+The launcher forks before it runs its own main module, while it has one thread and no open files. So
+ranks are its children and have their own session, as otherwise; a process that is not used ends
+with the launcher. If more ranks are started, after a restart for instance, they are new processes.
+This file replaces only how torch's agent starts a process, and how it finds its own method's name.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from tests.dist.forks import Forked, Start, receive, send_start
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A child that waits for its request."""
+
+    pid: int
+    requests: socket.socket
+
+
+class Launcher:
+    """The parent of its ranks."""
+
+    def code_of(self, pid: int) -> int:
+        """Wait for the end of a rank; return its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def name_methods_fast() -> None:
+    """Let torch's agent log each step of its rendezvous without reading the source of all callers.
+
+    That takes a second for each start, most of what a launcher needs.
+    """
+    dynamic_rendezvous.get_method_name = _caller
+
+
+def _caller(depth: int = 2) -> str:
+    return sys._getframe(depth).f_code.co_name
+
+
+def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
+    """Fork ``start.num_ranks`` times, and let torch's agent use the children for its ranks.
+
+    Returns in the launcher with the given arguments, and in each rank with its own.
+    """
+    waiting: list[Waiting] = []
+    for _ in range(start.num_ranks):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()  # before the agent can send a signal to the group
+            for end in (ours, *(other.requests for other in waiting)):
+                end.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            with theirs:
+                return receive(theirs)
+        theirs.close()
+        waiting.append(Waiting(pid, ours))
+    new_process = SubprocessHandler._popen
+    SubprocessHandler._popen = _starter(waiting, new_process)  # type: ignore[method-assign]
+    return start, descriptors
+
+
+def _starter(waiting: list[Waiting], new_process: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what replaces ``SubprocessHandler._popen``."""
+
+    def start_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        if not waiting or args[:2] != (sys.executable, "-u"):
+            return new_process(handler, args, env)
+        child = waiting.pop(0)
+        env = env | {"PYTHONUNBUFFERED": "1"}  # what -u does
+        files = [stream.fileno() if stream else 1 + k for k, stream in enumerate(_outputs(handler))]
+        with child.requests as requests:
+            send_start(requests, Start(args[2:], env, os.getcwd(), tears_down=True), (0, *files))
+        return Forked(Launcher(), child.pid)
+
+    return start_rank
+
+
+def _outputs(handler: Any) -> tuple[Any, Any]:
+    """Return the files for a rank's standard output and error, if they are not the launcher's."""
+    return handler._stdout, handler._stderr
