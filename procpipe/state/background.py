@@ -178,19 +178,23 @@ class Saving:
 
     def _mark_failure(self, error: BaseException) -> None:
         rank, story = self._member.rank, "".join(traceback.format_exception(error))
-        mark = self._folder / f"failed-{rank}.json"
+        mark = self._mark_of(rank)
         try:
-            mark.with_suffix(".tmp").write_text(json.dumps({"rank": rank, "story": story}))
+            mark.with_suffix(".tmp").write_text(json.dumps(story))
             os.rename(mark.with_suffix(".tmp"), mark)
         except OSError:
             pass  # the disk is full, say; this rank's next call reports it to the others
 
     def _raise_marked_failure(self) -> bool:
         """Raise the failure that another rank has marked; return whether the folder is there."""
-        for mark in self._folder.glob("failed-*.json"):
-            note = json.loads(mark.read_text())
-            raise RemoteStageError(note["rank"], note["story"])
+        for rank in range(self._member.num_ranks):
+            # The folder may get its name between any two looks: nothing is asked before reading.
+            with contextlib.suppress(FileNotFoundError):
+                raise RemoteStageError(rank, json.loads(self._mark_of(rank).read_text()))
         return self._folder.is_dir()
+
+    def _mark_of(self, rank: int) -> Path:
+        return self._folder / f"failed-{rank}.json"
 
     # -- the end --------------------------------------------------------------------------------
 

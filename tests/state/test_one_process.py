@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +316,7 @@ def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
     draft.mkdir()
     member = dataclasses.replace(Member.of(nn.Linear(1, 1)), rank=1, num_ranks=2)
     saving = Saving(member, draft, final, None)
-    looks = []
+    looks: list[bool] = []
 
     def is_there():
         looks.append(final.is_dir())
@@ -325,6 +326,30 @@ def test_a_folder_that_gets_its_name_while_another_rank_looks_for_it(tmp_path):
 
     saving._wait_until(is_there, "rank 0")
     assert looks == [False, True]
+
+
+def test_a_folder_that_gets_its_name_while_its_marks_are_looked_for(tmp_path):
+    """Python 3.11's Path.glob asks whether a folder is there, then lists it: a saved run ended."""
+    draft, final = tmp_path / "draft", tmp_path / "final"
+    draft.mkdir()
+    member = dataclasses.replace(Member.of(nn.Linear(1, 1)), rank=1, num_ranks=2)
+    saving = Saving(member, draft, final, None)
+    is_over = threading.Event()
+
+    def rename():
+        while not is_over.is_set():
+            draft.rename(final)
+            final.rename(draft)
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    looks: list[bool] = []
+    try:
+        while len(looks) < 1000 or len(set(looks)) < 2:
+            looks.append(saving._raise_marked_failure())
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_the_error_of_a_damaged_state_names_the_file(tmp_path):
