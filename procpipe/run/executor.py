@@ -316,7 +316,7 @@ class Executor:
         for transfer, flags in zip(step.takes, wants, strict=True):
             if any(flags):
                 gradients += self._take(transfer).value
-            elif self._is_local(transfer.source):
+            elif transfer.source in self.partitions:
                 del self._made[transfer]
             else:
                 self._channels.receivers[transfer.channel].forgo()
@@ -345,16 +345,13 @@ class Executor:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _is_local(self, partition: int) -> bool:
-        return self._placement[partition] == self._grid.stage
-
     def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
         """Keep what a task has made until it is sent, or taken by another partition here.
 
         ``is_counted``: whether the bytes of what stays here are still to be counted.
         """
         self._made[transfer] = message
-        if self._is_local(transfer.destination):
+        if transfer.destination in self.partitions:
             self.ledger.hold(transfer, num_bytes(message.tensors) if is_counted else 0)
 
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
@@ -374,7 +371,7 @@ class Executor:
 
     def _take(self, transfer: Transfer) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""
-        if self._is_local(transfer.source):
+        if transfer.source in self.partitions:
             return self._made.pop(transfer)
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[transfer.channel].take()  # step 6
