@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.rule import Rule
 from rich.text import Text
@@ -69,9 +69,13 @@ class _Run:
     def to_its_end(self) -> int:
         """Run and report; return the exit code."""
         outcome = JobOutcome({}, "it was stopped")
-        previous = {signum: signal.signal(signum, self._stop) for signum in _SIGNALS}
+        previous: dict[signal.Signals, Any] = {}
         try:
+            for signum in _SIGNALS:
+                previous[signum] = signal.signal(signum, self._stop)
+            previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._look)
             outcome = run_job(self._job, self._begin)
+            self._can_stop = False  # a signal that comes just before is caught below
         except Stopped as stopped:
             self._signal = stopped.sigval
         finally:
@@ -120,6 +124,11 @@ class _Run:
             raise Stopped(number)
         self._view.print("procpipe: killing all processes")
         self._end_family(0.0)  # the agent waits for them, so this ends its wait
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of a child."""
+        del number, frame
+        self._ranks.look_before_agent()
 
     def _end_family(self, grace_s: float) -> list[Process]:
         return list(end_family(self._token, grace_s, os.getpid(), {self._warden.pid}))
