@@ -65,6 +65,7 @@ class _Run:
         self._view = View(self._ranks, view_mode, f"logs in {short_path(job.folder)}")
         self._signal: signal.Signals | None = None
         self._can_stop = True
+        self._num_restarts = 0
 
     def to_its_end(self) -> int:
         """Run and report; return the exit code."""
@@ -106,10 +107,12 @@ class _Run:
         last = self._ranks.attempt
         if last is not None:
             why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
-            if last.failed_s is not None and last.num_ranks == num_ranks:
-                headline = explain(last.ends()).headline
+            has_failed = last.failed_s is not None and last.num_ranks == num_ranks
+            if has_failed or number > self._num_restarts:
+                headline = explain(last.ends()).headline if has_failed else "a rank failed"
                 why = f"restart {number} of {self._job.max_restarts}, because {headline}"
             self._view.print(f"procpipe: {why}")
+        self._num_restarts = number
         self._ranks.begin(logs, num_ranks)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
