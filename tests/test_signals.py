@@ -92,7 +92,10 @@ def test_of_two_signals_that_raise_both_count_and_all_handlers_return(raising, m
     """Symptom: after Ctrl-C and SIGTERM a process could not be ended by SIGTERM any more."""
     came: list[int] = []
     seen, set_handler = [], signal.signal
-    note = lambda *_: seen.append("SIGUSR2")
+
+    def note(*_):
+        seen.append("SIGUSR2")
+
     previous = signal.signal(signal.SIGUSR2, note)
 
     def set_and_raise(number, handler):
