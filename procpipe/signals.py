@@ -40,7 +40,29 @@ def put_off() -> Iterator[None]:
                 signal.signal(number, note)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        try:
+            _restore(handlers)
+        finally:
+            _raise_all(came)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Set all handlers again, even if one of them raises meanwhile."""
+    try:
+        while handlers:
+            number = next(iter(handlers))
+            signal.signal(number, handlers[number])
+            del handlers[number]
+    finally:
+        if handlers:
+            _restore(handlers)
+
+
+def _raise_all(numbers: set[int]) -> None:
+    """Run the handlers of all signals, even if one of them raises."""
+    try:
+        while numbers:
+            signal.raise_signal(numbers.pop())
+    finally:
+        if numbers:
+            _raise_all(numbers)

@@ -85,3 +85,36 @@ def test_other_threads_have_no_handlers_to_delay(raising):
     thread.start()
     thread.join()
     assert seen == [raising]
+
+
+@pytest.mark.parametrize("moment", ["while handlers are set again", "together with another"])
+def test_of_two_signals_that_raise_both_count_and_all_handlers_return(raising, monkeypatch, moment):
+    """Symptom: after Ctrl-C and SIGTERM a process could not be ended by SIGTERM any more."""
+    came: list[int] = []
+    seen, set_handler = [], signal.signal
+
+    def note(*_):
+        seen.append("SIGUSR2")
+
+    previous = signal.signal(signal.SIGUSR2, note)
+
+    def set_and_raise(number, handler):
+        before = set_handler(number, handler)
+        if number == signal.SIGUSR1 and handler is raising and "again" in moment and not came:
+            came.append(number)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return before
+
+    def block():
+        with put_off():
+            os.kill(os.getpid(), signal.SIGUSR2)
+            if "together" in moment:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr("procpipe.signals.signal.signal", set_and_raise)
+    with pytest.raises(WokenError):
+        block()
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGUSR1) is raising
+    assert seen == ["SIGUSR2"]
+    assert signal.signal(signal.SIGUSR2, previous) is note

@@ -15,6 +15,7 @@ If there are only victims, the rank that they name left early, or is on another 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -171,7 +172,10 @@ def _cause(end: Rank) -> str:
 
 def _time_of(end: Rank) -> float:
     at_s = end.at_s if end.recorded is None else end.recorded.at_s
-    return float("inf") if at_s is None else float(at_s)
+    if at_s is not None:
+        return float(at_s)
+    # It ended too soon for the launcher to find it; unless the agent has ended it.
+    return math.inf if end.code in (None, -signal.SIGTERM) else 0.0
 
 
 def _traceback_of(end: Rank) -> str:

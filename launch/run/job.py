@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.rule import Rule
 from rich.text import Text
@@ -65,13 +65,18 @@ class _Run:
         self._view = View(self._ranks, view_mode, f"logs in {short_path(job.folder)}")
         self._signal: signal.Signals | None = None
         self._can_stop = True
+        self._num_restarts = 0
 
     def to_its_end(self) -> int:
         """Run and report; return the exit code."""
         outcome = JobOutcome({}, "it was stopped")
-        previous = {signum: signal.signal(signum, self._stop) for signum in _SIGNALS}
+        previous: dict[signal.Signals, Any] = {}
         try:
+            for signum in _SIGNALS:
+                previous[signum] = signal.signal(signum, self._stop)
+            previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._look)
             outcome = run_job(self._job, self._begin)
+            self._can_stop = False  # a signal that comes just before is caught below
         except Stopped as stopped:
             self._signal = stopped.sigval
         finally:
@@ -102,10 +107,12 @@ class _Run:
         last = self._ranks.attempt
         if last is not None:
             why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
-            if last.failed_s is not None and last.num_ranks == num_ranks:
-                headline = explain(last.ends()).headline
+            has_failed = last.failed_s is not None and last.num_ranks == num_ranks
+            if has_failed or number > self._num_restarts:
+                headline = explain(last.ends()).headline if has_failed else "a rank failed"
                 why = f"restart {number} of {self._job.max_restarts}, because {headline}"
             self._view.print(f"procpipe: {why}")
+        self._num_restarts = number
         self._ranks.begin(logs, num_ranks)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -120,6 +127,11 @@ class _Run:
             raise Stopped(number)
         self._view.print("procpipe: killing all processes")
         self._end_family(0.0)  # the agent waits for them, so this ends its wait
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of a child."""
+        del number, frame
+        self._ranks.look_before_agent()
 
     def _end_family(self, grace_s: float) -> list[Process]:
         return list(end_family(self._token, grace_s, os.getpid(), {self._warden.pid}))

@@ -7,8 +7,9 @@
     reaps them                        reads all boards
 
 The agent reports exit codes only at the very end, without the order of the failures, and none of an
-attempt that it restarts. The kernel reports each end at once, before the agent reaps the process:
-so this thread knows the order, and what every other rank was doing at that moment.
+attempt that it restarts. The kernel reports each end at once: so this thread knows the order, and
+what every other rank was doing at that moment. If the agent's thread may reap a process before this
+thread runs, the handler of SIGCHLD looks first (``look_before_agent``).
 """
 
 from __future__ import annotations
@@ -130,6 +131,18 @@ class Ranks:
             self.attempt = Attempt(num_ranks, tuple(map(Rank, logs)))
         os.eventfd_write(self._wakes, 1)
 
+    def look_before_agent(self) -> None:
+        """Look now, in the handler of SIGCHLD: then the agent's thread has not reaped the child.
+
+        Once it has, nobody knows the exit code, and a good end looks like a failure.
+        """
+        if self._lock.acquire(timeout=_LOOK_S):  # not if the signal came during ``begin``
+            try:
+                with contextlib.suppress(OSError, psutil.Error):
+                    self._look()
+            finally:
+                self._lock.release()
+
     def expect_end(self) -> None:
         """Kill ranks that run longer than the grace from now on; safe in a signal handler."""
         self._signalled_s = time.monotonic()
@@ -205,7 +218,7 @@ class Ranks:
         self._poller.unregister(rank.descriptor)
         os.close(rank.descriptor)
         rank.descriptor = None
-        if rank.code != 0 and attempt.failed_s is None:
+        if rank.code and attempt.failed_s is None:  # not if it is unknown: others are killed then
             attempt.failed_s = time.monotonic()
             for other in attempt.ranks:
                 other.reading = _last_reading(other)

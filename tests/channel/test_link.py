@@ -93,7 +93,7 @@ def meshes():
             Mesh(
                 rank,
                 {1 - rank: sock},
-                timeout_s=1.0,
+                timeout_s=60.0,
                 stall_timeout_s=30.0,
                 reports=WaitReports(),
             )
@@ -111,7 +111,7 @@ def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
 
     sender.settle()
 
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 10.0
 
 
 def test_sent_tensors_are_released_as_transfers_end(meshes):

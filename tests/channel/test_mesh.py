@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import struct
 import threading
@@ -255,7 +256,7 @@ def test_a_timeout_error_has_the_rank_the_time_and_the_message(net):
         b.wait(lambda: False, lambda: "activation 3 from stage 0 (rank 0)")
 
     text = str(caught.value)
-    assert text.startswith("rank 1 has waited 0.1 s for activation 3 from stage 0 (rank 0)")
+    assert re.match(r"rank 1 has waited \d+\.\d s for activation 3 from stage 0 \(rank 0\)", text)
     assert "timeout_s" in text
     assert isinstance(caught.value, TimeoutError)
 
@@ -357,7 +358,7 @@ def test_a_condition_without_frames_is_polled(net):
 
     b.wait(lambda: next(answers), nothing, every_s=0.001)
 
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 4.0  # else 5 s
 
 
 # -- endings --------------------------------------------------------------------------------------
@@ -593,7 +594,7 @@ def test_a_peer_that_does_not_read_cannot_block_a_failing_rank(net, monkeypatch)
 
     a.send_failure(RemoteStageError(0, "the story"))
 
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 4.0  # else 5 s
 
 
 def test_closing_sends_a_goodbye_after_unsent_frames(net):
@@ -621,7 +622,7 @@ def test_closing_does_not_wait_for_a_peer_that_has_ended(net):
 
     a.close()
 
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 4.0  # else 5 s
 
 
 def test_a_mesh_may_be_closed_twice(net):

@@ -77,7 +77,8 @@ def test_a_rank_that_stops_in_the_middle_of_a_transfer_is_reported():
     receiver.take()
 
     what = "activation from stage 0 (rank 0)"
-    assert reports.lines == [f"waits for {what}", f"has waited too long for {what}", "continues"]
+    lines = list(dict.fromkeys(reports.lines))  # a stall that lasts is reported again
+    assert lines == [f"waits for {what}", f"has waited too long for {what}", "continues"]
     for mesh in (senders, receivers):
         mesh.close()
     assert not any(thread.name == "procpipe native waits" for thread in threading.enumerate())

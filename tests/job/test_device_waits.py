@@ -167,7 +167,7 @@ def test_a_wait_without_transfers_is_not_ended(watched):
 
 def test_stalls_are_reported_and_end_after_the_timeout(watched):
     reports = Recorder()
-    _, device, _ = watched(timeout_s=0.3, stall_timeout_s=0.05, reports=reports)
+    _, device, _ = watched(timeout_s=1.0, stall_timeout_s=0.05, reports=reports)
 
     with pytest.raises(
         WaitTimeoutError, match=r"rank 0 has waited \d\.\d s for its device, in tran"

@@ -71,6 +71,13 @@ def test_of_ranks_seen_to_end_at_once_the_agent_has_ended_some_because_of_anothe
     assert failure.exit_code == 128 + signal.SIGKILL
 
 
+def test_a_rank_that_failed_before_it_was_found_is_first():
+    """Symptom: the launcher reported the rank that the agent had killed in the end."""
+    ends = [end(0, -signal.SIGKILL, 40.0), end(1, 3, None), end(2, -signal.SIGTERM, None)]
+
+    assert explain(ends).exit_code == 3
+
+
 def test_a_killed_rank_is_reported_with_what_the_others_did():
     ends = [
         end(0, 1, 10.1, victim(0).stderr, reading=reading_of(0, "gradient from stage 1 (rank 1)")),

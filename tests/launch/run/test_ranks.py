@@ -7,9 +7,77 @@ import select
 import signal
 import subprocess
 
+import pytest
+
 from procpipe.launch.run import ranks as run_ranks
 from procpipe.launch.run.failure import explain
 from procpipe.launch.run.ranks import Attempt, Logs, Rank, Ranks
+from tests.dist.script import run_forked
+
+#: A launcher with an agent of one rank, which executes given code.
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from procpipe.launch.run import job, ranks
+from procpipe.launch.run.engine import JobOutcome
+
+def run_job(_, begin):
+    logs = ranks.Logs(0, Path("out"), Path("err"), Path("error"))
+    begin([logs], 1, 0)
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": "error"}
+    command = "until [ -e go ]; do sleep 0.01; done; exit 3"
+    process = subprocess.Popen(["sh", "-c", command], env=environment)
+    while process.poll() is None:
+        time.sleep(0.1)
+    return JobOutcome({})
+
+%s
+job.run_job = run_job
+settings = SimpleNamespace(folder=Path.cwd(), grace_s=5, max_restarts=0)
+run = job._Run(settings, "a-token-of-a-test", "off")
+code = run.to_its_end()
+print(code, *(rank.code for rank in run._ranks.attempt.ranks) if run._ranks.attempt else ())
+"""
+
+#: From when the rank is found until the end of the run, the thread that follows it gets no time.
+SLOW_THREAD = """
+def follow(ranks):
+    while not (ranks.attempt and ranks.attempt.ranks[0].pid):
+        ranks._look()
+    open("go", "w").close()
+    while not ranks._is_stopped:
+        time.sleep(0.01)
+    ranks._look()
+
+ranks.Ranks._run = follow
+"""
+
+EARLY_SIGNAL = """
+set_handler = signal.signal
+
+def set_and_raise(number, handler):
+    before = set_handler(number, handler)
+    if number == signal.SIGINT and callable(handler):
+        signal.raise_signal(number)
+    return before
+
+signal.signal = set_and_raise
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_the_agent_reaps_before_the_thread_looks_has_an_exit_code():
+    """Symptom: on a busy machine, a rank that had ended well was reported as the one that failed.
+
+    Ranks that went on longer than the others' grace were killed.
+    """
+    assert run_forked(LAUNCHER % SLOW_THREAD).check().stdout == "0 3\n"
+
+
+@pytest.mark.dist
+def test_a_signal_before_the_agent_runs_ends_the_run():
+    assert run_forked(LAUNCHER % EARLY_SIGNAL).check().stdout == f"{128 + signal.SIGINT}\n"
 
 
 def test_a_rank_that_ends_while_others_are_looked_at_is_not_the_first(monkeypatch, tmp_path):

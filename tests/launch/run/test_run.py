@@ -43,9 +43,19 @@ for step in range(NUM_STEPS):
 print(f"rank {RANK} says goodbye", file=sys.stderr)
 """
 
-#: No torch, and so quick to start.
+#: No torch, and so quick to start: waits until the launcher follows this process.
 PLAIN = """
-import os, signal, subprocess, sys, time
+import contextlib, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def is_followed():
+    for file in Path(f"/proc/{os.getppid()}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if f"\\nPid:\\t{os.getpid()}\\n" in file.read_text():
+                return True
+
+while not is_followed():
+    time.sleep(0.01)
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 exec(sys.argv[1])
 """
