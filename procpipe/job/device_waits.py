@@ -109,7 +109,7 @@ class DeviceWaits:
         numbers = [self._mesh.ranks[peer] for peer in peers]
         what = f"its device, in transfers with ranks {numbers}"
         if left and waited_s >= _LEFT_AFTER_S:
-            return self._mesh.gone(min(left), f"waits for {what}")
+            return self._mesh.failures.gone(min(left), f"waits for {what}")
         if waited_s >= self._mesh.timeout_s:
             return self._mesh.too_long(waited_s, what)
         if waited_s >= self._next_stall_s:
