@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "skip": {"errors", "tree"},
     "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "notes", "torch_internals", "tree"},
-    "model": {"compute", "plan", "errors"},
+    "model": {"compute", "plan", "errors", "words"},
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
