@@ -126,15 +126,15 @@ def fit_balance(
     are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
     makes = f"balance {parts} makes {counted(n, 'partition')}"
     fault = (
-        f"{makes}, but there {are}{replicas}, and each "
-        f" runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
+        f"{makes}, but there {are}{replicas}, and each runs one: "
+        f"start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
         f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
     if of_mesh is not None:
         fault = (
-            f"{makes}, but the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}, and each "
-            f"runs one: give a dimension of size {n}, or a "
-            f"balance like {_even(num_layers, num_ranks)}"
+            f"{makes}, but the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}, and "
+            f"each runs one: give a dimension of size {n}, or a balance like "
+            f"{_even(num_layers, num_ranks)}"
         )
     raise IndexError(fault) if len(parts) > num_ranks else BalanceError(fault)
 
