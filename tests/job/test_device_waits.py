@@ -188,7 +188,7 @@ def test_after_close_nothing_is_raised(watched):
     assert not device._free.acquire(blocking=False)
 
 
-def test_an_error_that_comes_while_the_watch_is_closed_is_dropped(watched):
+def test_an_error_that_comes_while_the_watch_is_closed_is_dropped(watched, monkeypatch):
     mesh, device, _ = watched()
     watch = DeviceWaits(mesh, [device], threading.main_thread)
 
@@ -199,7 +199,7 @@ def test_an_error_that_comes_while_the_watch_is_closed_is_dropped(watched):
         def __exit__(self, *exception):
             pass
 
-    watch._raising = Raising()
+    monkeypatch.setattr(watch, "_raising", Raising())
     watch.close()
 
     assert watch._is_closed.is_set()
