@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "skip": {"errors", "tree"},
     "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "notes", "torch_internals", "tree"},
-    "model": {"compute", "plan", "errors"},
+    "model": {"compute", "plan", "errors", "words"},
     "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
@@ -132,7 +132,9 @@ PURE = (
     "procpipe.tuning.costs_file",
     "procpipe.tuning.list_schedule",
     "procpipe.tuning.model",
+    "procpipe.tuning.one_at_a_time",
     "procpipe.tuning.propose",
+    "procpipe.tuning.room",
     "procpipe.tuning.search",
     "procpipe.tuning.step_costs",
     "procpipe.balance.blocks",

@@ -14,13 +14,13 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.memory import counted_memory, reset_peak
 from benchmarks.published.experiment import BASELINE
 from benchmarks.published.figures import TORCHGPIPE, Memory
 from benchmarks.report import Cell, Report, Table
@@ -261,21 +261,14 @@ class _Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            self._start_bytes = _resident_bytes("VmRSS")
+            reset_peak()
+            self._start_bytes = counted_memory()["VmRSS"]
 
     def growth_bytes(self) -> int:
         """Return the growth at the peak."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
-        return _resident_bytes("VmHWM") - self._start_bytes
-
-
-def _resident_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}; this runs on Linux only")
+        return counted_memory()["VmHWM"] - self._start_bytes
 
 
 # -- the tables -----------------------------------------------------------------------------------

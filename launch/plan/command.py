@@ -86,6 +86,9 @@ class _Planning:
         self._loss, self._model = options.loss.rpartition(":")[2] or "loss_fn", "model"
         self._replicas = [options.replicas] if options.replicas else divisors(options.n)
         self._least_samples = 1  # of a micro-batch
+        # Of links: measured if this run uses it, or saves it for others.
+        self._bandwidth = None if options.save else options.bandwidth
+        self._replica_bandwidth = None if options.save else options.replica_bandwidth
         self._memory_bytes: int | None = options.memory
         if options.memory is None and self._device.type == "cuda":
             self._memory_bytes = torch.cuda.get_device_properties(self._device).total_memory
@@ -141,7 +144,7 @@ class _Planning:
         if self._device.type == "cuda":
             name = torch.cuda.get_device_name(self._device)
         model = self._measure_layers(subject, splits, name)
-        link, source = measure_link(self._device)
+        link, source = measure_link(self._device, self._bandwidth)
         _print(f"transfers: {link.bytes_per_s / 1e9:.1f} GB/s ({source})")
         between = self._replica_link(self._device)
         if not options.loss:
@@ -166,7 +169,7 @@ class _Planning:
         if options.flops and options.device != "cpu" and device.type == "cpu":
             link, link_source = assumed_link(), "assumed: --bandwidth"
         else:
-            link, link_source = measure_link(device)
+            link, link_source = measure_link(device, self._bandwidth)
         found = sizes_to_measure(size for _, size in splits)
         sizes = (found[0], found[-1]) if len(found) > 1 else found  # between, all is in proportion
         _print(
@@ -186,8 +189,9 @@ class _Planning:
         return Measured(model, subject.batch, link, f"estimated at {rate:.3g} FLOP/s", between)
 
     def _replica_link(self, device: torch.device) -> Link | None:
-        """Measure what adds up gradients, where that is not what carries messages."""
-        if device.type != "cpu" or self._replicas == [1]:
+        """Measure what adds up gradients, where that is not what carries messages, nor given."""
+        is_given = self._bandwidth or self._replica_bandwidth
+        if device.type != "cpu" or self._replicas == [1] or is_given:
             return None
         found: tuple[Link, str] = measure_replica_link()
         link, source = found

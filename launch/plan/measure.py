@@ -133,8 +133,14 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure_link(device: torch.device) -> tuple[Link, str]:
-    """Measure the link from one device to the next by copying; also return how, in words."""
+def measure_link(device: torch.device, bytes_per_s: float | None) -> tuple[Link, str]:
+    """Measure the link from one device to the next by copying; also return how, in words.
+
+    With ``bytes_per_s``, nothing is measured.
+    """
+    if bytes_per_s:
+        latency_s = _GPU_LATENCY_S if device.type == "cuda" else _CPU_LATENCY_S
+        return Link(latency_s, bytes_per_s), "--bandwidth"
     if device.type != "cuda":
         source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
         destination = torch.empty_like(source)

@@ -55,13 +55,29 @@ _LAST_FRAME_TIMEOUT_S = 5.0
 _FAILURE_TIMEOUT_S = 2.0
 
 
+class _BusyPeers:
+    """Peers that do what ``timeout_s`` does not count."""
+
+    def __init__(self) -> None:
+        self.peers: set[int] = set()
+        self._changed_s = 0.0
+
+    def note(self, peer: int, *, is_busy: bool) -> None:
+        (self.peers.add if is_busy else self.peers.discard)(peer)
+        self._changed_s = time.monotonic()
+
+    def counted_s(self, started: float) -> float:
+        """Return how much of a wait counts towards ``timeout_s``."""
+        return 0.0 if self.peers else time.monotonic() - max(started, self._changed_s)
+
+
 class Mesh:
     """The connections of one rank, made of a non-blocking socket to each other rank.
 
     ``ranks`` holds each rank's number in the job, which messages name; ``name_of`` describes one.
     A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
     begins anew whenever a peer has been busy (``send_busy``).
-    ``num_looks`` counts how often incoming data was looked for.
+    ``num_looks`` counts how often incoming data was looked for; ``failures`` are known so far.
     """
 
     def __init__(
@@ -86,12 +102,10 @@ class Mesh:
         self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
-        self._failures = Failures(rank, ranks, self.name_of, reports)
-        self.gone = self._failures.gone
-        self._busy_peers: set[int] = set()
-        self._counts_from = 0.0
+        self.failures = Failures(rank, ranks, self.name_of, reports)
+        self._busy = _BusyPeers()
         self._reading = threading.RLock()
-        self._connections = Connections(sockets, self._take, self._failures.note_lost)
+        self._connections = Connections(sockets, self._take, self.failures.note_lost)
         give_up_in_children(self)
 
     def socket_of(self, peer: int) -> socket.socket:
@@ -100,7 +114,7 @@ class Mesh:
 
     def is_connected(self, peer: int) -> bool:
         """Return whether frames can still be sent to a peer, as far as is known."""
-        return peer in self._connections.of and peer not in self._failures.left
+        return peer in self._connections.of and peer not in self.failures.left
 
     def on(self, peer: int, frame_type: int, handler: Handler) -> None:
         """Pass frames of a type from a peer to ``handler``, those that came early first."""
@@ -160,12 +174,12 @@ class Mesh:
         started, gone_s = time.monotonic(), math.inf
         stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
         while True:
-            if peer in self._failures.left:
+            if peer in self.failures.left:
                 gone_s = min(gone_s, time.monotonic())
                 if time.monotonic() - gone_s >= grace_s:
                     self._blame_for_leaving(peer, f"waits for {what()}")
             waited = time.monotonic() - started
-            left_s = timeout_s - self._counted_s(started)
+            left_s = timeout_s - self._busy.counted_s(started)
             self._read_and_write(min(report_s - waited, stall_s - waited, left_s, every_s))
             if ready():  # before any failure: a peer may have sent it before it failed
                 if report_s == math.inf:
@@ -176,7 +190,7 @@ class Mesh:
             if waited >= report_s:
                 self.reports.start_wait(what(), started)
                 report_s = math.inf
-            if self._counted_s(started) >= timeout_s:
+            if self._busy.counted_s(started) >= timeout_s:
                 raise self.too_long(waited, what())
             if waited >= stall_s:
                 self._end_vanished()
@@ -190,10 +204,6 @@ class Mesh:
             "fault, give Stage a larger timeout_s"
         )
 
-    def _counted_s(self, started: float) -> float:
-        """Return how much of a wait counts towards ``timeout_s``."""
-        return 0.0 if self._busy_peers else time.monotonic() - max(started, self._counts_from)
-
     def wait_failure(self, peers: Iterable[int] = (), meanwhile: str = "") -> None:
         """Wait a moment for the failure behind an error, and raise it; return if none comes.
 
@@ -201,7 +211,7 @@ class Mesh:
         """
         deadline = time.monotonic() + _FAILURE_TIMEOUT_S
         self._raise_failure()
-        while not (gone := self._failures.left.intersection(peers)):
+        while not (gone := self.failures.left.intersection(peers)):
             left_s = deadline - time.monotonic()
             if not self._connections.of or left_s <= 0:
                 return
@@ -227,7 +237,7 @@ class Mesh:
         if not self._reading.acquire(blocking=False):
             return None
         try:
-            failures = self._failures
+            failures = self.failures
             if failures.is_sent or self._connections.is_closed:
                 return None
             left = set(failures.left)
@@ -254,7 +264,7 @@ class Mesh:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if failure := self._failures.first:
+        if failure := self.failures.first:
             if isinstance(failure, RemoteStageError):
                 self.send_failure(failure)
             raise failure
@@ -266,14 +276,13 @@ class Mesh:
         if handler is not None:
             handler(sequence, flags, body)
         elif frame_type == GOODBYE:
-            self._failures.left.add(peer)
+            self.failures.left.add(peer)
         elif frame_type == BUSY:
-            (self._busy_peers.add if flags else self._busy_peers.discard)(peer)
-            self._counts_from = time.monotonic()
+            self._busy.note(peer, is_busy=bool(flags))
         elif frame_type != FAILURE:
             self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
-        elif self._failures.first is None:
-            self._failures.first = decode_failure(bytes(body))
+        elif self.failures.first is None:
+            self.failures.first = decode_failure(bytes(body))
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -283,26 +292,26 @@ class Mesh:
         It overtakes everything that the sockets have not begun to take.
         """
         with put_off():
-            if self._failures.is_sent:
+            if self.failures.is_sent:
                 return
-            self._failures.is_sent = True
+            self.failures.is_sent = True
             for connection in self._connections.of.values():
                 connection.drop_unsent(but_begun=True)
             self._send_to_all(FAILURE, encode_failure(error).encode())
 
     def part(self, timeout_s: float) -> None:
         """Send a goodbye, and wait up to ``timeout_s`` for those of the others."""
-        if self._failures.is_sent or self._failures.first is not None:
+        if self.failures.is_sent or self.failures.first is not None:
             return
         self._send_to_all(GOODBYE, b"")
-        self._failures.has_parted = True
+        self.failures.has_parted = True
         deadline_s = time.monotonic() + timeout_s
-        while self._connections.of.keys() - self._failures.left and time.monotonic() < deadline_s:
+        while self._connections.of.keys() - self.failures.left and time.monotonic() < deadline_s:
             self._read_and_write(deadline_s - time.monotonic())
 
     def close(self) -> None:
         """Send a goodbye and close the sockets."""
-        if not (self._failures.is_sent or self._failures.has_parted):
+        if not (self.failures.is_sent or self.failures.has_parted):
             self._send_to_all(GOODBYE, b"")
         self.native_waits.close()
         with self._reading:
@@ -313,23 +322,23 @@ class Mesh:
         """Close a forked child's copies of the sockets; later calls there raise an error."""
         self._reading = threading.RLock()  # a thread of the parent may hold the old one
         self._connections.close()
-        self._failures.note_forked()
+        self.failures.note_forked()
 
     def check_process(self) -> None:
         """Raise ``StageClosedError`` in a forked child; for operations that use no socket."""
-        if isinstance(self._failures.first, StageClosedError):
-            raise self._failures.first
+        if isinstance(self.failures.first, StageClosedError):
+            raise self.failures.first
 
     def _send_to_all(self, frame_type: int, body: bytes) -> None:
         """Send a last frame to all peers; waits a limited time until the sockets have taken it."""
         for peer, connection in tuple(self._connections.of.items()):
-            if peer not in self._failures.left and not connection.is_torn:
+            if peer not in self.failures.left and not connection.is_torn:
                 self._connections.send(peer, frame_type, 0, 0, (body,))
         self._connections.send_rest(_LAST_FRAME_TIMEOUT_S)
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left; send that to all, so that none names this rank instead."""
         self._raise_failure()
-        self._failures.first = self.gone(peer, meanwhile)
+        self.failures.first = self.failures.gone(peer, meanwhile)
         self._raise_failure()
         raise AssertionError("there is a failure")

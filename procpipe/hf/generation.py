@@ -160,26 +160,15 @@ def _job(
     model: Any, tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None, eos: Any
 ) -> dict[str, Any]:
     """Return what all ranks need of rank 0's arguments, checked."""
-    eos = model.generation_config.eos_token_id if eos is None else eos
-    eos = eos.tolist() if isinstance(eos, Tensor) else eos
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    if wrong := [end for end in ends if not isinstance(end, int)]:
-        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
+    padding = model.generation_config.pad_token_id
+    ends = _ends(model.generation_config.eos_token_id if eos is None else eos)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         form = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
-    padding = model.generation_config.pad_token_id
     if mask is None:
         is_known = padding is not None and padding not in ends
         mask = tokens != padding if is_known else torch.ones_like(tokens)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
-    if mask.shape != tokens.shape or not mask[:, -1].all():
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(tokens.shape)}, or "
-            "is 0 at the end of one: it must have their shape, and prompts be padded on the left "
-            "(tokenizer.padding_side = 'left')"
-        )
+    _check_mask(mask, tokens)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be an int, at least 1")
     if temperature is not None and not temperature > 0:
@@ -196,6 +185,27 @@ def _job(
         "ends": ends,
         "padding": padding if padding is not None else ends[0] if ends else 0,
     }
+
+
+def _ends(eos: Any) -> list[int]:
+    """Return the tokens after which a sequence ends."""
+    eos = eos.tolist() if isinstance(eos, Tensor) else eos
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if wrong := [end for end in ends if not isinstance(end, int)]:
+        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
+    return ends
+
+
+def _check_mask(mask: Any, tokens: Tensor) -> None:
+    """Check that prompts are padded on the left, if at all."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
+    if mask.shape != tokens.shape or not mask[:, -1].all():
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(tokens.shape)}, or "
+            "is 0 at the end of one: it must have their shape, and prompts be padded on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
 
 
 class _Caches:

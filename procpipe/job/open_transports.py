@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -23,10 +23,10 @@ _PART_TIMEOUT_S = 10.0
 class OpenTransports:
     """The transports between this rank and others.
 
-    ``pids`` holds the processes of peers whose open files this process may open, too. ``caller``
-    returns the thread that makes the calls of the pipeline.
+    ``pids`` holds the processes of peers whose open files this process may open, too.
 
     Attributes:
+        caller: the thread that makes the calls of the pipeline.
         mesh, device: set once the ranks are connected, before any transport is opened.
         opened: those that are open.
         is_device_stuck: whether some transfers on the device could not be ended, so that waiting
@@ -36,15 +36,10 @@ class OpenTransports:
     mesh: Mesh
     device: torch.device
 
-    def __init__(
-        self,
-        start: Start,
-        pids: Mapping[int, int],
-        caller: Callable[[], threading.Thread],
-    ) -> None:
+    def __init__(self, start: Start, pids: Mapping[int, int]) -> None:
+        self.caller = threading.main_thread()
         self._start = start
         self._pids = pids
-        self._caller = caller
         self.opened: list[Opened] = []
         self._device_transports: list[OpenedDevice] = []
         self._device_waits: DeviceWaits | None = None
@@ -112,7 +107,9 @@ class OpenTransports:
         """
         self._device_transports.append(transport)
         if self._device_waits is None:
-            self._device_waits = DeviceWaits(self.mesh, self._device_transports, self._caller)
+            self._device_waits = DeviceWaits(
+                self.mesh, self._device_transports, lambda: self.caller
+            )
         self.opened.append(transport)
 
     def drain(self) -> None:

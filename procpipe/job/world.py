@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +67,6 @@ class World:
 
     Attributes:
         grid: this rank's place among stages and replicas.
-        caller: the thread that makes the calls of the pipeline.
         transports: those to other ranks, opened once the ranks are connected.
     """
 
@@ -99,8 +97,7 @@ class World:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._mesh: Mesh | None = None
-        self.caller = threading.main_thread()
-        self.transports = OpenTransports(self._start, self._stalls.pids, lambda: self.caller)
+        self.transports = OpenTransports(self._start, self._stalls.pids)
         give_up_in_children(self)
 
     @classmethod

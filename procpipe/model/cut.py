@@ -21,6 +21,7 @@ from procpipe.compute.wrappers import (
     refuse_data_parallel,
 )
 from procpipe.errors import BalanceError
+from procpipe.words import counted
 
 
 def check_model(module: nn.Module) -> None:
@@ -123,16 +124,17 @@ def fit_balance(
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
     others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
     are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
+    makes = f"balance {parts} makes {counted(n, 'partition')}"
     fault = (
-        f"balance {parts} makes {n} partitions, but there {are}{replicas}, and "
-        f"each runs one: start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
+        f"{makes}, but there {are}{replicas}, and each runs one: "
+        f"start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
         f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
     if of_mesh is not None:
         fault = (
-            f"balance {parts} makes {n} partitions, but the mesh of this pipeline has {num_ranks} "
-            f"ranks, {list(of_mesh)}, and each runs one: give a dimension of size {n}, or a "
-            f"balance like {_even(num_layers, num_ranks)}"
+            f"{makes}, but the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}, and "
+            f"each runs one: give a dimension of size {n}, or a balance like "
+            f"{_even(num_layers, num_ranks)}"
         )
     raise IndexError(fault) if len(parts) > num_ranks else BalanceError(fault)
 

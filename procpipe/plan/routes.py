@@ -26,7 +26,6 @@ from typing import NamedTuple
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
-    INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Plan,
     Task,
@@ -145,7 +144,7 @@ class Routes:
             if self.loss and j == last and is_last:
                 down += [Transfer(LOSS, i, last, first) for first in self._first_partitions]
             return down
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
         return []
@@ -164,7 +163,7 @@ class Routes:
             if self.target and j == last > 0:
                 down.append(Transfer(TARGET, i, 0, last))
             return down
-        if kind in (BACKWARD, INPUT_GRADIENT):
+        if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
         return []

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor, nn
@@ -104,21 +104,26 @@ class Reduction(Replicas):
             _check_hooks(free)
         keeps_apart = batch.may_correct and batch.reduces and self._own.isdisjoint(free)
         self._fresh = {parameter for parameter in free if parameter.grad is None}
-        for parameter in free if not keeps_apart else ():
-            if parameter.grad is not None and parameter not in self._own:
-                with torch.no_grad():
-                    parameter.grad.div_(self._group.num_replicas)
+        if not keeps_apart:
+            self._divide_common(free)
         self.overlaps = keeps_apart or not batch.may_correct
         self._reduces = batch.reduces
         self._own = self._own.difference(free) if batch.reduces else self._own.union(free)
         self._apart = [p for p in dict.fromkeys(tied) if p in set(free)]
         # Those of a loss come last, as their gradients are final at the call's end only.
         rest = set() if batch.loss is None else {*batch.loss.parameters()}
-        buckets = _bucketed([p for p in free if p not in rest.union(self._apart)])
-        of_loss = _bucketed([p for p in free if p in rest.difference(self._apart)])
-        self._buckets = [*buckets, *of_loss] if batch.reduces else []
+        together = [p for p in free if p not in set(self._apart)]
+        parts = [p for p in together if p not in rest], [p for p in together if p in rest]
+        self._buckets = [*chain(*map(_bucketed, parts))] if batch.reduces else []
         self._num_begun = 0
         return found
+
+    def _divide_common(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divide the gradients of earlier calls that all replicas have in common."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in self._own:
+                with torch.no_grad():
+                    parameter.grad.div_(self._group.num_replicas)
 
     def during(self, step: Run, partition: Partition) -> AbstractContextManager[None]:
         """Add up gradients to which no later task adds, as they become final."""

@@ -84,7 +84,7 @@ class Calls:
             StageClosedError: an earlier call failed, the stage was closed, or this process was
                 forked from the one that built it.
         """
-        self._caller = self._world.caller = threading.current_thread()
+        self._caller = self._world.transports.caller = threading.current_thread()
         self._has_called = True
         if self._ended is not None:
             raise StageClosedError(f"{name}() cannot run: {self._ended}")

@@ -38,7 +38,7 @@ from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run, Send
 from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, TIED_GRADIENT, Channel, Transfer
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Task
+from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas
@@ -186,14 +186,13 @@ class Executor:
     def _run(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = self.current_task = step.task
         self._observers.begin_task(task)
-        is_backward = task.kind in (BACKWARD, INPUT_GRADIENT)
-        if is_backward and not self._has_begun:
+        if task.makes_gradient and not self._has_begun:
             self._begin_gradients(batch)
         partition = self.partitions[task.j]
         with self.replicas.during(step, partition):
             if task.kind == FORWARD:
                 self._forward(step, batch, outcome)
-            elif is_backward:
+            elif task.makes_gradient:
                 self._backward(step, batch, outcome)
             else:
                 self._observers.begin_layers(task)

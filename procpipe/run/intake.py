@@ -182,22 +182,13 @@ class Intake:
         ``target`` is what the user gave on this rank; ``given``, of each micro-batch, what came
         from rank 0.
         """
-        is_last = self._grid.stage == self._output_stage
-        if is_last and given is None and order.target != ROUTED and order.sizes:
-            if order.target == DELIVERED:
-                target = self._batches.delivered_target
-            if order.shares:
-                self._check_not_given(target)
-            elif target is not None:
-                # On the user's device: if that is a CPU, loss_weight waits for no GPU.
-                given = scatter_like(target, order.sizes)
         loss = None
         whole = order.whole if order.shares else None
-        if is_last:
-            weights = order.weights
-            if not weights and whole is None:
-                weights = self._loss.weights(given, order.sizes)
+        if self._grid.stage == self._output_stage:
+            if given is None and order.target != ROUTED and order.sizes:
+                given = self._own_targets(order, target)
             is_sent = whole is None and not order.weights
+            weights = self._loss.weights(given, order.sizes) if is_sent else order.weights
             loss = MeanLoss(self._loss, weights, order.total_weight, is_sent=is_sent, whole=whole)
         is_summed = order.total_weight is None and self._loss.is_sum is not False
         return replace(
@@ -213,14 +204,18 @@ class Intake:
             expected=None if whole is None else self._loss.expected(whole),
         )
 
-    def _check_not_given(self, target: Any) -> None:
-        """Check, on a last stage, that a target which no first rank has is not given there."""
-        if target is not None and not has_placeholder(target):
+    def _own_targets(self, order: Order, target: Any) -> Sequence[Any] | None:
+        """Return, on a last stage, each micro-batch's target, if it has one that no rank sends."""
+        if order.target == DELIVERED:
+            target = self._batches.delivered_target
+        if order.shares and target is not None and not has_placeholder(target):
             raise ValueError(
                 "with replicas the target of step() is divided as the input is, but rank 0 gave "
                 f"none, and {self._grid.rank_name(self._grid.rank)} did: give it where the input "
                 "is: on rank 0, or in a loop over batches(…, sharded=True) on each first rank"
             )
+        # On the user's device: if that is a CPU, loss_weight waits for no GPU.
+        return None if target is None or order.shares else scatter_like(target, order.sizes)
 
 
 def _recomputed(checkpoint: str, sizes: Sequence[int], *, keeps: bool) -> tuple[int, ...]:

@@ -13,7 +13,8 @@
     held(sizes)
     end_step(order)                or abandon_step(), if it failed
 
-An observer overrides what it needs. Events that no observer overrides cost nothing.
+An observer overrides what it needs. An event of a task or a message that none
+overrides costs an empty call.
 """
 
 from __future__ import annotations

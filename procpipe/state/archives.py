@@ -200,17 +200,7 @@ class _Maker:
 
     def _strided(self, args: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]) -> Tensor:
         storage, offset, size, stride, requires_grad, _ = args
-        flat = self._flat(storage, dtype)
-        if not (_are_sizes((offset,)) and _are_sizes(size) and _are_sizes(stride)):
-            raise SavedStateError("the size or the strides of a tensor are not numbers")
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
-        if len(size) != len(stride) or len(size) > 64 or (0 not in size and last >= len(flat)):
-            raise SavedStateError("a tensor is larger than the bytes that there are for it")
-        try:
-            is_empty = 0 in size
-            tensor = flat.new_empty(size) if is_empty else flat.as_strided(size, stride, offset)
-        except RuntimeError as error:
-            raise SavedStateError(f"a tensor's size is impossible: {error}") from None
+        tensor = _view(self._flat(storage, dtype), offset, size, stride)
         bits = self.make(metadata[0]) if metadata else None
         if bits and (type(bits) is not dict or bits.keys() - {"conj", "neg"}):
             raise SavedStateError("a tensor has attributes that are not known here")
@@ -259,6 +249,20 @@ def _constant(name: Name) -> Any:
     if name.module == "torch" and name.name in dtypes():
         return dtypes()[name.name]
     raise SavedStateError(f"{name} is used as a value")
+
+
+def _view(flat: Tensor, offset: Any, size: Any, stride: Any) -> Tensor:
+    """Return a tensor in a one-dimensional one, which may be too short for it."""
+    if not (_are_sizes((offset,)) and _are_sizes(size) and _are_sizes(stride)):
+        raise SavedStateError("the size or the strides of a tensor are not numbers")
+    is_empty = 0 in size
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=False))
+    if len(size) != len(stride) or len(size) > 64 or (not is_empty and last >= len(flat)):
+        raise SavedStateError("a tensor is larger than the bytes that there are for it")
+    try:
+        return flat.new_empty(size) if is_empty else flat.as_strided(size, stride, offset)
+    except RuntimeError as error:
+        raise SavedStateError(f"a tensor's size is impossible: {error}") from None
 
 
 def _are_sizes(values: Any) -> bool:

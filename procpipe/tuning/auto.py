@@ -38,7 +38,8 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import RECOMPUTE, Plan
 from procpipe.run.chooser import Choice
-from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time
+from procpipe.tuning.list_schedule import ListRule, list_schedule
+from procpipe.tuning.one_at_a_time import one_at_a_time
 from procpipe.tuning.search import (
     SEARCHED,
     Candidate,

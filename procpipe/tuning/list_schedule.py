@@ -19,45 +19,32 @@ micro-batch to the last partition and back: the round trip divided by the *perio
 time of the slowest stage for a micro-batch. With equal tasks that is 1F1B's ``n - j``. A rule can
 widen windows (more forward tasks at the start) or narrow them (less memory).
 
-**Memory.** A task starts only if its own stage, and each stage that it sends to, has memory for
-what it makes, counted as in ``memory.py``. Each stage reserves memory for one whole micro-batch:
-
-    limit   |··· others ···|········ the oldest micro-batch ········|
-                            what it holds now, and the rest that it will need
-
-Only the oldest micro-batch without a backward on the stage may use the reserve, so that stages
-cannot fill up with micro-batches that cannot continue. ``W`` only frees memory, so what a pending
-``W`` will free counts as free.
-
-A message counts from the start of the receiver's current task, where its buffer is posted; that
-task's own bytes are freed only when the next one starts. Stages can still deadlock; the rule then
-yields no plan. ``one_at_a_time`` needs the least memory.
+**Memory.** A task starts only if its own stage, and each stage that it sends to, has room for what
+it makes (``room.py``). Stages can still deadlock; the rule then yields no plan. ``one_at_a_time``
+needs the least memory.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from procpipe.plan.costs import Costs
-from procpipe.plan.memory import Holdings, all_peak_bytes, message_bytes
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.rows import makers
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     RECOMPUTE,
     WEIGHT_GRADIENT,
-    Cycle,
     Plan,
     Task,
 )
+from procpipe.tuning.one_at_a_time import in_cycles
+from procpipe.tuning.room import Effects, Room
 
 #: Times that differ by less are equal: sums in another order differ in their last digits.
 _SAME_S = 1e-12
@@ -99,31 +86,9 @@ def list_schedule(
     room = None
     if limits_bytes is not None:
         effects = effects or Effects(costs, routes, in_two=rule.in_two)
-        room = _Room(effects, routes, limits_bytes)
+        room = Room(effects, routes, limits_bytes)
     order = _ListScheduler(m, costs, routes, frozenset(recompute), rule, room).run()
-    return None if order is None else _plan(m, order, routes)
-
-
-def one_at_a_time(
-    m: int, routes: Routes, *, recompute: Collection[int] = (), in_two: bool = False
-) -> Plan:
-    """Plan a mini-batch whose micro-batches run one after another, which holds the least memory.
-
-    (With split backward, a plan that waits for a message elsewhere may hold a little less.) The
-    arguments are those of ``list_schedule`` and ``ListRule``.
-    """
-    partitions = range(len(routes.placement))
-    backward = (INPUT_GRADIENT, WEIGHT_GRADIENT) if in_two else (BACKWARD,)
-    order = []
-    for i in range(m):
-        kinds = (RECOMPUTE, *backward) if i in recompute else backward
-        order += [Task(FORWARD, i, j) for j in partitions]
-        order += [Task(kind, i, j) for j in reversed(partitions) for kind in kinds]
-    return _plan(m, order, routes)
-
-
-def _plan(m: int, order: Sequence[Task], routes: Routes) -> Plan:
-    return Plan(m, routes.num_stages, _cycles(order, routes.placement), routes.placement)
+    return None if order is None else in_cycles(m, order, routes)
 
 
 def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> list[int]:
@@ -150,137 +115,6 @@ def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> l
     return found
 
 
-def _cycles(order: Sequence[Task], placement: Sequence[int]) -> tuple[Cycle, ...]:
-    """Put tasks, in the order of their starts, into as few clock cycles as possible."""
-    cycles: list[list[Task]] = []
-    busy: set[int] = set()
-    made: set[Task] = set()
-    for task in order:
-        stage = placement[task.j]
-        if not cycles or stage in busy or not made.isdisjoint(makers(task, len(placement))):
-            cycles.append([])
-            busy.clear()
-            made.clear()
-        cycles[-1].append(task)
-        busy.add(stage)
-        made.add(task)
-    return tuple(map(tuple, cycles))
-
-
-class _Effect(NamedTuple):
-    """The bytes that a task takes, frees and sends to other stages."""
-
-    taken: int
-    given_back: int
-    messages: tuple[tuple[int, int], ...]  # each a stage and the bytes of all that it is sent
-
-
-class Effects:
-    """What each task takes, frees and sends: of a model, the same for all rules and limits.
-
-    Args:
-        costs: what tasks and transfers cost.
-        routes: where tensors go.
-        in_two: whether backward is split in I and W.
-    """
-
-    def __init__(self, costs: Costs, routes: Routes, *, in_two: bool) -> None:
-        # Gradients of tied parameters may arrive at any time, and stay to the end.
-        self.tied_bytes = [0] * routes.num_stages
-        for stage, others in routes.tied_with.items():
-            for other in others:
-                self.tied_bytes[stage] += costs.tied_between((stage, other), routes.placement)[0]
-        routes = replace(routes, ties=())
-        # Copies for the all-reduce are held when little else is.
-        costs = replace(costs, buckets=())
-        #: By whether the micro-batch is recomputed, the task's kind and its partition.
-        self.of_task: dict[tuple[bool, str, int], _Effect] = {}
-        self.apart_bytes = [0] * routes.num_stages  # what each stage holds of one micro-batch alone
-        for again in (False, True):
-            plan = one_at_a_time(1, routes, recompute=range(again), in_two=in_two)
-            for stage, peak in enumerate(all_peak_bytes(plan, costs, routes)):
-                self.apart_bytes[stage] = max(self.apart_bytes[stage], peak)
-                self._note(again, stage, plan, costs, routes)
-
-    def _note(self, again: bool, stage: int, plan: Plan, costs: Costs, routes: Routes) -> None:
-        holdings = Holdings(plan, costs, routes, stage)
-        for task in plan.tasks_of(stage):
-            messages: Counter[int] = Counter()
-            for transfer in routes.leaving(task, plan):
-                messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs, routes)
-            sizes = tuple((to, size) for to, size in messages.items() if size)
-            effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)
-            self.of_task[again, task.kind, task.j] = effect
-
-
-class _Room:
-    """The bytes that each stage holds, and whether there is room for more."""
-
-    def __init__(self, effects: Effects, routes: Routes, limits_bytes: Sequence[int]) -> None:
-        n = routes.num_stages
-        self._placement = routes.placement
-        sizes = zip(limits_bytes, effects.tied_bytes, strict=True)
-        self._limits = [limit - tied for limit, tied in sizes]
-        self._effects = effects.of_task
-        self._apart = effects.apart_bytes
-        self._held = [0] * n  # what each stage holds, that of its last task included
-        self._leaving = [(0, 0)] * n  # of that, what its last task frees: micro-batch, bytes
-        self._of: list[dict[int, int]] = [{} for _ in range(n)]  # of that, by micro-batch
-        self._put_off = [0] * n  # of that, what W will free
-        self._num_back = [0] * len(routes.placement)  # backward tasks that were started
-        self._parts = [partitions_of(routes.placement, stage) for stage in range(n)]
-
-    def lacking(self, task: Task, again: bool) -> int | None:
-        """Return a stage without room for what a task makes; None if all have room."""
-        effect = self._effects[again, task.kind, task.j]
-        here = self._placement[task.j]
-        if effect.taken and not self._has_room(here, task.i, effect.taken, is_start=True):
-            return here
-        for stage, size in effect.messages:
-            if not self._has_room(stage, task.i, size, is_start=False):
-                return stage
-        return None
-
-    def _has_room(self, stage: int, i: int, size: int, *, is_start: bool) -> bool:
-        limit, total = self._limits[stage], self._held[stage] + size
-        oldest = min([self._num_back[j] for j in self._parts[stage]])
-        of_oldest = self._of[stage].get(oldest, 0)
-        if is_start:
-            whose, leaving = self._leaving[stage]
-            total -= leaving
-            if whose == oldest:
-                of_oldest -= leaving
-        if total > limit:
-            return False
-        if i == oldest:
-            return True
-        return total - of_oldest - self._put_off[stage] <= limit - self._apart[stage]
-
-    def start(self, task: Task, again: bool) -> None:
-        """Count what a task takes, and what the task before it has freed."""
-        kind, i, j = task
-        effect = self._effects[again, kind, j]
-        stage = self._placement[j]
-        whose, leaving = self._leaving[stage]
-        self._add(stage, whose, -leaving)
-        self._add(stage, i, effect.taken)
-        self._leaving[stage] = i, effect.given_back
-        if task.makes_gradient:
-            self._num_back[j] += 1
-        if kind == INPUT_GRADIENT:
-            self._put_off[stage] += self._effects[again, WEIGHT_GRADIENT, j].given_back
-        elif kind == WEIGHT_GRADIENT:
-            self._put_off[stage] -= effect.given_back
-        for stage, size in effect.messages:
-            self._add(stage, i, size)
-
-    def _add(self, stage: int, i: int, size: int) -> None:
-        if size:
-            self._held[stage] += size
-            of = self._of[stage]
-            of[i] = of.get(i, 0) + size
-
-
 class _ListScheduler:
     """One run of the list scheduling."""
 
@@ -291,7 +125,7 @@ class _ListScheduler:
         routes: Routes,
         recompute: frozenset[int],
         rule: ListRule,
-        room: _Room | None,
+        room: Room | None,
     ) -> None:
         self._m = m
         self._rule = rule

@@ -24,7 +24,9 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.tuning.list_schedule import Effects, ListRule, list_schedule, one_at_a_time
+from procpipe.tuning.list_schedule import ListRule, list_schedule
+from procpipe.tuning.one_at_a_time import one_at_a_time
+from procpipe.tuning.room import Effects
 
 #: The name of a plan that was searched.
 SEARCHED = "searched"

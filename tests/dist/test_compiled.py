@@ -234,7 +234,7 @@ class Report:
         if "no progress" in text:
             pipeline = self.stage._calls.pipeline
             assert pipeline is not None
-            self.busy |= pipeline.wires.mesh._busy_peers
+            self.busy |= pipeline.wires.mesh._busy.peers
 
     def flush(self) -> None:
         pass

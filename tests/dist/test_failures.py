@@ -606,7 +606,7 @@ def balance_does_not_fit(world, balances, num_layers):
     ("balance", "error", "words"),
     [
         ([1, 1, 2], "IndexError", "makes 3 partitions, but there are 2 processes"),
-        ([4], "BalanceError", "makes 1 partitions, but there are 2 processes"),
+        ([4], "BalanceError", "makes 1 partition, but there are 2 processes"),
         ([1, 2], "BalanceError", "places 3 layers but the model has 4"),
         ([4, 0], "BalanceError", "less than one layer"),
     ],

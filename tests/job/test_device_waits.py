@@ -188,6 +188,23 @@ def test_after_close_nothing_is_raised(watched):
     assert not device._free.acquire(blocking=False)
 
 
+def test_an_error_that_comes_while_the_watch_is_closed_is_dropped(watched, monkeypatch):
+    mesh, device, _ = watched()
+    watch = DeviceWaits(mesh, [device], threading.main_thread)
+
+    class Raising:
+        def __enter__(self):
+            device_waits._raise_in(threading.get_ident(), PeerLostError(1, "too late"))
+
+        def __exit__(self, *exception):
+            pass
+
+    monkeypatch.setattr(watch, "_raising", Raising())
+    watch.close()
+
+    assert watch._is_closed.is_set()
+
+
 def test_transfers_of_several_transports_are_ended_together():
     """A transport that synchronises the device waits for the other's transfers."""
     both = threading.Barrier(2, timeout=20.0)

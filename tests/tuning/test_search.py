@@ -17,7 +17,8 @@ from procpipe.plan.schedules.zero_bubble import zb_h1
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.tuning.list_schedule import ListRule, list_schedule, one_at_a_time, windows
+from procpipe.tuning.list_schedule import ListRule, list_schedule, windows
+from procpipe.tuning.one_at_a_time import one_at_a_time
 from procpipe.tuning.search import (
     SEARCHED,
     Candidate,

@@ -228,6 +228,22 @@ def test_saved_costs_give_the_same_proposal(
     assert measured[measured.index("a mini-batch") :].replace("=loss)", "=loss_fn)") == read
 
 
+def test_a_link_is_measured_if_it_is_used_or_saved(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2")
+
+    def links(*more: str) -> list[str]:
+        assert plan(*words, *more, replicas=None) == 0
+        printed = capsys.readouterr().out
+        return re.findall(r"^(?:transfers|all-reduces): .*?([\w-]+)\)$", printed, re.MULTILINE)
+
+    assert links() == ["measured", "measured"]
+    assert links("--bandwidth", "10GB/s") == ["--bandwidth"]
+    assert links("--replica-bandwidth", "10GB/s") == ["measured"]
+    assert links("--bandwidth", "10GB/s", "--save", "mine.json") == ["measured", "measured"]
+
+
 def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
