@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.dist import devices, forks
@@ -56,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices of all tests."""
+    # With more threads, each small operation would wait for whoever else uses the cores.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     # Without bytecode each run would compile all tests, which is half of collecting them.
     sys.dont_write_bytecode = False
     # The usual 700 starts 10,000 collections in a run. The last test of each file ends with one.

@@ -55,6 +55,21 @@ def last_additions(tasks: Sequence[Task]) -> dict[int, Task]:
     return found
 
 
+def in_a_row(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Merge neighbours that become final together, and so run as one: less to simulate."""
+    found: list[Bucket] = []
+    for bucket in buckets:
+        if found and found[-1].final == bucket.final:
+            before = found.pop()
+            num_bytes, seconds = (
+                before.num_bytes + bucket.num_bytes,
+                before.seconds + bucket.seconds,
+            )
+            bucket = Bucket(num_bytes, seconds, bucket.final)
+        found.append(bucket)
+    return tuple(found)
+
+
 def bucketed(sizes: Iterable[tuple[Hashable, int]]) -> list[list[int]]:
     """Divide gradients into buckets; return the places of each bucket's gradients.
 

@@ -176,8 +176,9 @@ class Model:
             ]
             of_stage = []
             for places in bucketed(("", size) for _, size in pieces):
-                num_bytes = sum(pieces[place][1] for place in places)
-                final = {partition_of[k]: shares[k] for k, _ in (pieces[p] for p in places)}
+                in_bucket = [pieces[place] for place in places]
+                num_bytes = sum(size for _, size in in_bucket)
+                final = {partition_of[k]: shares[k] for k, _ in in_bucket}
                 seconds = link.all_reduce_s(num_bytes, num_replicas)
                 of_stage.append(Bucket(num_bytes, seconds, tuple(final.items())))
             if of_ties:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
+from procpipe.plan.all_reduce import in_a_row
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.placement import folded, looped
@@ -303,7 +304,7 @@ def _of_balance(
     if (num_replicas := question.num_replicas) > 1:
         link = question.replica_link or question.link
         buckets = model.buckets(balance, placement, setting.micro_batch, link, num_replicas)
-        costs = replace(costs, buckets=buckets)
+        costs = replace(costs, buckets=tuple(map(in_a_row, buckets)))
     routes = Routes(
         n,
         tuple(costs.skip_bytes),

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from procpipe.plan.all_reduce import BUCKET_BYTES, AllReduce, Bucket, bucketed, last_additions
+from procpipe.plan.all_reduce import (
+    BUCKET_BYTES,
+    AllReduce,
+    Bucket,
+    bucketed,
+    in_a_row,
+    last_additions,
+)
 from procpipe.plan.costs import Costs
 from procpipe.plan.memory import held_bytes
 from procpipe.plan.routes import Routes
@@ -124,3 +133,25 @@ def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:
     assert held[-1] == without[-1] == 0
     assert 135 in held, "B0 holds one micro-batch and the copies"
     assert 135 not in without
+
+
+def test_buckets_that_become_final_together_run_as_one() -> None:
+    draw = random.Random(1)
+    finals = [((0, 0.5),), ((0, 1.0),), ((1, 1.0), (0, 0.25)), ((1, 0.5),), ()]
+    routes = Routes(1, placement=(0, 0))
+    plan = Plan.from_text("plan m=1 n=1 placement=0,0\nF0@0\nF0@1\nB0@1\nB0@0")
+    for _ in range(50):
+        buckets = [
+            Bucket(draw.randrange(1, 99), draw.random(), draw.choice(finals)) for _ in range(9)
+        ]
+        merged = in_a_row(buckets)
+        assert all(one.final != after.final for one, after in pairwise(merged))
+        one_by_one, at_once = (
+            replace(Costs.uniform(2), buckets=(tuple(those),)) for those in (buckets, merged)
+        )
+        slow, quick = (simulate(plan, costs, routes) for costs in (one_by_one, at_once))
+        assert quick.total_s == pytest.approx(slow.total_s)
+        assert quick.hidden == pytest.approx(slow.hidden)
+        assert list(held_bytes(plan, at_once, routes, 0)) == list(
+            held_bytes(plan, one_by_one, routes, 0)
+        )
