@@ -37,7 +37,7 @@ demo: .venv/examples.stamp
 	$(TORCHRUN) --nproc_per_node=2 examples/train_digits.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m tests.at_once
+	$(BIN)/python -m pytest
 
 # By the first Python that has pytest and a torch that sees a GPU; else GPUs are emulated.
 test-gpu:

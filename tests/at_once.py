@@ -1,12 +1,10 @@
-"""Runs all tests on all cores: make test.
-
-    python -m tests.at_once [arguments of pytest]
+"""Runs all tests on all cores: ``pytest`` without paths, as ``make test`` does.
 
 Collects all tests once, then forks: one process for each core, and one more since tests wait; up to
 4. Each runs the files that no other process has taken before. Files with tests that start processes
 come first; the others are short, so all end at about the same time. The first process prints as it
-runs; the output of the others is printed when they have ended. ``pytest`` alone runs all tests one
-after the other.
+runs; the output of the others is printed when they have ended. ``pytest tests`` runs all tests one
+after the other; so does an option that stops or prints in between, as ``-x``, ``-s`` or ``--pdb``.
 """
 
 from __future__ import annotations
@@ -15,60 +13,32 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-#: The folder of a run, which has an empty file for each file of tests that was taken.
-VARIABLE = "PROCPIPE_TESTS_AT_ONCE"
+# Torch and NumPy read this when imported, later. With more than 1 they would start threads,
+# which forks lack, and which wait for whoever else uses the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 #: Processes at a time; more would need more than 16 GiB of memory.
 MOST_PROCESSES = 4
 
-#: Pytest's exit code if no test was selected.
-NO_TESTS = 5
 
-ROOT = Path(__file__).parents[1]
-
-
-def main(arguments: list[str]) -> int:
-    """Run the tests; return 0 if none failed."""
-    start_s = time.monotonic()
-    os.chdir(ROOT)
-    # Torch reads this when imported; with more than 1 it would start threads, which forks lack.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # Without bytecode each run would compile all tests, which is half of collecting them.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
-    with tempfile.TemporaryDirectory(prefix="procpipe-tests-") as name:
-        folder = Path(name)
-        os.environ[VARIABLE] = name
-        plugin = AtOnce(folder, min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES))
-        # Each runs a part of the tests, so a percentage of all would not reach 100.
-        argv = ["-o", "console_output_style=classic", *arguments]
-        codes = [int(pytest.main(argv, plugins=[plugin]))]
-        if plugin.is_fork:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(codes[0])
-        for pid, log in plugin.logs.items():
-            codes.append(wait_end(pid))
-            print(f"\n==== the next process\n{log.read_text(errors='replace')}", flush=True)
-        parts = [json.loads(file.read_text()) for file in folder.glob("part-*")]
-    outcomes: Counter[str] = Counter()
-    for part in parts:
-        outcomes.update(part["outcomes"])
-    summary = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
-    num_left = num_never_run(parts)
-    if num_left:
-        summary += f"; NEVER RUN: {num_left}"
-    print(f"all processes: {summary} in {time.monotonic() - start_s:.0f} s, exit codes {codes}")
-    return worst_of(codes) or int(num_left > 0)
+def is_wanted(config: pytest.Config) -> bool:
+    """Say whether a run is of the files of all tests, and leaves no word to be had in between."""
+    option = config.option
+    one_by_one = option.maxfail or option.usepdb or option.trace or option.capture == "no"
+    is_short = option.collectonly or option.lf or option.failedfirst or option.gpus
+    is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return is_all and not one_by_one and not is_short
 
 
 def wait_end(pid: int) -> int:
@@ -78,12 +48,10 @@ def wait_end(pid: int) -> int:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def worst_of(codes: list[int]) -> int:
+def worst_of(codes: Iterable[int]) -> int:
     """Return the exit code of a run from those of its processes."""
-    if set(codes) == {NO_TESTS}:
-        return NO_TESTS
     # The exit code of a process that a signal ended is negative.
-    return max(abs(code) for code in codes if code != NO_TESTS)
+    return max(map(abs, codes))
 
 
 def num_never_run(parts: list[dict[str, Any]]) -> int:
@@ -93,20 +61,15 @@ def num_never_run(parts: list[dict[str, Any]]) -> int:
 
 
 class AtOnce:
-    """The plugin of pytest that forks after the collection, and distributes the files of tests.
+    """The plugin of pytest that forks after the collection, and distributes the files of tests."""
 
-    Attributes:
-        logs: of the forks, by their process ids.
-        is_fork: whether this process is a fork.
-    """
-
-    def __init__(self, folder: Path, num_processes: int) -> None:
-        self.logs: dict[int, Path] = {}
-        self.is_fork = False
-        self._folder = folder
-        self._num_processes = num_processes
+    def __init__(self) -> None:
+        self._num_processes = min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+        self._folder: Path | None = None  # with an empty file for each file of tests that was taken
+        self._logs: dict[int, Path] = {}  # of the forks, by their process ids
+        self._is_fork = False
         self._num_run = 0
-        self._num_collected = 0
+        self._start_s = time.monotonic()
 
     def pytest_collection(self) -> None:
         """Start the fork server, which imports while tests are collected."""
@@ -119,20 +82,20 @@ class AtOnce:
         first = {item.path for item in items if item.get_closest_marker("dist")}
         items.sort(key=lambda item: item.path not in first)
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Store how many tests were collected."""
-        self._num_collected = len(session.items)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Fork, and run the tests of the files that no other process has taken."""
-        if session.testsfailed or session.config.option.collectonly:
+        if session.testsfailed:
             return None  # pytest's own loop reports why it runs nothing
-        for number in range(1, self._num_processes):
+        self._session = session
+        self._folder = Path(tempfile.mkdtemp(prefix="procpipe-tests-"))
+        num_files = len({item.path for item in session.items})
+        for number in range(1, min(self._num_processes, num_files)):
             if self._fork(session.config, self._folder / f"log-{number}"):
                 break
         # One test ahead: which fixtures stay set up depends on the next test of this process.
-        taken = (item for item in session.items if is_taken_here(item.path))
+        is_taken = functools.cache(functools.partial(is_taken_here, self._folder))
+        taken = (item for item in session.items if is_taken(item.path))
         item = next(taken, None)
         while item is not None:
             following = next(taken, None)
@@ -147,15 +110,49 @@ class AtOnce:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Write the counts of this process, for the summary of all processes."""
-        outcomes = {name: len(reports) for name, reports in terminalreporter.stats.items()}
+        if self._folder is None:
+            return
+        reports = terminalreporter.stats
+        outcomes = {name: len(found) for name, found in reports.items()}
         outcomes.pop("", None)  # set-ups and tear-downs
         outcomes.pop("deselected", None)
+        failed = [*reports.get("failed", ()), *reports.get("error", ())]
         part = {
             "outcomes": outcomes,
+            "failed": [report.nodeid for report in failed],
             "num_run": self._num_run,
-            "num_collected": self._num_collected,
+            "num_collected": len(self._session.items),
         }
         (self._folder / f"part-{os.getpid()}").write_text(json.dumps(part))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """End the forks, and print the summary of all processes."""
+        if self._folder is None:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._is_fork:
+            os._exit(int(self._session.exitstatus))
+        codes = [int(self._session.exitstatus)]
+        for pid, log in self._logs.items():
+            codes.append(wait_end(pid))
+            print(f"\n==== the next process\n{log.read_text(errors='replace')}", flush=True)
+        parts = [json.loads(file.read_text()) for file in self._folder.glob("part-*")]
+        shutil.rmtree(self._folder)
+        if config.cache is not None:  # for --last-failed
+            failed = {nodeid: True for part in parts for nodeid in part["failed"]}
+            config.cache.set("cache/lastfailed", failed)
+        outcomes: Counter[str] = Counter()
+        for part in parts:
+            outcomes.update(part["outcomes"])
+        summary = ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items()))
+        num_left = num_never_run(parts)
+        if num_left:
+            summary += f"; NEVER RUN: {num_left}"
+        took_s = time.monotonic() - self._start_s
+        print(f"all processes: {summary} in {took_s:.0f} s, exit codes {codes}", flush=True)
+        self._session.exitstatus = worst_of([*codes, int(num_left > 0)])
 
     def _fork(self, config: pytest.Config, log: Path) -> bool:
         """Fork this process; return whether it is the fork, which writes to a file from now on."""
@@ -169,10 +166,10 @@ class AtOnce:
         with fork_server().copy() as requests:
             pid = os.fork()
             if pid != 0:
-                self.logs[pid] = log
+                self._logs[pid] = log
                 return False
             fork_server().use(requests.dup())
-        self.is_fork = True
+        self._is_fork = True
         # Captured output goes to files, which must not be those of the first process.
         capture = config.pluginmanager.getplugin("capturemanager")
         capture.stop_global_capturing()
@@ -184,16 +181,11 @@ class AtOnce:
         return True
 
 
-@functools.cache
-def is_taken_here(path: Path) -> bool:
+def is_taken_here(folder: Path, path: Path) -> bool:
     """Take a file of tests; return whether this process was the first."""
     name = str(path).replace("/", "-")
     try:
-        Path(os.environ[VARIABLE], name).touch(exist_ok=False)
+        (folder / name).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

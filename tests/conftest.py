@@ -1,6 +1,6 @@
 """The fixture ``ranks``, real processes to run a function on; and the choice of tests for GPUs.
 
-    pytest                  all tests on CPUs, except those marked ``gpu``
+    pytest                  all tests on CPUs, on all cores, except those marked ``gpu``
     pytest --gpus           those marked ``gpu`` or ``on_gpus``, on this machine's CUDA devices
     pytest --gpus=share     the subset for this number of emulated GPUs (make test-gpu)
 
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
+from tests.at_once import AtOnce, is_wanted
 from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
@@ -57,9 +57,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices of all tests."""
-    # With more threads, each small operation would wait for whoever else uses the cores.
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
     # Without bytecode each run would compile all tests, which is half of collecting them.
     sys.dont_write_bytecode = False
     # The usual 700 starts 10,000 collections in a run. The last test of each file ends with one.
@@ -67,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     forks.find_launch()
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
     devices.seed_only_cpu()
+    if is_wanted(config):
+        config.pluginmanager.register(AtOnce())
     if config.getoption("--gpus") == "share":
         os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():

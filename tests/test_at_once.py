@@ -7,31 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.at_once import (
-    NO_TESTS,
-    VARIABLE,
-    AtOnce,
-    is_taken_here,
-    num_never_run,
-    worst_of,
-)
+from tests.at_once import AtOnce, is_taken_here, num_never_run, worst_of
 
 
-def test_each_file_is_taken_by_one_process(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+def test_each_file_is_taken_by_one_process(tmp_path):
     paths = [Path("tests/test_a.py"), Path("tests/other/test_a.py")]
-    take = is_taken_here.__wrapped__  # each process remembers what it has taken
 
-    assert [take(path) for path in paths] == [True, True]
-    assert [take(path) for path in paths] == [False, False]
+    assert [is_taken_here(tmp_path, path) for path in paths] == [True, True]
+    assert [is_taken_here(tmp_path, path) for path in paths] == [False, False]
 
 
-def test_files_with_processes_come_first_and_no_file_is_divided(tmp_path):
+def test_files_with_processes_come_first_and_no_file_is_divided():
     def item(name, is_dist):
         return SimpleNamespace(path=name[0], name=name, get_closest_marker=lambda _: is_dist)
 
     items = [item("a1", False), item("b1", False), item("b2", True), item("c1", False)]
-    AtOnce(tmp_path, 2).pytest_collection_modifyitems(items)
+    AtOnce().pytest_collection_modifyitems(items)
 
     assert [item.name for item in items] == ["b1", "b2", "a1", "c1"]
 
@@ -42,9 +33,7 @@ def test_files_with_processes_come_first_and_no_file_is_divided(tmp_path):
         ([0, 0], 0),
         ([0, 1], 1),
         ([1, -9], 9),
-        ([NO_TESTS, NO_TESTS], NO_TESTS),
-        ([NO_TESTS, 0], 0),
-        ([2, NO_TESTS], 2),
+        ([2, 0], 2),
     ],
 )
 def test_one_process_that_fails_is_enough(codes, expected):
