@@ -7,7 +7,34 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.at_once import AtOnce, is_taken_here, num_never_run, worst_of
+from _pytest.config import get_config
+
+from tests.at_once import AtOnce, is_taken_here, is_wanted, num_never_run, worst_of
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], True),
+        (["-m", "not dist", "-k", "plan"], True),
+        (["tests"], False),
+        (["tests/plan", "-v"], False),
+        (["-x"], False),
+        (["--maxfail=3"], False),
+        (["-s"], False),
+        (["--pdb"], False),
+        (["--trace"], False),
+        (["--collect-only"], False),
+        (["--last-failed"], False),
+        (["--failed-first"], False),
+        (["--gpus=share"], False),
+    ],
+)
+def test_only_runs_of_all_tests_without_pauses_are_divided(words, expected, pytestconfig):
+    config = get_config()
+    config.parse(["-c", str(pytestconfig.inipath), f"--rootdir={pytestconfig.rootpath}", *words])
+
+    assert is_wanted(config) == expected
 
 
 def test_each_file_is_taken_by_one_process(tmp_path):
