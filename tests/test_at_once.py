@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from _pytest.config import get_config
 
 from tests.at_once import AtOnce, is_taken_here, is_wanted, num_never_run, worst_of
