@@ -4,7 +4,7 @@ Collects all tests once, then forks: one process for each core, and one more sin
 4. Each runs the files that no other process has taken before. Files with tests that start processes
 come first; the others are short, so all end at about the same time. The first process prints as it
 runs; the output of the others is printed when they have ended. ``pytest tests`` runs all tests one
-after the other; so does an option that stops or prints in between, as ``-x``, ``-s`` or ``--pdb``.
+after the other; so do ``-s`` and the options in ``ONE_PROCESS``, such as ``-x`` and ``--pdb``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 MOST_PROCESSES = 4
 
 
+#: Options that stop between tests, or for which one process has to know all results.
+ONE_PROCESS = (
+    "collectonly", "failedfirst", "gpus", "lf", "maxfail", "stepwise", "trace", "usepdb", "xmlpath",
+)  # fmt: skip
+
+
 def is_wanted(config: pytest.Config) -> bool:
-    """Say whether a run is of the files of all tests, and leaves no word to be had in between."""
-    option = config.option
-    one_by_one = option.maxfail or option.usepdb or option.trace or option.capture == "no"
-    is_short = option.collectonly or option.lf or option.failedfirst or option.gpus
+    """Say whether a run is to be divided: one without paths, and without those options or ``-s``."""
     is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return is_all and not one_by_one and not is_short
+    shows_output = config.option.capture == "no"
+    return is_all and not (shows_output or any(config.getoption(o, None) for o in ONE_PROCESS))
 
 
 def wait_end(pid: int) -> int:

@@ -26,6 +26,8 @@ from tests.at_once import AtOnce, is_taken_here, is_wanted, num_never_run, worst
         (["--collect-only"], False),
         (["--last-failed"], False),
         (["--failed-first"], False),
+        (["--stepwise"], False),
+        (["--junitxml=results.xml"], False),
         (["--gpus=share"], False),
     ],
 )
