@@ -39,7 +39,7 @@ ONE_PROCESS = (
 
 
 def is_wanted(config: pytest.Config) -> bool:
-    """Say whether a run is to be divided: one without paths, and without those options or ``-s``."""
+    """Say whether a run is to be divided: one without paths, those options or ``-s``."""
     is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     shows_output = config.option.capture == "no"
     return is_all and not (shows_output or any(config.getoption(o, None) for o in ONE_PROCESS))
