@@ -96,7 +96,8 @@ class Device:
 class Block:
     def __init__(self, handle, num_bytes):
         self.handle = handle
-        self.content = ctypes.create_string_buffer(bytes([_GARBAGE]) * num_bytes, num_bytes)
+        self.content = ctypes.create_string_buffer(num_bytes)
+        ctypes.memset(self.content, _GARBAGE, num_bytes)
         self.num_open = 0
 
 
