@@ -71,7 +71,8 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
             folder, local_files_only=True, trust_remote_code=False
         )
         architecture = next(iter(config.architectures or ()), "")
-        auto, loss_name = _kind_of(architecture)
+        kinds = (kind for end, kind in _KINDS.items() if architecture.endswith(end))
+        auto, loss_name = next(kinds, _CAUSAL)
         model = _build(transformers, config, auto, architecture)
         layers = hf.sequential(model)
     except Exception as error:
@@ -103,13 +104,6 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         f"{type(model).__name__}, as {file} describes it: {num_parameters:,} parameters, "
         f"{dtype_text(dtype)}",
     )
-
-
-def _kind_of(architecture: str) -> tuple[str, str]:
-    for end, kind in _KINDS.items():
-        if architecture.endswith(end):
-            return kind
-    return _CAUSAL
 
 
 def _build(transformers: Any, config: Any, auto: str, architecture: str) -> Any:

@@ -153,7 +153,8 @@ def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
 
     def row(name: str, layers: str, one: Split) -> str:
         cells = [layers] * has_layers
-        cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in kinds]
+        for part_s in (getattr(one, field) for field, _, _ in kinds):
+            cells.append(f"{_ms(part_s)} <small>{_percent(part_s, one.step_s)}</small>")
         cells.append(_ms(one.step_s))
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one, kinds)}</td></tr>"
@@ -180,10 +181,6 @@ def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
             "</table></div>",
         ]
     )
-
-
-def _cell(part_s: float, whole_s: float) -> str:
-    return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
 
 
 def _bar(one: Split, kinds: Parts) -> str:

@@ -110,10 +110,9 @@ class Communicators:
         torch.cuda.synchronize(self._device)
 
     def abort(self) -> bool:
-        """End all transfers, whatever their state; safe in any thread.
+        """End all transfers, whatever their state, within 30 seconds; see ``DeviceTransfers``.
 
-        Returns whether the device is free of them, once it has run the compute that was queued, or
-        after 30 seconds; False while a communicator is being connected, which cannot be ended.
+        Returns False while a communicator is being connected, which cannot be ended.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:

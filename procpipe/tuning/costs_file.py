@@ -63,15 +63,9 @@ class Measured:
 
 def to_text(measured: Measured) -> str:
     """Write costs as JSON; ``from_text`` reads it back."""
-    model = asdict(measured.model)
-    whole = {
-        FORMAT: VERSION,
-        "device": measured.device,
-        "batch": measured.batch,
-        "link": asdict(measured.link),
-        "replica_link": asdict(measured.replica_link) if measured.replica_link else None,
-        **{name: model[name] for name in _ORDER},
-    }
+    rest = asdict(measured)
+    device, model = rest.pop("device"), rest.pop("model")
+    whole = {FORMAT: VERSION, "device": device, **rest, **{name: model[name] for name in _ORDER}}
     return json.dumps(_without_empty(whole), indent=1) + "\n"
 
 
