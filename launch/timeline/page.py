@@ -92,10 +92,9 @@ def _lead(step: Step, splits: Sequence[Split], kinds: Parts) -> str:
 
 def _facts_text(recording: Recording, step: Step) -> str:
     facts = recording.facts
-    sizes = sorted(set(step.sizes))
+    sizes = sorted({size for of_replica in step.shares for size in of_replica})
     stages = counted(step.num_stages, "stage")
     if step.num_replicas > 1:
-        sizes = sorted({size for of_replica in step.shares for size in of_replica})
         stages = f"{step.num_replicas} replicas of {stages}"
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     parts = [
@@ -114,9 +113,8 @@ def _facts_text(recording: Recording, step: Step) -> str:
 
 def _micro_batches_text(step: Step) -> str:
     numbers = {len(of_replica) for of_replica in step.shares}
-    if len(numbers) < 2:
-        each = " each" if numbers else ""
-        return counted(len(step.sizes), "micro-batch") + each
+    if len(numbers) == 1:
+        return counted(*numbers, "micro-batch") + (" each" if step.num_replicas > 1 else "")
     return f"{min(numbers)} to {max(numbers)} micro-batches each"
 
 

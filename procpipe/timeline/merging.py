@@ -87,12 +87,11 @@ def merged_step(
         return (at_ns - zeros_ns[rank]) / 1e9
 
     first, num_stages = records[0], len(records) // num_replicas
-    shares = tuple(tuple(record.get("sizes", ())) for record in records[::num_stages])
     return Step(
         number=first["step"],
         call=first.get("call", ""),
         plan=first.get("plan", ""),
-        sizes=tuple(first.get("sizes", ())),
+        shares=tuple(tuple(record.get("sizes", ())) for record in records[::num_stages]),
         begins_s=tuple(at_s(rank, record["begin"]) for rank, record in enumerate(records)),
         ends_s=tuple(at_s(rank, record["end"]) for rank, record in enumerate(records)),
         tasks=tuple(
@@ -102,7 +101,6 @@ def merged_step(
         ),
         hops=tuple(_hops(records, at_s, num_stages)),
         schedule=first.get("schedule", ""),
-        shares=shares if num_replicas > 1 else (),
         sums=tuple(
             Summed(rank, what, num_bytes, *(at_s(rank, at_ns) for at_ns in times_ns))
             for rank, record in enumerate(records)
