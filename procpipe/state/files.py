@@ -243,7 +243,7 @@ def open_regular(path: Path) -> IO[bytes]:
     try:
         # Checked before, as opening a device may have effects, and after, as it may be replaced.
         if stat.S_ISREG(os.stat(path).st_mode):
-            file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
             file.close()
@@ -252,10 +252,6 @@ def open_regular(path: Path) -> IO[bytes]:
             raise
         raise SavedStateError(f"{path} is missing: was the folder copied as a whole?") from None
     raise SavedStateError(f"{path} is not a regular file")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _all_of(folder: Path, name: str) -> bytes:
