@@ -81,7 +81,7 @@ def merged_step(
     begins_ns = _begins_ns(records, readings)
     zero_ns = min(begins_ns) if zero_ns is None else zero_ns
     begins = zip(records, begins_ns, strict=True)  # each on its own clock, and on rank 0's
-    zeros_ns = [zero_ns + record["begin"] - begin_ns for record, begin_ns in begins]
+    zeros_ns: list[int] = [zero_ns + record["begin"] - begin_ns for record, begin_ns in begins]
 
     def at_s(rank: int, at_ns: int) -> float:
         return (at_ns - zeros_ns[rank]) / 1e9
