@@ -135,7 +135,6 @@ class AttentionOfGpus(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function."""
         named = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             named["dropout_p"] = 0.0

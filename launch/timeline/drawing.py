@@ -70,8 +70,6 @@ def draw(recording: Recording, step: Step) -> Drawing:
 
 
 class _Canvas:
-    """The picture of one step."""
-
     def __init__(self, step: Step, total_s: float, boxes: Sequence[Ran]) -> None:
         self._step = step
         self._total_s = total_s

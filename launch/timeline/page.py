@@ -114,7 +114,8 @@ def _facts_text(recording: Recording, step: Step) -> str:
 def _micro_batches_text(step: Step) -> str:
     numbers = {len(of_replica) for of_replica in step.shares}
     if len(numbers) == 1:
-        return counted(*numbers, "micro-batch") + (" each" if step.num_replicas > 1 else "")
+        each = " each" if step.num_replicas > 1 else ""
+        return counted(len(step.shares[0]), "micro-batch") + each
     return f"{min(numbers)} to {max(numbers)} micro-batches each"
 
 
