@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -55,15 +55,10 @@ def start_ranks(num_ranks: int, program: Sequence[str], timeout_s: float) -> Res
             *("--redirects=3", f"--log-dir={folder}"),
             *(*program, "--output", output),
         ]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         # A file, not a pipe, which a process that is left over would hold open.
         with log.open("wb") as stream:
-            launcher = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
+            launcher = _start(arguments, environment, stream)
             try:
                 ending = f"exit code {launcher.wait(timeout_s)}"
             except subprocess.TimeoutExpired:
@@ -76,6 +71,19 @@ def start_ranks(num_ranks: int, program: Sequence[str], timeout_s: float) -> Res
                 files = [Path(f"{output}.{rank}") for rank in range(num_ranks)]
                 return Result([json.loads(file.read_text()) for file in files], "", seconds)
         return Result(None, "\n".join([ending, *_last_lines(Path(folder), log)]), seconds)
+
+
+def _start(
+    arguments: list[str], environment: dict[str, str], log: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """Start Python as a new process."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+    )
 
 
 def _descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
