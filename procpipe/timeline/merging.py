@@ -36,15 +36,9 @@ def merged(
     num_steps: int,
     is_closed: bool,
 ) -> Recording:
-    """Merge what was kept of all ranks.
+    """Merge each rank's records of the steps that are kept, given its clock's readings.
 
-    Args:
-        records: for each rank, its records of the steps that are kept.
-        readings: for each rank, its clock compared with rank 0's.
-        plans: texts of the plans that were run.
-        facts: what the stages were made with.
-        num_steps: how many steps all ranks finished.
-        is_closed: whether the run closed its stages.
+    The other arguments become fields of the recording.
     """
     by_step: defaultdict[int, list[Record]] = defaultdict(list)
     for of_rank in records:
