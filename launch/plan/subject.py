@@ -29,11 +29,7 @@ class MistakeError(ValueError):
 
 
 class SizeError(MistakeError):
-    """The model cannot be run on micro-batches of a size.
-
-    Attributes:
-        num_samples: the size.
-    """
+    """The model cannot be run on micro-batches of ``num_samples``."""
 
     def __init__(self, num_samples: int, message: str) -> None:
         super().__init__(message)
