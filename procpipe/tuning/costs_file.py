@@ -1,30 +1,8 @@
 """The costs of a model's layers as a text, for planning on another machine.
 
-    {
-      "procpipe layer costs": 1,                     the version of the format
-      "device": "NVIDIA H100",                       where they were measured
-      "batch": 64,                                   samples in a mini-batch
-      "samples": [2, 16],                            sizes of the measured micro-batches
-      "link": {"latency_s": 2e-05, "bytes_per_s": 2e10},
-      "replica_link": {"bytes_per_s": 1e9},          between replicas; if left out, as link
-      "input_bytes": [8192, 65536],                  a number for each size, here and below
-      "target_bytes": [16, 128],
-      "start_s": [1e-05, 5e-05],                     of any forward and any backward task
-      "layers": [
-        {"name": "0", "type": "Linear",
-         "forward_s": [0.001, 0.004], "backward_s": [0.002, 0.008], "output_bytes": [4096, 32768],
-         "parameter_bytes": 1048576, "trained_bytes": 1048576},
-        …
-      ],
-      "loss": {"name": "loss_fn", …},                as a layer
-      "skips": [{"source": 0, "destinations": [5], "tensor_bytes": [4096, 32768]}],
-      "ties": [{"name": "0.weight", "layers": [0, 5], "num_bytes": 1048576, "is_trained": true}],
-      "shared": [[0, 5]]                             layers to keep together, first and last
-    }
-
-The entries of a layer, a skip and a tie are the fields of ``model.Layer``, ``model.Skip`` and
-``model.TiedLayers``. Entries with a default may be left out, or null. Errors name the faulty entry.
-Earlier versions wrote ``shared`` for layers that share a parameter, without its size.
+docs/planning.md has an example, and describes each entry. Those of a layer, a skip and a tie are
+the fields of ``model.Layer``, ``model.Skip`` and ``model.TiedLayers``. Entries with a default may
+be left out, or null. Errors name the faulty entry.
 """
 
 from __future__ import annotations
