@@ -74,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Planning:
-    """One run of the command."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._console = Console()

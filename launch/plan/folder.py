@@ -71,7 +71,8 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
             folder, local_files_only=True, trust_remote_code=False
         )
         architecture = next(iter(config.architectures or ()), "")
-        auto, loss_name = _kind_of(architecture)
+        kinds = (kind for end, kind in _KINDS.items() if architecture.endswith(end))
+        auto, loss_name = next(kinds, _CAUSAL)
         model = _build(transformers, config, auto, architecture)
         layers = hf.sequential(model)
     except Exception as error:
@@ -105,13 +106,6 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
     )
 
 
-def _kind_of(architecture: str) -> tuple[str, str]:
-    for end, kind in _KINDS.items():
-        if architecture.endswith(end):
-            return kind
-    return _CAUSAL
-
-
 def _build(transformers: Any, config: Any, auto: str, architecture: str) -> Any:
     """Build the model on the meta device, also one that ``hf.sequential`` will refuse by name."""
     with torch.device("meta"):
@@ -141,7 +135,6 @@ class AttentionOfGpus(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function."""
         named = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             named["dropout_p"] = 0.0

@@ -29,11 +29,7 @@ class MistakeError(ValueError):
 
 
 class SizeError(MistakeError):
-    """The model cannot be run on micro-batches of a size.
-
-    Attributes:
-        num_samples: the size.
-    """
+    """The model cannot be run on micro-batches of ``num_samples``."""
 
     def __init__(self, num_samples: int, message: str) -> None:
         super().__init__(message)
@@ -181,10 +177,6 @@ def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) 
         if not value.dim() or len(value) != batch or num_samples == batch:
             return value
         return value[torch.arange(num_samples, device=value.device) % batch]
-    if type(value) in (tuple, list):
-        return type(value)(_resized(v, num_samples, batch, unwrap=unwrap) for v in value)
-    if type(value) is dict:
-        return {k: _resized(v, num_samples, batch, unwrap=unwrap) for k, v in value.items()}
     if (container := opened(value)) is not None:
         return container.like(
             _resized(v, num_samples, batch, unwrap=unwrap) for v in container.children

@@ -105,7 +105,6 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
 
     @property
     def root_log_dir(self) -> str:
-        """Return the run's folder."""
         return str(self._job.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

@@ -54,8 +54,6 @@ def run(job: Job, token: str, view_mode: str) -> int:
 
 
 class _Run:
-    """The run, its parts and its report."""
-
     def __init__(self, job: Job, token: str, view_mode: str) -> None:
         self._job = job
         self._token = token

@@ -131,7 +131,6 @@ class View:
             timeout_s = 0.001
 
     def _follow(self) -> None:
-        """Follow the newest attempt."""
         attempt = self._ranks.attempt
         if attempt is self._attempt or attempt is None:
             return

@@ -70,8 +70,6 @@ def draw(recording: Recording, step: Step) -> Drawing:
 
 
 class _Canvas:
-    """The picture of one step."""
-
     def __init__(self, step: Step, total_s: float, boxes: Sequence[Ran]) -> None:
         self._step = step
         self._total_s = total_s
@@ -83,10 +81,7 @@ class _Canvas:
         self._plan_top = _HEAD
         self._measured_top = 2 * _HEAD + self._offset(step.num_ranks)
         self._bottom = self._measured_top + self._offset(step.num_ranks)
-
-    @property
-    def height(self) -> int:
-        return self._bottom + _AXIS
+        self._height = self._bottom + _AXIS
 
     def _offset(self, rank: int) -> int:
         """Return where a rank's row begins, below the top of the first block; or where all end."""
@@ -113,7 +108,7 @@ class _Canvas:
                 if stage == 0 and self._step.num_replicas > 1:
                     lines.append(element("text", f"replica {replica}", x=0, y=y - 5))
                 lines.append(element("text", f"stage {stage}", y=y + _BOX / 2 + 5, **right))
-        size = {"width": _NAMES + 8, "height": self.height}
+        size = {"width": _NAMES + 8, "height": self._height}
         return element("svg", "".join(lines), class_="names", **size, aria_hidden="true")
 
     def svg(self, planned: Sequence[Ran], measured: Sequence[Ran], planned_s: float) -> str:
@@ -129,7 +124,7 @@ class _Canvas:
             self._end(planned_s, "end of the plan"),
             self._end(self._step.seconds, "end of the step"),
         ]
-        size = {"width": self.width, "height": self.height}
+        size = {"width": self.width, "height": self._height}
         return element("svg", "\n".join(parts), class_="lanes", **size, role="img")
 
     def _lanes(self) -> Iterator[str]:

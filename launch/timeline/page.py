@@ -92,10 +92,9 @@ def _lead(step: Step, splits: Sequence[Split], kinds: Parts) -> str:
 
 def _facts_text(recording: Recording, step: Step) -> str:
     facts = recording.facts
-    sizes = sorted(set(step.sizes))
+    sizes = sorted({size for of_replica in step.shares for size in of_replica})
     stages = counted(step.num_stages, "stage")
     if step.num_replicas > 1:
-        sizes = sorted({size for of_replica in step.shares for size in of_replica})
         stages = f"{step.num_replicas} replicas of {stages}"
     samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}" if sizes else "?"
     parts = [
@@ -114,9 +113,9 @@ def _facts_text(recording: Recording, step: Step) -> str:
 
 def _micro_batches_text(step: Step) -> str:
     numbers = {len(of_replica) for of_replica in step.shares}
-    if len(numbers) < 2:
-        each = " each" if numbers else ""
-        return counted(len(step.sizes), "micro-batch") + each
+    if len(numbers) == 1:
+        each = " each" if step.num_replicas > 1 else ""
+        return counted(len(step.shares[0]), "micro-batch") + each
     return f"{min(numbers)} to {max(numbers)} micro-batches each"
 
 
@@ -153,7 +152,8 @@ def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
 
     def row(name: str, layers: str, one: Split) -> str:
         cells = [layers] * has_layers
-        cells += [_cell(getattr(one, field), one.step_s) for field, _, _ in kinds]
+        for part_s in (getattr(one, field) for field, _, _ in kinds):
+            cells.append(f"{_ms(part_s)} <small>{_percent(part_s, one.step_s)}</small>")
         cells.append(_ms(one.step_s))
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         return f"<tr><th>{name}</th>{columns}<td class='bar'>{_bar(one, kinds)}</td></tr>"
@@ -180,10 +180,6 @@ def _table(recording: Recording, splits: Sequence[Split], kinds: Parts) -> str:
             "</table></div>",
         ]
     )
-
-
-def _cell(part_s: float, whole_s: float) -> str:
-    return f"{_ms(part_s)} <small>{_percent(part_s, whole_s)}</small>"
 
 
 def _bar(one: Split, kinds: Parts) -> str:

@@ -207,11 +207,7 @@ class CudaIpcTransport:
         return sorted({peer for (peer, _), stream in streams if not stream.query()})
 
     def abort(self) -> bool:
-        """End all transfers, whatever their state; safe in any thread.
-
-        Returns whether the device is free of them, once it has run the compute that was queued, or
-        after 31 seconds.
-        """
+        """End all transfers, whatever their state, within 31 seconds; see ``DeviceTransfers``."""
         sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
         self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
         everything = (*sending, *receiving, self._making)

@@ -1,6 +1,6 @@
 """Which peers of a rank have left, and the first failure, which every wait then raises.
 
-    FAILURE of a peer              first failure: RemoteStageError, or PeerLostError
+    FAILURE of a peer              first failure: RemoteStageError, or PeerLostError; passed on once
     its end without a message      first failure: PeerLostError
     GOODBYE of a peer              it has left: a failure only if this rank needs it later
 

@@ -15,18 +15,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, Store, Work
 
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.torch_internals import gloo_options
-
-if TYPE_CHECKING:
-    from torch.distributed import Store, Work
 
 _DESCRIPTORS = "/proc/self/fd"
 

@@ -6,14 +6,9 @@ orders of the coordinator, tokens and small tensors of channels, failures, goodb
 A process is single-threaded here: it reads frames while it waits (``wait``) and between tasks
 (``poll``), and passes each to the handler registered for its peer and frame type. Since every wait
 is a wait for sockets, it ends when a peer fails or dies: its failure, its goodbye or the end of
-its stream wakes the waiter. Only transfers that block in native code need another thread, which
-reports stalls (``native_waits.py``).
-
-    rank 1 raises ── FAILURE ──> all peers: RemoteStageError, passed on once more by each
-    rank 1 is killed ── end of stream, or of its process ──> all peers: PeerLostError
-    rank 1 ends its script ── GOODBYE ──> no fault, unless a rank then waits for rank 1
-
-What a peer had sent before its end is handled first.
+its stream wakes the waiter (``failures.py``). What a peer had sent before its end is handled first.
+Only transfers that block in native code need another thread, which reports stalls
+(``native_waits.py``).
 
 While the main thread is in native code, for instance waiting for a device, another thread may look
 for failures in what the main thread is going to read (``look_ahead``).

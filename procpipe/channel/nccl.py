@@ -46,20 +46,17 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, Work
 
 from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch.distributed import Store, Work
 
 #: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute; and for
 #: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
@@ -110,10 +107,9 @@ class Communicators:
         torch.cuda.synchronize(self._device)
 
     def abort(self) -> bool:
-        """End all transfers, whatever their state; safe in any thread.
+        """End all transfers, whatever their state, within 30 seconds; see ``DeviceTransfers``.
 
-        Returns whether the device is free of them, once it has run the compute that was queued, or
-        after 30 seconds; False while a communicator is being connected, which cannot be ended.
+        Returns False while a communicator is being connected, which cannot be ended.
         """
         deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
         with self._lock:
@@ -152,7 +148,7 @@ class Communicators:
         number in the group, and how many there are; an operation may take ``num_blocks`` thread
         blocks.
         """
-        from torch.distributed import PrefixStore, ProcessGroupNCCL
+        from torch.distributed import ProcessGroupNCCL
 
         options = nccl_options(
             ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_high_priority

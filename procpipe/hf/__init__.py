@@ -5,7 +5,6 @@ families.py         the classes of models that are supported, and in what some d
 layers.py           its layers: embeddings, blocks, head
 encoder_decoder.py  the layers of a model with an encoder
 shells.py           copies of a model's module tree that hold one layer's modules only
-losses.py           causal_lm_loss()
 weights.py          load_pretrained(), save_pretrained()
 lora.py             load_adapter(), save_adapter()
 generation.py       generate()
@@ -13,9 +12,9 @@ generation.py       generate()
 
 from procpipe.hf.generation import generate
 from procpipe.hf.lora import load_adapter, save_adapter
-from procpipe.hf.losses import causal_lm_loss
 from procpipe.hf.sequential import sequential
 from procpipe.hf.weights import load_pretrained, save_pretrained
+from procpipe.losses import causal_lm_loss
 
 __all__ = [
     "causal_lm_loss",

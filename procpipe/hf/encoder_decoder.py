@@ -21,8 +21,8 @@ def layers_of(encoder: Stack, decoder: Stack) -> dict[str, nn.Module]:
     return {
         "encoder_embed": EncoderEmbed(encoder, decoder.inputs),
         **{f"encoder{k}": Block(encoder, k) for k in range(encoder.num_blocks)},
-        "encoder_norm": _stashing(decoder.num_blocks)(encoder),
-        "embed": DecoderEmbed(decoder),
+        "encoder_norm": _stashing(decoder.num_blocks)(encoder, "after"),
+        "embed": DecoderEmbed(decoder, "before"),
         **{f"block{k}": CrossBlock(decoder, k) for k in range(decoder.num_blocks)},
         "head": Seq2SeqHead(decoder),
     }
@@ -54,9 +54,6 @@ class EncoderEmbed(Embed):
 class EncoderNorm(ShellLayer):
     """The end of an encoder."""
 
-    def __init__(self, stack: Stack) -> None:
-        super().__init__(stack, "after")
-
     def forward(self, state: State) -> Any:
         """Stash the encoder's output for all blocks of the decoder."""
         yield stash("encoder", self.run(inputs_embeds=state["hidden_states"])[0])
@@ -70,9 +67,6 @@ def _stashing(num_pops: int) -> type[EncoderNorm]:
 
 class DecoderEmbed(ShellLayer):
     """The embeddings of a decoder."""
-
-    def __init__(self, stack: Stack) -> None:
-        super().__init__(stack, "before")
 
     def forward(self, state: State) -> State:
         """Return the embeddings of the decoder's input, and what travels with them."""

@@ -94,16 +94,10 @@ class Trace(Observer):
 
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, in nanoseconds of this process's clock."""
-        begun_ns = self._begun_ns
         return {
             "step": self.num_steps - 1,
-            "begin": begun_ns,
-            "end": max(begun_ns, self._ended_ns),
-            "tasks": [
-                [*task, start - begun_ns, end - begun_ns] for task, start, end in self._events
-            ],
-            "sums": [
-                [what, num_bytes, *(at_ns - begun_ns for at_ns in times_ns)]
-                for what, num_bytes, *times_ns in self._sums
-            ],
+            "begin": self._begun_ns,
+            "end": max(self._begun_ns, self._ended_ns),
+            "tasks": [[*task, *times_ns] for task, *times_ns in self._events],
+            "sums": self._sums,
         }

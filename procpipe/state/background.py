@@ -93,7 +93,6 @@ class Saving:
     # -- this rank's part -----------------------------------------------------------------------
 
     def _write(self, values: dict[str, Any]) -> None:
-        """Write this rank's part."""
         if not self._folder.is_dir():
             where = "where rank 0 has made it"
             raise not_shared(self._member.rank, self._folder, where, "save to a folder on")

@@ -23,6 +23,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,7 +164,7 @@ class Index:
         wanted = [(chunk, key) for key in entries for chunk in entries[key].chunks]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
         with contextlib.ExitStack() as opened, torch.no_grad():
-            files: dict[str, IO[bytes]] = {}
+            files: dict[str, BufferedReader] = {}
             for chunk, key in wanted:  # check all before anything is allocated or changed
                 if chunk.file not in files:
                     files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
@@ -218,8 +219,8 @@ def read_index(folder: Path) -> Index:
     return Index(folder, entries)
 
 
-def open_inside(folder: Path, name: str) -> IO[bytes]:
-    """Open a regular file in the folder that an index names, unbuffered.
+def open_inside(folder: Path, name: str) -> BufferedReader:
+    """Open a regular file in the folder that an index names.
 
     Raises:
         SavedStateError: it is another kind of file, or elsewhere, or missing.
@@ -234,8 +235,8 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
     return open_regular(Path(real))
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file, unbuffered; neither a FIFO, which might block for ever, nor a device.
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file; neither a FIFO, which might block for ever, nor a device.
 
     Raises:
         SavedStateError: it is another kind of file, or missing.
@@ -243,7 +244,7 @@ def open_regular(path: Path) -> IO[bytes]:
     try:
         # Checked before, as opening a device may have effects, and after, as it may be replaced.
         if stat.S_ISREG(os.stat(path).st_mode):
-            file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
             file.close()
@@ -254,10 +255,6 @@ def open_regular(path: Path) -> IO[bytes]:
     raise SavedStateError(f"{path} is not a regular file")
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _all_of(folder: Path, name: str) -> bytes:
     with open_inside(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -266,7 +263,7 @@ def _all_of(folder: Path, name: str) -> bytes:
         return bytes(filled(file, memoryview(bytearray(size))))
 
 
-def _check_length(entry: IndexEntry, chunk: Chunk, file: IO[bytes]) -> None:
+def _check_length(entry: IndexEntry, chunk: Chunk, file: BufferedReader) -> None:
     size = os.fstat(file.fileno()).st_size
     if chunk.offset + chunk.length > size:
         raise SavedStateError(
@@ -279,7 +276,7 @@ def _check_length(entry: IndexEntry, chunk: Chunk, file: IO[bytes]) -> None:
         )
 
 
-def _bytes_of(chunk: Chunk, file: IO[bytes], memory: memoryview) -> memoryview:
+def _bytes_of(chunk: Chunk, file: BufferedReader, memory: memoryview) -> memoryview:
     """Return the bytes of a chunk, in this memory, compared with their checksum."""
     file.seek(chunk.offset)
     data = filled(file, memory)
@@ -299,18 +296,14 @@ def _memory(size: int) -> memoryview:
         raise SavedStateError(f"there is no memory for a value of {size} bytes") from None
 
 
-def filled(file: IO[bytes], data: memoryview) -> memoryview:
-    """Read from an unbuffered file until this memory is full, and return it.
+def filled(file: BufferedReader, data: memoryview) -> memoryview:
+    """Read from a file until this memory is full, and return it.
 
     Raises:
         SavedStateError: the file ends before.
     """
-    at = 0
-    while at < len(data):
-        num_read = file.readinto(data[at:])  # type: ignore[attr-defined]
-        if not num_read:
-            raise SavedStateError("the file has become shorter while it was read")
-        at += num_read
+    if file.readinto(data) < len(data):
+        raise SavedStateError("the file has become shorter while it was read")
     return data
 
 

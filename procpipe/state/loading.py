@@ -248,7 +248,6 @@ class _Loading:
     # -- reading --------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read all that this rank needs."""
         rank, read = self._member.rank, self._index.read
         read_weights(self._member.module, self._keys, self.weights)
         if self._names.optimizers:

@@ -24,29 +24,20 @@ Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 @dataclass(frozen=True)
 class Member:
-    """A stage, or a plain module, among those that save or load together.
-
-    Attributes:
-        cut: how the layers are cut into stages, as plain JSON; None for a plain module.
-        calls: the calls of a stage's pipeline.
-        timeout_s: how long to wait for another rank.
-        replica, num_replicas: which of several processes with the same layers this is.
-        shares: whether its layers may be sharded over other pipelines.
-        pipeline, num_pipelines: which of those this is in; see :meth:`among`.
-    """
+    """A stage, or a plain module, among those that save or load together."""
 
     module: nn.Module
     device: torch.device
     rank: int = 0
     num_ranks: int = 1
-    cut: dict[str, list[int]] | None = None
-    calls: Calls | None = None
-    timeout_s: float = math.inf
-    replica: int = 0
-    num_replicas: int = 1
-    shares: bool = False
-    pipeline: int = 0
-    num_pipelines: int = 1
+    cut: dict[str, list[int]] | None = None  # a stage's balance and placement, as plain JSON
+    calls: Calls | None = None  # of a stage's pipeline
+    timeout_s: float = math.inf  # how long to wait for another rank
+    replica: int = 0  # which of the processes with the same layers this is
+    num_replicas: int = 1  # how many of them there are
+    shares: bool = False  # whether its layers may be sharded over other pipelines
+    pipeline: int = 0  # which of those this is in; see ``among``
+    num_pipelines: int = 1  # how many of them there are
 
     @classmethod
     def of(cls, module: nn.Module) -> Member:

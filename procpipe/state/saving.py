@@ -127,11 +127,7 @@ def _check_alike(asked_for: list[Any]) -> None:
 def _gather(
     member: Member, names: optimizers.Names, extra: extras.Extra | None, step: int | None
 ) -> dict[str, Any]:
-    """Return what this rank saves, by key: tensors that are in use, and copies of other values.
-
-    Raises:
-        TypeError: a value that could not be loaded again.
-    """
+    """Return what this rank saves, by key: tensors that are in use, and copies of other values."""
     values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
     values |= optimizers.values_of(names)
     values = member.own_share(values)

@@ -77,7 +77,7 @@ class _TaskSeconds:
         n = len(rows)
         spans_s = replay(rows, lambda task: self.seconds[task.kind, task.j]).spans_s
         tasks = tuple(Ran(at, task, *spans_s[task]) for at, row in enumerate(rows) for task in row)
-        alone = replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, shares=())
+        alone = replace(like, begins_s=(0.0,) * n, ends_s=(step_s,) * n, shares=like.shares[:1])
         return split(replace(alone, tasks=tasks, hops=(), sums=()))
 
 
@@ -95,7 +95,7 @@ class _Advisor:
         self._replayed_s = max(replayed_s)
         slowest = replayed_s.index(self._replayed_s)
         self._rows: Rows = replicas[slowest]
-        self._sizes = step.shares[slowest] if step.shares else step.sizes
+        self._sizes = step.shares[slowest]
         usual_s = median(other.seconds for other in like)
         self._usual_s = max(usual_s, self._replayed_s)  # medians of tasks may add up to more
         self._usual = self._seconds.splits(self._rows, step, self._usual_s)

@@ -202,11 +202,11 @@ def _boundaries(step: Step) -> dict[str, Any]:
         "step": step.number,
         "call": step.call,
         "plan": step.plan,
-        "sizes": list(step.sizes),
+        "sizes": list(step.shares[0]),
         "begins_us": [_microseconds(begin_s) for begin_s in step.begins_s],
         "ends_us": [_microseconds(end_s) for end_s in step.ends_s],
         "schedule": step.schedule,
-        **({"shares": [list(sizes) for sizes in step.shares]} if step.shares else {}),
+        **({"shares": list(map(list, step.shares))} if step.num_replicas > 1 else {}),
     }
 
 
@@ -258,13 +258,12 @@ def _step(entry: Event, tasks: list[Ran], hops: list[Hop], sums: list[Summed]) -
         entry["step"],
         entry["call"],
         entry["plan"],
-        tuple(entry["sizes"]),
+        tuple(map(tuple, entry.get("shares") or [entry["sizes"]])),
         tuple(begin / 1e6 for begin in entry["begins_us"]),
         tuple(end / 1e6 for end in entry["ends_us"]),
         tuple(tasks),
         tuple(hops),
         entry.get("schedule", ""),  # older files have none
-        tuple(map(tuple, entry.get("shares", ()))),
         tuple(sums),
     )
 

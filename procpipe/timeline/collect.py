@@ -110,7 +110,7 @@ class Tracing(Observer):
         self._path = Path(path)
         self._mesh = mesh
         self.clocks = clocks
-        self._facts = dict(facts)
+        self._facts = {name: fact for name, fact in facts.items() if name != "trace"}
         self._recorder = recorder
         self._plan_of = plan_of
         self._is_writer = mesh.rank == 0
@@ -196,22 +196,15 @@ class Tracing(Observer):
             write_note(f"procpipe: the trace was not written: {error!r}")
 
     def _recording(self) -> Recording:
+        written = datetime.now(UTC).isoformat(timespec="seconds")
         return merged(
             [[decode(record) for record in kept] for kept in self._kept.values()],
             [(), *self._readings.values()],
             plans=self._plans,
-            facts=self._all_facts(),
+            facts={**self._facts, "python": platform.python_version(), "written": written},
             num_steps=min(kept.num_added for kept in self._kept.values()),
             is_closed=self._is_closed,
         )
-
-    def _all_facts(self) -> dict[str, Any]:
-        facts = {name: fact for name, fact in self._facts.items() if name != "trace"}
-        return {
-            **facts,
-            "python": platform.python_version(),
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
 
     def _finish_with(self, peer: int) -> None:
         mesh = self._mesh

@@ -1,9 +1,9 @@
 """What the ranks recorded, each by its own clock, merged into one recording.
 
-    rank 0   {"step": 7, "begin": 1200…, "tasks": [["F", 0, 0, 310, 92000], …], "sends": …}
-    rank 1   {"step": 7, "begin": 8850…, …}                │
-                      └── less the clock's offset ──┐      │
-    Step(7, tasks=(Ran(0, F0@0, 0.0000003, …), …), hops=(…))
+    rank 0   {"step": 7, "begin": 12000, "tasks": [["F", 0, 0, 12310, 104000], …], "sends": …}
+    rank 1   {"step": 7, "begin": 88500, …}              │
+                      └── less the clock's offset ──┐    │
+    Step(7, tasks=(Ran(0, F0@0, 0.00000031, …), …), hops=(…))
 
 A step counts only if every rank finished and reported it.
 """
@@ -11,7 +11,7 @@ A step counts only if every rank finished and reported it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -36,15 +36,9 @@ def merged(
     num_steps: int,
     is_closed: bool,
 ) -> Recording:
-    """Merge what was kept of all ranks.
+    """Merge each rank's records of the steps that are kept, given its clock's readings.
 
-    Args:
-        records: for each rank, its records of the steps that are kept.
-        readings: for each rank, its clock compared with rank 0's.
-        plans: texts of the plans that were run.
-        facts: what the stages were made with.
-        num_steps: how many steps all ranks finished.
-        is_closed: whether the run closed its stages.
+    The other arguments become fields of the recording.
     """
     by_step: defaultdict[int, list[Record]] = defaultdict(list)
     for of_rank in records:
@@ -80,31 +74,30 @@ def merged_step(
     """
     begins_ns = _begins_ns(records, readings)
     zero_ns = min(begins_ns) if zero_ns is None else zero_ns
-    ends_ns = [
-        begin_ns + record["end"] - record["begin"]
-        for begin_ns, record in zip(begins_ns, records, strict=True)
-    ]
-    bases_ns = [begin_ns - zero_ns for begin_ns in begins_ns]
+    begins = zip(records, begins_ns, strict=True)  # each on its own clock, and on rank 0's
+    zeros_ns: list[int] = [zero_ns + record["begin"] - begin_ns for record, begin_ns in begins]
+
+    def at_s(rank: int, at_ns: int) -> float:
+        return (at_ns - zeros_ns[rank]) / 1e9
+
     first, num_stages = records[0], len(records) // num_replicas
-    shares = tuple(tuple(record.get("sizes", ())) for record in records[::num_stages])
     return Step(
         number=first["step"],
         call=first.get("call", ""),
         plan=first.get("plan", ""),
-        sizes=tuple(first.get("sizes", ())),
-        begins_s=tuple(base_ns / 1e9 for base_ns in bases_ns),
-        ends_s=tuple((end_ns - zero_ns) / 1e9 for end_ns in ends_ns),
+        shares=tuple(tuple(record.get("sizes", ())) for record in records[::num_stages]),
+        begins_s=tuple(at_s(rank, record["begin"]) for rank, record in enumerate(records)),
+        ends_s=tuple(at_s(rank, record["end"]) for rank, record in enumerate(records)),
         tasks=tuple(
-            Ran(rank, Task(kind, i, j), (base_ns + start_ns) / 1e9, (base_ns + end_ns) / 1e9)
-            for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
+            Ran(rank, Task(kind, i, j), at_s(rank, start_ns), at_s(rank, end_ns))
+            for rank, record in enumerate(records)
             for kind, i, j, start_ns, end_ns in record["tasks"]
         ),
-        hops=tuple(_hops(records, bases_ns, num_stages)),
+        hops=tuple(_hops(records, at_s, num_stages)),
         schedule=first.get("schedule", ""),
-        shares=shares if num_replicas > 1 else (),
         sums=tuple(
-            Summed(rank, what, num_bytes, *((base_ns + at_ns) / 1e9 for at_ns in times_ns))
-            for rank, (base_ns, record) in enumerate(zip(bases_ns, records, strict=True))
+            Summed(rank, what, num_bytes, *(at_s(rank, at_ns) for at_ns in times_ns))
+            for rank, record in enumerate(records)
             for what, num_bytes, *times_ns in record.get("sums", ())
         ),
     )
@@ -118,12 +111,14 @@ def _begins_ns(records: Sequence[Record], readings: Sequence[Readings]) -> list[
     ]
 
 
-def _hops(records: Sequence[Record], bases_ns: Sequence[int], num_stages: int) -> list[Hop]:
+def _hops(
+    records: Sequence[Record], at_s: Callable[[int, int], float], num_stages: int
+) -> list[Hop]:
     """Match both ends of each message: within a replica they are of the same ``Transfer``."""
     taken: defaultdict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         for *key, _, start_ns, end_ns in record.get("takes", ()):
-            times_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            times_s = at_s(rank, start_ns), at_s(rank, end_ns)
             taken[rank // num_stages, *key].append((rank, *times_s))
     hops = []
     for rank, record in enumerate(records):
@@ -132,7 +127,7 @@ def _hops(records: Sequence[Record], bases_ns: Sequence[int], num_stages: int) -
             if not ends:
                 continue
             destination, *taken_s = ends.pop(0)
-            posted_s = ((bases_ns[rank] + t) / 1e9 for t in (start_ns, end_ns))
+            posted_s = at_s(rank, start_ns), at_s(rank, end_ns)
             kind, i, *_ = key
             i = 0 if kind == LOSS else i  # the loss belongs to no micro-batch
             hops.append(Hop(kind, i, rank, destination, size_bytes, *posted_s, *taken_s))

@@ -121,12 +121,11 @@ class Recorder(Trace):
         super().end_step(order)
 
     def last_record(self) -> dict[str, Any]:
-        """Return the last step as plain JSON, for ``merging.py``; times since its beginning."""
-        begun_ns = self._begun_ns
+        """Return the last step as plain JSON, for ``merging.py``."""
         return {
             **super().last_record(),
-            "takes": [_since(begun_ns, take) for take in self._takes],
-            "sends": [_since(begun_ns, send) for send in self._sends],
+            "takes": self._takes,
+            "sends": self._sends,
             "layers": [[*key, *sums] for key, sums in self._layers.items()],
         }
 
@@ -161,8 +160,3 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _since(begun_ns: int, message: list[Any]) -> list[Any]:
-    *what, start_ns, end_ns = message
-    return [*what, start_ns - begun_ns, end_ns - begun_ns]

@@ -84,7 +84,7 @@ class Step:
     number: int  # counted from 0 over all runs of a plan, including evaluation
     call: str  # the method that ran it: "step", "forward" or "backward"
     plan: str  # the digest of its plan; of replica 0, if there are several
-    sizes: tuple[int, ...]  # samples of each micro-batch; of replica 0, if there are several
+    shares: tuple[tuple[int, ...], ...]  # by replica, the samples of each of its micro-batches
     begins_s: tuple[float, ...]  # when each rank began
     ends_s: tuple[float, ...]  # when each rank ended
     tasks: tuple[Ran, ...]  # what ran; those of a rank in order
@@ -92,7 +92,6 @@ class Step:
     #: The schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the run has
     #: only one.
     schedule: str = ""
-    shares: tuple[tuple[int, ...], ...] = ()  # the ``sizes`` of each replica, if there are several
     #: What was added up over replicas; those of a rank in the order of the waits for them.
     sums: tuple[Summed, ...] = ()
 
@@ -104,7 +103,7 @@ class Step:
     @property
     def num_replicas(self) -> int:
         """The number of replicas."""
-        return max(1, len(self.shares))
+        return len(self.shares)
 
     @property
     def num_stages(self) -> int:
@@ -194,12 +193,8 @@ class Recording:
 
     def like(self, step: Step) -> list[Step]:
         """Return the steps with the same work; without the first of a run if there are others."""
-        same = [
-            other
-            for other in self.steps
-            if (other.plan, other.call, other.sizes, other.shares)
-            == (step.plan, step.call, step.sizes, step.shares)
-        ]
+        work = step.plan, step.call, step.shares
+        same = [other for other in self.steps if (other.plan, other.call, other.shares) == work]
         return same[1:] if len(same) > 1 and same[0].number == 0 else same
 
     def schedule_of(self, step: Step) -> str:

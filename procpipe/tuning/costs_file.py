@@ -1,30 +1,8 @@
 """The costs of a model's layers as a text, for planning on another machine.
 
-    {
-      "procpipe layer costs": 1,                     the version of the format
-      "device": "NVIDIA H100",                       where they were measured
-      "batch": 64,                                   samples in a mini-batch
-      "samples": [2, 16],                            sizes of the measured micro-batches
-      "link": {"latency_s": 2e-05, "bytes_per_s": 2e10},
-      "replica_link": {"bytes_per_s": 1e9},          between replicas; if left out, as link
-      "input_bytes": [8192, 65536],                  a number for each size, here and below
-      "target_bytes": [16, 128],
-      "start_s": [1e-05, 5e-05],                     of any forward and any backward task
-      "layers": [
-        {"name": "0", "type": "Linear",
-         "forward_s": [0.001, 0.004], "backward_s": [0.002, 0.008], "output_bytes": [4096, 32768],
-         "parameter_bytes": 1048576, "trained_bytes": 1048576},
-        …
-      ],
-      "loss": {"name": "loss_fn", …},                as a layer
-      "skips": [{"source": 0, "destinations": [5], "tensor_bytes": [4096, 32768]}],
-      "ties": [{"name": "0.weight", "layers": [0, 5], "num_bytes": 1048576, "is_trained": true}],
-      "shared": [[0, 5]]                             layers to keep together, first and last
-    }
-
-The entries of a layer, a skip and a tie are the fields of ``model.Layer``, ``model.Skip`` and
-``model.TiedLayers``. Entries with a default may be left out, or null. Errors name the faulty entry.
-Earlier versions wrote ``shared`` for layers that share a parameter, without its size.
+docs/planning.md has an example, and describes each entry. Those of a layer, a skip and a tie are
+the fields of ``model.Layer``, ``model.Skip`` and ``model.TiedLayers``. Entries with a default may
+be left out, or null. Errors name the faulty entry.
 """
 
 from __future__ import annotations
@@ -63,15 +41,9 @@ class Measured:
 
 def to_text(measured: Measured) -> str:
     """Write costs as JSON; ``from_text`` reads it back."""
-    model = asdict(measured.model)
-    whole = {
-        FORMAT: VERSION,
-        "device": measured.device,
-        "batch": measured.batch,
-        "link": asdict(measured.link),
-        "replica_link": asdict(measured.replica_link) if measured.replica_link else None,
-        **{name: model[name] for name in _ORDER},
-    }
+    rest = asdict(measured)
+    device, model = rest.pop("device"), rest.pop("model")
+    whole = {FORMAT: VERSION, "device": device, **rest, **{name: model[name] for name in _ORDER}}
     return json.dumps(_without_empty(whole), indent=1) + "\n"
 
 
@@ -104,9 +76,7 @@ def from_text(text: str) -> Measured:
         raise ValueError("samples is missing")
     samples = _read(tuple[int, ...], whole["samples"], "samples", 0)
     if not samples or list(samples) != sorted(set(samples)):
-        raise ValueError(
-            f"samples: {_shown(samples)} are not sizes in ascending order, at least one"
-        )
+        raise _fault("samples", samples, "are not sizes in ascending order, at least one")
     _check_count(samples[0], "samples[0]")
     found: _Whole = _read(_Whole, whole, "", len(samples))
     model = Model(**{field.name: getattr(found, field.name) for field in fields(Model)})
@@ -142,9 +112,9 @@ def _read(kind: Any, value: Any, at: str, num_sizes: int) -> Any:
     is_fixed = args[-1] is not ...
     count = len(args) if is_fixed else num_sizes
     if not isinstance(value, list):
-        raise ValueError(f"{at}: {_shown(value)} is not a list")
+        raise _fault(at, value, "is not a list")
     if (is_fixed or args[0] is float) and len(value) != count:
-        raise ValueError(f"{at}: {_shown(value)} is not a list of {count} numbers")
+        raise _fault(at, value, f"is not a list of {count} numbers")
     is_number = args[0] is float  # of which all have the place of the list
     return tuple(
         _read(args[0], entry, at if is_number else f"{at}[{k}]", num_sizes)
@@ -155,7 +125,7 @@ def _read(kind: Any, value: Any, at: str, num_sizes: int) -> Any:
 def _read_object(kind: Any, value: Any, at: str, num_sizes: int) -> Any:
     """Read a dataclass from a JSON object, which has no other entries."""
     if not isinstance(value, dict):
-        raise ValueError(f"{at}: {_shown(value)} is not an object in braces")
+        raise _fault(at, value, "is not an object in braces")
     entries, kinds = {}, get_type_hints(kind)
     for name, default in ((field.name, field.default) for field in fields(kind)):
         place = f"{at}.{name}" if at else name
@@ -187,9 +157,7 @@ def _check_model(model: Model) -> None:
             )
     for k, pair in enumerate(model.shared):
         if not pair[0] < pair[1] < num_layers:
-            raise ValueError(
-                f"shared[{k}]: {_shown(pair)} are not two of {num_layers} layers in order"
-            )
+            raise _fault(f"shared[{k}]", pair, f"are not two of {num_layers} layers in order")
     for k, tie in enumerate(model.ties):
         _check_tie(tie, f"ties[{k}]", model.layers)
 
@@ -198,25 +166,19 @@ def _check_layer(layer: Layer, at: str) -> None:
     for part, whole in (("trained_bytes", "parameter_bytes"), ("input_gradient_s", "backward_s")):
         less, more = getattr(layer, part), getattr(layer, whole)
         if any(map(operator.gt, less, more)) if isinstance(less, tuple) else less > more:
-            raise ValueError(
-                f"{at}.{part}: {_shown(less)} is more than {whole}, {_shown(more)}, of which it is "
-                "a part"
-            )
+            excess = f"is more than {whole}, {_shown(more)}, of which it is a part"
+            raise _fault(f"{at}.{part}", less, excess)
 
 
 def _check_tie(tie: TiedLayers, at: str, layers: tuple[Layer, ...]) -> None:
     users = tie.layers
     if len(users) < 2 or list(users) != sorted(set(users)) or users[-1] >= len(layers):
-        raise ValueError(
-            f"{at}.layers: {_shown(users)} are not several of {len(layers)} layers in order"
-        )
+        raise _fault(f"{at}.layers", users, f"are not several of {len(layers)} layers in order")
     what = "trained_bytes" if tie.is_trained else "parameter_bytes"
     for k in users:
         if (whole := getattr(layers[k], what)) < tie.num_bytes:
-            raise ValueError(
-                f"{at}.num_bytes: {tie.num_bytes} is more than {what} of layer {k}, {whole}, of "
-                "which it is a part"
-            )
+            excess = f"is more than {what} of layer {k}, {whole}, of which it is a part"
+            raise _fault(f"{at}.num_bytes", tie.num_bytes, excess)
 
 
 def _check_count(count: int, at: str) -> None:
@@ -237,10 +199,14 @@ def _scalar(kind: Any, value: Any, at: str) -> Any:
     is_number = kind in (int, float)
     is_right = isinstance(value, (int, float) if kind is float else kind)
     if not is_right or (is_number and (isinstance(value, bool) or not 0 <= value < math.inf)):
-        raise ValueError(f"{at}: {_shown(value)} {_NOT[kind]}")
+        raise _fault(at, value, _NOT[kind])
     if is_number and value >= _TOO_MANY:
-        raise ValueError(f"{at}: {_shown(value)} is too large to be right")
+        raise _fault(at, value, "is too large to be right")
     return kind(value)
+
+
+def _fault(at: str, value: Any, what: str) -> ValueError:
+    return ValueError(f"{at}: {_shown(value)} {what}")
 
 
 def _shown(value: Any) -> str:

@@ -116,8 +116,6 @@ def windows(m: int, costs: Costs, placement: Sequence[int], rule: ListRule) -> l
 
 
 class _ListScheduler:
-    """One run of the list scheduling."""
-
     def __init__(
         self,
         m: int,

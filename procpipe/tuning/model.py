@@ -300,7 +300,6 @@ class Model:
 
 
 def _partition_of(balance: Sequence[int]) -> list[int]:
-    """Return the partition of each layer."""
     return [j for j, count in enumerate(balance) for _ in range(count)]
 
 

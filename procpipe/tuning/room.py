@@ -38,13 +38,7 @@ class _Effect(NamedTuple):
 
 
 class Effects:
-    """What each task takes, frees and sends: of a model, the same for all rules and limits.
-
-    Args:
-        costs: what tasks and transfers cost.
-        routes: where tensors go.
-        in_two: whether backward is split in I and W.
-    """
+    """What each task takes, frees and sends: of a model, the same for all rules and limits."""
 
     def __init__(self, costs: Costs, routes: Routes, *, in_two: bool) -> None:
         # Gradients of tied parameters may arrive at any time, and stay to the end.

@@ -75,10 +75,9 @@ def test_sums_over_replicas_are_counted_once_where_they_overlap():
 
     assert (trace.all_reduce_bytes, trace.all_reduce_ns) == (110, 500)
     assert trace.exposed_ns >= 600 + 450
-    begun_ns = trace.last_record()["begin"]
     assert [one[:5] for one in trace.last_record()["sums"]] == [
-        ["gradients 0", 100, *(now_ns - ago - begun_ns for ago in (900, 500, 600))],
-        ["gradients 1", 10, *(now_ns - ago - begun_ns for ago in (700, 400, 450))],
+        ("gradients 0", 100, *(now_ns - ago for ago in (900, 500, 600))),
+        ("gradients 1", 10, *(now_ns - ago for ago in (700, 400, 450))),
     ]
 
 
@@ -120,7 +119,7 @@ def test_a_second_table_shows_the_last_step():
 
 
 def test_a_report_divides_the_last_step_of_all_stages():
-    tasks = [["F", 0, 0, 0, 10]], [["F", 0, 1, 2, 12]]
+    tasks = [["F", 0, 0, 100, 110]], [["F", 0, 1, 112, 122]]
     reports = [
         {
             "statistics": asdict(statistics(stage=rank)),

@@ -45,7 +45,7 @@ def replicas_step(**fields: Any) -> Step:
 def read_step(drawing: str, *, number: int = 7, hops: Sequence[Hop] = (), **fields: Any) -> Step:
     """Read a step from a row of tasks and times a rank; stages and partitions are the same."""
     rows = [line.split() for line in drawing.strip().splitlines()]
-    num_stages = len(rows) // max(1, len(fields.get("shares", ())))
+    num_stages = len(rows) // len(fields.get("shares", ("one",)))
     tasks = []
     for stage, words in enumerate(rows):
         for name, span in zip(words[::2], words[1::2], strict=True):
@@ -58,7 +58,7 @@ def read_step(drawing: str, *, number: int = 7, hops: Sequence[Hop] = (), **fiel
         "number": number,
         "call": "step",
         "plan": "abc",
-        "sizes": (8, 8),
+        "shares": ((8, 8),),
         "begins_s": (0.0,) * len(rows),
         "ends_s": ends,
         "tasks": tuple(tasks),

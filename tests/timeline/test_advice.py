@@ -87,7 +87,7 @@ def measured(m: int, n: int, plan: Plan | None = None, **fields: Any) -> Step:
         for task in plan.tasks_of(j)
     )
     ends = (timeline.total_s,) * n
-    return Step(3, "step", "abc", (8,) * m, (0.0,) * n, ends, tasks, (), **fields)
+    return Step(3, "step", "abc", ((8,) * m,), (0.0,) * n, ends, tasks, (), **fields)
 
 
 def test_more_micro_batches_make_the_bubble_smaller() -> None:
@@ -102,7 +102,7 @@ def test_more_micro_batches_make_the_bubble_smaller() -> None:
 
 def test_more_micro_batches_than_samples_are_not_advised() -> None:
     step = measured(8, 4)
-    few = Step(**{**vars(step), "sizes": (1,) * 8})
+    few = Step(**{**vars(step), "shares": ((1,) * 8,)})
 
     advice = advice_on(few, facts={"balance": [1] * 4})
     assert not any("micro-batches:" in sentence for sentence in advice)

@@ -139,7 +139,7 @@ def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> No
 
 def test_similar_steps_have_the_same_sizes_and_exclude_the_slow_first_one() -> None:
     steps = [read_step(EQUAL, number=k) for k in range(3)]
-    different = read_step(EQUAL, number=3, sizes=(4, 4))
+    different = read_step(EQUAL, number=3, shares=((4, 4),))
     recording = recording_of(*steps, different)
 
     assert recording.like(steps[2]) == steps[1:]

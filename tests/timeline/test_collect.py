@@ -21,7 +21,7 @@ def tracing(path):
 
 
 def record(step):
-    tasks = [["F", 0, 0, 0, 1000]]
+    tasks = [["F", 0, 0, step * 10_000, step * 10_000 + 1000]]
     return {
         "step": step,
         "begin": step * 10_000,

@@ -14,23 +14,28 @@ S = 1_000_000_000
 
 def records(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
     """One micro-batch forward; rank 1's clock is 100 s ahead. Rank 1 has two partitions."""
+    k, h = start_s, start_s + 101  # when each begins, by its own clock
     return [
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
-            "begin": start_s * S, "end": (start_s + 8) * S,
-            "tasks": [["F", 0, 0, 0, 2 * S]],
+            "begin": k * S, "end": (k + 8) * S,
+            "tasks": [["F", 0, 0, k * S, (k + 2) * S]],
             "sends": [
-                ["activation", 0, 0, 1, 64, 2 * S, 2 * S], ["target", 0, 0, 2, 8, 2 * S, 3 * S],
+                ["activation", 0, 0, 1, 64, (k + 2) * S, (k + 2) * S],
+                ["target", 0, 0, 2, 8, (k + 2) * S, (k + 3) * S],
             ],
-            "takes": [["loss", 3, 2, 0, 4, 3 * S, 8 * S]],
+            "takes": [["loss", 3, 2, 0, 4, (k + 3) * S, (k + 8) * S]],
             "layers": [[0, 0, 3 * S, 2], [0, 1, S, 2]],
         },
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
-            "begin": (start_s + 101) * S, "end": (start_s + 108) * S,
-            "tasks": [["F", 0, 1, 2 * S, 4 * S], ["F", 0, 2, 4 * S, 6 * S]],
-            "sends": [["loss", 3, 2, 0, 4, 6 * S, 6 * S]],
-            "takes": [["activation", 0, 0, 1, 64, 0, 2 * S], ["target", 0, 0, 2, 8, 2 * S, 2 * S]],
+            "begin": h * S, "end": (h + 7) * S,
+            "tasks": [["F", 0, 1, (h + 2) * S, (h + 4) * S], ["F", 0, 2, (h + 4) * S, (h + 6) * S]],
+            "sends": [["loss", 3, 2, 0, 4, (h + 6) * S, (h + 6) * S]],
+            "takes": [
+                ["activation", 0, 0, 1, 64, h * S, (h + 2) * S],
+                ["target", 0, 0, 2, 8, (h + 2) * S, (h + 2) * S],
+            ],
             "layers": [[1, 0, 4 * S, 1], [2, 0, S, 1], [2, 1, S, 1]],
         },
     ]  # fmt: skip
@@ -70,8 +75,8 @@ def test_the_two_ends_of_a_message_are_matched() -> None:
 
 def test_messages_between_the_same_stages_are_matched_by_their_partitions() -> None:
     first, second = records()
-    first["sends"] = [["activation", 0, j, j + 1, 64, j * S, j * S] for j in (0, 2)]
-    second["takes"] = [["activation", 0, j, j + 1, 64, 0, (9 - j) * S] for j in (2, 0)]
+    first["sends"] = [["activation", 0, j, j + 1, 64, *[(10 + j) * S] * 2] for j in (0, 2)]
+    second["takes"] = [["activation", 0, j, j + 1, 64, 111 * S, (120 - j) * S] for j in (2, 0)]
     hops = merged_step([first, second], READINGS).hops
 
     assert [(hop.posted_s, hop.taken_s) for hop in hops if hop.source == 0] == [(0, 10), (2, 8)]
@@ -104,7 +109,7 @@ def test_clocks_have_their_offsets_and_errors() -> None:
 def test_replicas_keep_their_messages_and_sums_apart() -> None:
     first = records()
     second = [{**record, "sizes": [3]} for record in records()]
-    second[1] = {**second[1], "sums": [["gradients 0", 64, S, 3 * S, 2 * S, 3 * S]]}
+    second[1] = {**second[1], "sums": [["gradients 0", 64, 112 * S, 114 * S, 113 * S, 114 * S]]}
     step = merged_step([*first, *second], READINGS * 2, num_replicas=2)
 
     assert (step.num_ranks, step.num_stages, step.shares) == (4, 2, ((4,), (3,)))

@@ -189,7 +189,7 @@ def stretched(step, factor):
         for k in range(factor) for ran in step.tasks
     ]  # fmt: skip
     ends_s = tuple(factor * length_s for _ in step.ends_s)
-    return replace(step, tasks=tuple(tasks), ends_s=ends_s, sizes=step.sizes * factor)
+    return replace(step, tasks=tuple(tasks), ends_s=ends_s, shares=(step.shares[0] * factor,))
 
 
 @pytest.mark.parametrize(("factor", "fits"), [(1, True), (40, False)])
@@ -220,7 +220,7 @@ def test_the_page_names_the_chosen_schedule_and_when_it_was_written():
 
 
 def test_counts_of_one_are_in_the_singular():
-    step = read_step("F0 0-1 B0 1-3", sizes=(1,))
+    step = read_step("F0 0-1 B0 1-3", shares=((1,),))
     recording = recording_of(step, facts={"balance": [5]}, clocks=(Clock(0, 0.0, 0.0, 0.0),))
 
     assert "1 stage · balance [5] · 1 micro-batch of 1 sample ·" in html_of(recording)
