@@ -166,8 +166,11 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         ((*here, "--sample", "a:b"), "--hf gives model and sample, so leave out --sample"),
         ((*here, "mymodel:build"), "--hf gives model and sample, so leave out the model"),
         ((*here, "--costs", "x"), "--costs replaces a model, so leave out --hf"),
-        ((*here, "--flops", "fast"), "'fast' are no FLOPs per second; some read like 300e12"),
-        ((*here, "--flops", "nan"), "'nan' are no FLOPs per second"),
+        (
+            (*here, "--flops", "fast"),
+            "'fast' is not a number of FLOPs per second; one is 300e12",
+        ),
+        ((*here, "--flops", "nan"), "'nan' is not a number of FLOPs per second"),
         ((*here, "--length", "33"), "--length 33: the model has 32 positions"),
         ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
         ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
