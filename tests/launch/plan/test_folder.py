@@ -164,7 +164,7 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         (("--hf", "broken", "-n", "2"), "--hf broken: "),
         (
             ("--hf", "wrong", "-n", "2"),
-            "Validation error for field 'hidden_size': TypeError: Field",
+            "Validation error for field 'hidden_size': TypeError: ",
         ),
         (("--hf", "opt", "-n", "2"), "cannot divide a OPTForCausalLM: its class has not been"),
         (("--hf", "vit", "-n", "2"), "cannot divide a ViTModel: its class has not been compared"),
