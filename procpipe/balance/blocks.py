@@ -53,7 +53,8 @@ def blocks(costs: Sequence[float], num_partitions: int) -> list[int]:
 
 def check_num_partitions(num_partitions: int, num_layers: int) -> None:
     """Raise BalanceError unless there is a layer for each part, and a part."""
-    asked = f"cannot divide {counted(num_layers, 'layer')} into {num_partitions} partitions"
+    layers, partitions = counted(num_layers, "layer"), counted(num_partitions, "partition")
+    asked = f"cannot divide {layers} into {partitions}"
     if num_partitions < 1:
         raise BalanceError(f"{asked}: ask for at least 1")
     if num_partitions > num_layers:
