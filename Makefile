@@ -1,13 +1,13 @@
-# make demo    train the digits example over two processes
-# make test    run all tests, on all cores
-# make test-gpu  run the tests for GPUs, on emulated ones where there are none
-# make lint    check style and format
-# make types   check types
-# make bench   compare with peers, side by side
-# make gpu-hour  test and measure on this machine's GPUs, in 8 minutes
-# make soak    inject random faults into real runs for some minutes
-# make versions    run the tests under each supported torch and Python (30 GB, hours)
-# make clean   remove everything that make has made
+# make demo     train the digits example over two processes
+# make test     run all tests, on all cores
+# make test-gpu run the tests for GPUs, on emulated ones where there are none
+# make lint     check style and format
+# make types    check types
+# make bench    compare with peers, side by side
+# make gpu-hour test and measure on this machine's GPUs, in 8 minutes
+# make soak     inject random faults into real runs for some minutes
+# make versions run the tests under each supported torch and Python (30 GB, hours)
+# make clean    remove everything that make has made
 #
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 

@@ -1,8 +1,8 @@
 """What a user does with a stage's gradients between ``step`` and the optimizer.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of the parameters' norms. So every stage sends the
-norms of its own parameters, by partition; in the model's order they are what one process has, and
-so is the total, to the last digit.
+norms of its own parameters, and all stages combine them in the model's order. The total then equals
+that of one process to the last digit.
 
 ``stage.scaler`` gives torch's ``GradScaler`` inf checks with one result for all stages:
 
@@ -117,8 +117,9 @@ class Gradients(About):
     def no_sync(self) -> Iterator[None]:
         """Leave gradients of calls in this block to be added up over replicas by the next call.
 
-        For accumulation over several steps: gradients then travel once. Every rank does it; does
-        not communicate. With FSDP likewise; without replicas or FSDP it changes nothing.
+        For accumulation over several steps: gradients then travel once. Every rank enters the
+        block, which does not communicate. With FSDP the next call reduces them; without replicas
+        or FSDP the block changes nothing.
 
         Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
         """

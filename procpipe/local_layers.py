@@ -55,11 +55,10 @@ class LocalLayers(nn.Sequential):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return this stage's parameters, for this process's optimizer.
 
-        Where none of them requires a gradient, because the stage has no parameters or all are
-        frozen, an empty one that does comes last: so no optimizer refuses what is left of them
-        (``[p for p in stage.parameters() if p.requires_grad]``). It stands in for a parameter to
-        train, has no elements and never a gradient, and is neither in ``named_parameters()`` nor
-        in ``state_dict()``; ``procpipe.state`` passes over it.
+        If none of them requires a gradient (the stage has no parameters, or all are frozen), an
+        extra parameter that does comes last, because an optimizer refuses an empty list
+        (``[p for p in stage.parameters() if p.requires_grad]``). It has no elements, never gets a
+        gradient, and is not in ``named_parameters()``, in ``state_dict()`` or in saved state.
         """
         is_trainable = False
         for parameter in super().parameters(recurse):
@@ -75,7 +74,7 @@ class LocalLayers(nn.Sequential):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this stage's parameters with the names under which the plain model lists them.
 
-        Of one that stages share that is its first name, on each of them.
+        A parameter that several stages share has its first name in the model on each of them.
         """
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         return self._tied.renamed(found, prefix) if remove_duplicate else found
@@ -113,11 +112,11 @@ class LocalLayers(nn.Sequential):
     def compile(self, **options: Any) -> None:
         """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
 
-        Does not communicate; each rank compiles its own. Keys, parameters and results stay. Layers
-        that stash or pop skip tensors are left as they are, which a note says. A backward in two
-        tasks (``"zb-h1"``, ``"zb-v"``) runs whole in the first for compiled layers, which a note
-        says, too. While a rank compiles, the ``timeout_s`` of others does not run, and stall
-        reports name the layer.
+        Does not communicate; each rank compiles its own. Keys, parameters and results stay the
+        same. Layers that stash or pop skip tensors are not compiled. Where the schedule splits
+        backward (``"zb-h1"``, ``"zb-v"``), compiled layers do all of it in the first task. In both
+        cases a note is printed. While a rank compiles, the ``timeout_s`` of others does not run,
+        and stall reports name the layer.
 
         Args:
             options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …

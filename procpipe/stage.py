@@ -99,8 +99,8 @@ class Stage(Gradients):
             tasks, with one or two partitions a stage); ``"auto"`` (the first steps are measured,
             and the fastest plan found for what they cost, with any number of partitions a stage);
             or a function ``(m, n) -> procpipe.plan.task.Plan`` of the numbers of micro-batches and
-            of stages, whose plan also says what is recomputed. ``stage(input)`` always is in two
-            parts. See docs/schedules.md.
+            of stages, whose plan also says what is recomputed. ``stage(input)`` always runs
+            all micro-batches forward, then all backward. See docs/schedules.md.
         memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
             passes: activations, messages and what layers save, not parameters, gradients and the
             optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches

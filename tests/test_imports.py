@@ -10,12 +10,12 @@
     hf  replicas  sharded                state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
-              /  |  \\
-           job  data  model              the processes; mini-batches; layers of a stage
-            |     \\    |
-      channel  plan  compute             plan: the standard library only
-                 |
-                skip                     what users write in layers
+               /   \\
+            job     data    model        the processes; mini-batches; layers of a stage
+             |         \\    /
+          channel   plan  compute        plan: the standard library and errors only
+                            |
+                          skip           what users write in layers
                  |
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
@@ -65,7 +65,7 @@ MAY_IMPORT = {
         *("errors", "forks", "notes", "signals", "torch_internals", "tree", "words"),
     },
     "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
-    "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree"},
+    "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree", "words"},
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "replicas": {

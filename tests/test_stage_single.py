@@ -106,7 +106,7 @@ def four():
         (four, [4], {"chunks": 2.0}, TypeError, "chunks must be an int, not 2.0"),
         (four, [4], {"chunks": True}, TypeError, "chunks must be an int, not True"),
         (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
-        (four, [4], {"devices": []}, IndexError, "1 processes but 0 devices"),
+        (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
         (lambda: with_a_layer_named("balance"), [1], {}, ValueError, "is named 'balance'"),

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-n", "--nproc", type=positive, metavar="N",
         help="how many processes a run has here (default: one for each GPU, else one for each "
-        "core, but 2 to 4)")  # fmt: skip
+        "core, from 2 to 4)")  # fmt: skip
     add("--json", action="store_true", help="print it as JSON")
     add("--timeout", type=float, default=_TIMEOUT_S, metavar="SECONDS",
         help="time limit of the measurement (default: %(default)g)")  # fmt: skip

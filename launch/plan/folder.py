@@ -76,7 +76,9 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         model = _build(transformers, config, auto, architecture)
         layers = hf.sequential(model)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason, _, rest = str(error).strip().partition("\n")
+        if reason.endswith(":"):  # what is wrong follows
+            reason += " " + rest.strip().partition("\n")[0]
         raise MistakeError(f"--hf {folder}: {type(error).__name__}: {reason}") from error
     length = _length_of(config.get_text_config(), length)
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")

@@ -46,7 +46,7 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
     if options.save and not os.access(folder := Path(options.save).absolute().parent, os.W_OK):
         raise MistakeError(
             f"--save {options.save} cannot be written: "
-            + ("it is not allowed in" if folder.is_dir() else "there is no folder")
+            + ("this user may not write in" if folder.is_dir() else "there is no folder")
             + f" {folder}"
         )
     if options.save and Path(options.save).is_dir():
@@ -68,7 +68,7 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
         _check_left_out(options, "--hf gives model and sample", "model", "sample")
     elif not options.model:
         raise MistakeError(
-            "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs with those of one"
+            "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs FILE with its costs"
         )
     elif not options.sample:
         raise MistakeError(
@@ -180,7 +180,9 @@ def _flops(text: str) -> float:
     except ValueError:
         flops_per_s = 0.0
     if not 0 < flops_per_s < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} are no FLOPs per second; some read like 300e12")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of FLOPs per second; one is 300e12"
+        )
     return flops_per_s
 
 

@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start all ranks again up to K times after a failure")  # fmt: skip
     add("--log-dir", default="procpipe-logs", metavar="DIR", help="default: %(default)s")
     add("--threads", type=positive, metavar="T",
-        help="OMP threads of a process; by default the physical cores it gets")  # fmt: skip
+        help="OMP_NUM_THREADS; by default as set, else its physical cores")  # fmt: skip
     add("--no-pin", action="store_true", help="do not pin processes to cores")
     add("--numa-binding", default="", metavar="MODE",
         choices=("node", "socket", "exclusive", "core-complex"),

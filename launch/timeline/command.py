@@ -22,8 +22,8 @@ from procpipe.timeline.recording import Recording
 _EPILOG = """\
 The page needs no network. The file itself opens in https://ui.perfetto.dev and chrome://tracing.
 
-exit code: 0; 1 if the file cannot be read or the page not be written; 2 for a mistake in the
-command line.
+exit code: 0; 1 if the file cannot be read or the page cannot be written; 2 for a mistake in
+the command line.
 """
 
 

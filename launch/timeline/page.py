@@ -27,7 +27,7 @@ _PARTS = (
     ("communication_s", "communication and overhead", "waits for messages; hosts between tasks"),
 )
 _OF_REPLICAS = (
-    ("all_reduce_s", "all-reduce", "waits for sums over replicas, after the step's last task"),
+    ("all_reduce_s", "all-reduce", "waits for all-reduces, after the step's last task"),
 )
 
 Parts = Sequence[tuple[str, str, str]]

@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise, repeat
 from operator import mul, sub
 
 from procpipe.errors import BalanceError
+from procpipe.words import counted
 
 
 def blocks(costs: Sequence[float], num_partitions: int) -> list[int]:
@@ -52,15 +53,14 @@ def blocks(costs: Sequence[float], num_partitions: int) -> list[int]:
 
 def check_num_partitions(num_partitions: int, num_layers: int) -> None:
     """Raise BalanceError unless there is a layer for each part, and a part."""
+    layers, partitions = counted(num_layers, "layer"), counted(num_partitions, "partition")
+    asked = f"cannot divide {layers} into {partitions}"
     if num_partitions < 1:
-        raise BalanceError(
-            f"{num_layers} layers are to be divided into {num_partitions} partitions: ask for at "
-            "least 1"
-        )
+        raise BalanceError(f"{asked}: ask for at least 1")
     if num_partitions > num_layers:
         raise BalanceError(
-            f"{num_layers} layers are to be divided into {num_partitions} partitions, each of at "
-            f"least one layer: ask for at most {num_layers}, or divide the model into more layers"
+            f"{asked}, each of at least one layer: ask for at most {num_layers}, or divide the "
+            "model into more layers"
         )
 
 

@@ -73,7 +73,8 @@ def estimated_balance(
     balance = blocks(costs, num_partitions)
     left = iter(costs)
     largest = max(sum(islice(left, num_layers)) for num_layers in balance)
-    return balance, f"balance {balance}, {basis}: the largest part has {largest / sum(costs):.0%}"
+    share = f"the largest partition has {largest / sum(costs):.0%} of the total"
+    return balance, f"balance {balance}, {basis}: {share}"
 
 
 def _first_that_runs(
@@ -91,7 +92,8 @@ def _first_that_runs(
         except Exception as error:  # of any kind, since it is the user's code that runs
             said = str(error).strip().partition("\n")[0][:200]
             where = next(iter(getattr(error, "__notes__", ())), "before the first layer")
-            fault = f"it cannot run on the meta device ({type(error).__name__} {where}: {said})"
+            kind = type(error).__name__
+            fault = f"the model cannot run on the meta device ({kind} {where}: {said})"
             if sample is None and "sample" not in vars(module):
                 fault += "; the input was a guess: give sample=x, an input as for training"
             continue

@@ -25,7 +25,7 @@ class Sending(Protocol):
         """
 
     def is_done(self) -> bool:
-        """Return, without waiting, whether it is surely over; False when in doubt."""
+        """Return, without waiting, whether the receiver surely has it all; False when in doubt."""
 
 
 #: Returns once received tensors may be used; as for a send, on a GPU the host goes on.

@@ -234,7 +234,9 @@ def model_of(stage: nn.Sequential) -> Any:
     for layer in stage.children():
         if isinstance(layer, ModelLayer):
             return layer._model[0]
-    raise TypeError("the model of the stage was not made by hf.sequential: make it so")
+    raise TypeError(
+        "the model of the stage was not made by hf.sequential: build Stage(hf.sequential(model), …)"
+    )
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from procpipe.words import counted
+
 #: What to do where ranks outnumber GPUs.
 HOW_TO_SHARE = (
     "start fewer processes, or give each its device: devices=['cuda:0', 'cuda:0', …] to share "
@@ -37,8 +39,8 @@ def devices_of(
         listed = _checked_devices(devices)
         if len(listed) < num_ranks:
             raise IndexError(
-                f"{num_ranks} processes but {len(listed)} devices {[str(d) for d in listed]}: give "
-                "one device a process, or leave devices out"
+                f"{counted(num_ranks, 'process')} but {counted(len(listed), 'device')} "
+                f"{[str(d) for d in listed]}: give one device a process, or leave devices out"
             )
         _check_is_seen(rank, listed[rank])
         return listed[:num_ranks]

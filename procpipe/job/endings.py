@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError
+from procpipe.errors import FOUND_BY_EACH, MemoryLimitError, PeerLostError, RemoteStageError
 from procpipe.job.board import Board, BoardReading
 from procpipe.job.grid import Grid
 from procpipe.job.rollcall import has_launchers_store
@@ -290,9 +290,10 @@ def line_of(
     if isinstance(error, KeyboardInterrupt) and reading is not None:
         return f"procpipe: {ours} was interrupted {reading.where()}"
     if isinstance(error, FOUND_BY_EACH) and rank != first:
-        return (
-            f"procpipe: {ours} ends, because the ranks do not agree (rank {first} prints on what)"
-        )
+        what, details = "the ranks do not agree", "on what"
+        if isinstance(error, MemoryLimitError):
+            what, details = "no plan keeps to memory_limit_bytes", "what each stage needs"
+        return f"procpipe: {ours} ends, because {what} (rank {first} prints {details})"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""

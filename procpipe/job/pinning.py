@@ -129,7 +129,10 @@ def pin_this_process(device_pcis: Sequence[str | None] = ()) -> ProcessPlace | N
         local_rank = int(os.environ["LOCAL_RANK"])
         num_processes = int(os.environ["LOCAL_WORLD_SIZE"])
         if not 0 <= local_rank < num_processes:
-            raise ValueError(f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE {num_processes}")
+            raise ValueError(
+                f"LOCAL_RANK is {local_rank}, but must be from 0 and below LOCAL_WORLD_SIZE, "
+                f"{num_processes}"
+            )
         place = places_of_host(num_processes, device_pcis)[local_rank]
         pin(place)
     except Exception as error:  # hosts differ, and a run must not fail because of pinning

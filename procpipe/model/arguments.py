@@ -16,14 +16,18 @@ def checked_chunks(chunks: int) -> int:
     if isinstance(chunks, bool) or not isinstance(chunks, int):
         raise TypeError(f"chunks must be an int, not {chunks!r}")
     if chunks < 1:
-        raise ValueError(f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch")
+        raise ValueError(
+            f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch: give 1 or more"
+        )
     return chunks
 
 
 def checked_checkpoint(checkpoint: str) -> str:
     """Return the name of what is recomputed; ``TypeError`` or ``ValueError`` if it is none."""
     if not isinstance(checkpoint, str):
-        raise TypeError(f"checkpoint is {checkpoint!r}, but must be a str")
+        raise TypeError(
+            f"checkpoint is {checkpoint!r}, but must be a str: 'always', 'except_last' or 'never'"
+        )
     recomputed(checkpoint, 1)
     return checkpoint
 
@@ -44,7 +48,7 @@ def checked_replicas(
     if isinstance(replicas, bool) or not isinstance(replicas, int):
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
     if replicas < 1:
-        raise ValueError(f"replicas is {replicas}, but there is at least 1")
+        raise ValueError(f"replicas is {replicas}, but must be at least 1")
     if not is_launched or num_ranks % replicas == 0:
         return replicas
     fitting = -(-num_ranks // replicas) * replicas
@@ -125,7 +129,8 @@ def checked_limits(
         return None
     if not schedule.is_measured:
         raise ValueError(
-            f"memory_limit_bytes is {limits!r}, but only schedule='auto' can keep to a limit"
+            f"memory_limit_bytes is {limits!r}, but only schedule='auto' can keep to a limit: give "
+            "that schedule, or leave the limit out"
         )
     wrong = f"memory_limit_bytes is {limits!r}, but must be an int, or a sequence of one each stage"
     if not isinstance(limits, (int, Sequence)):

@@ -182,8 +182,8 @@ def check_enough_layers(
         are = f"the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}"
         fewer, instead = "" if fits is None else f"give a dimension of size {fits}, or ", ""
     raise BalanceError(
-        f"{num_layers} layers are to be divided into {count(num_stages)} partitions, each of at "
-        f"least one layer, as {are}: {fewer}{instead}divide the model into more layers"
+        f"cannot divide {counted(num_layers, 'layer')} into {count(num_stages)} partitions, each "
+        f"of at least one layer, as {are}: {fewer}{instead}divide the model into more layers"
     )
 
 

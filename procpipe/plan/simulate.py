@@ -160,7 +160,10 @@ def _all_reduces(
             ready_s = 0.0 if final else ends_s[stage]
             for j, share in final:
                 if j not in last:
-                    raise ValueError(f"stage {stage} adds up gradients of partition {j}, of others")
+                    raise ValueError(
+                        f"the costs have a bucket of stage {stage} with gradients of partition "
+                        f"{j}, which is on another stage"
+                    )
                 part_s = share * costs.seconds[last[j].kind][j]
                 ready_s = max(ready_s, starts_s[last[j]] + part_s)
             start_s = max(free_s, ready_s)

@@ -212,10 +212,10 @@ class Reduction(Replicas):
             return
         if parameter not in bucket.missing:
             raise RuntimeError(
-                f"autograd has added twice to the gradient of a parameter of shape "
-                f"{tuple(parameter.shape)} in one backward pass, and once in the first: it is "
-                "being added up over replicas already; in layers, use "
-                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+                f"autograd added to the gradient of a parameter of shape {tuple(parameter.shape)} "
+                "more often than in the first backward pass, after its all-reduce had begun, so "
+                "the replicas' sum lacks a part: if layers use torch.utils.checkpoint.checkpoint, "
+                "give it use_reentrant=False"
             )
         bucket.missing.discard(parameter)
         self._begin_complete()

@@ -68,7 +68,7 @@ class Coordinator:
         orders = [self._planned(own, replica) for replica, own in enumerate(orders)]
         messages = [encode(own) for own in orders]
         for rank in range(1, self._grid.num_ranks):
-            self._control.send(rank, messages[rank // self._grid.num_stages])  # step 2
+            self._control.send(rank, messages[rank // self._grid.num_stages])  # step 3
         return orders[0]
 
     def _planned(self, order: Order, replica: int) -> Order:
@@ -116,7 +116,7 @@ class Coordinator:
             plan, routes = self.plan(order), self._routes_of(order)
             if self._grid.rank == 0:
                 verify(plan, routes, ahead=self.ahead)
-            self._programs[key] = program(  # step 3
+            self._programs[key] = program(  # step 2
                 plan, routes, self._grid.stage, ahead=self.ahead, recompute=order.recompute
             )
         return self._programs[key]

@@ -88,7 +88,7 @@ def skippable(
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
     for name, num_pops in stashes.items():
         if num_pops < 1:
-            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: at least 1 must")
+            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: give at least 1")
     pops = tuple(pop)
 
     def declare(module_class: type[M]) -> type[M]:

@@ -141,7 +141,10 @@ class Draft(Hold):
                 self.path.rmdir()
             self.let_go()
         else:
-            raise OSError(f"{_MAX_TRIES} times, other jobs were faster to save into {root}")
+            raise OSError(
+                f"other jobs saved into {root} each of the {_MAX_TRIES} times that this one tried: "
+                "give each job a folder of its own"
+            )
         self.final_path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
 
     def publish(self, keep: int | None) -> None:

@@ -81,7 +81,7 @@ def save(
             _check_alike([asked_for for asked_for, _ in of_ranks])
             optimizers.check_shared([shared for _, shared in of_ranks])
             if keep is not None and (isinstance(keep, bool) or keep < 1):
-                raise ValueError(f"keep is {keep}, but at least the newest saved state is kept")
+                raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
             # It becomes part of a name, by which load() must find it again.
             if step is not None and (type(step) is not int or step < 0):
                 raise ValueError(f"step is {step!r}, but must be an int of 0 or more")

@@ -122,12 +122,13 @@ class _Advisor:
             f"(usually {seconds_text(busy_s[slowest])} busy, the mean is {seconds_text(mean_s)})"
         )
         if better != self._balance and saved >= _WORTH:
-            return f"{sentence}: balance {better} would give about {saved:.0%} ({source})."
+            return f"{sentence}: balance {better} would make a step {saved:.0%} shorter ({source})."
         imbalance = fmean(one.imbalance_s for one in self._usual) / self._usual_s
         if imbalance < 2 * _WORTH or beyond < _UNEQUAL:
             return ""
         return (
-            f"{sentence}, but no other balance of whole layers would give {_WORTH:.0%} ({source})."
+            f"{sentence}, but no other balance of whole layers would make a step {_WORTH:.0%} "
+            f"shorter ({source})."
         )
 
     def chunks(self) -> str:
@@ -200,10 +201,10 @@ class _Advisor:
             num_bytes[one.rank] += one.num_bytes
         rank, most = num_bytes.most_common(1)[0]
         return (
-            f"Waits for sums over replicas (all-reduce) are {sums_s / self._step.seconds:.0%} of "
-            f"the step, after its last task. {self._step.name_of(rank).capitalize()} adds up most, "
-            f"{bytes_text(most)}. Larger mini-batches, or several steps in stage.no_sync() before "
-            "one outside of it, add up less often."
+            f"Waits for all-reduces, after the last task, are {sums_s / self._step.seconds:.0%} of "
+            f"the step. {self._step.name_of(rank).capitalize()} adds up most, {bytes_text(most)}. "
+            "Larger mini-batches, or several steps in stage.no_sync() before one outside of it, "
+            "need fewer all-reduces."
         )
 
     def outliers(self) -> str:

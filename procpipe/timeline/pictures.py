@@ -118,7 +118,8 @@ def render_svg(what: Plan | Timeline) -> str:
         # Wide enough for the number in the shortest box, but not too wide to scroll.
         scale = min(28 / shortest, 4000 / total) if total else 1.0
     bottom = TOP + plan.num_stages * (ROW + GAP)
-    width, height = f"{max(LEFT + total * scale + 24, 380):.0f}", bottom + 64
+    legend, end = _legend([box.look for box in boxes], f"idle {idle:.1%}", bottom + 34)
+    width, height = f"{max(LEFT + total * scale + 24, end):.0f}", bottom + 64
     m, n = plan.num_micro_batches, plan.num_stages
     title = f"{counted(m, 'micro-batch')} on {counted(n, 'stage')}, {idle:.1%} idle"
     parts = [
@@ -128,7 +129,7 @@ def render_svg(what: Plan | Timeline) -> str:
         *_rows(n, total * scale),
         *(_drawn(box, scale) for box in boxes),
         *_axis(unit, total, scale, max(least_step, tick_distance(90 / scale)), bottom + 14),
-        *_legend([box.look for box in boxes], f"idle {idle:.1%}", bottom + 34),
+        *legend,
     ]
     return element(
         "svg", "\n".join(["", *parts, ""]), xmlns="http://www.w3.org/2000/svg", width=width,
@@ -182,14 +183,17 @@ def _axis(unit: str, total: float, scale: float, step: float, y: int) -> Iterato
         yield element("text", f"{tick * step:.4g}", **at, **ink)
 
 
-def _legend(drawn: Sequence[Look], idle: str, y: int) -> Iterator[str]:
+def _legend(drawn: Sequence[Look], idle: str, y: int) -> tuple[list[str], int]:
+    """Return the elements of the legend, and where it ends on the right."""
     entries = [
         (look.name, {"fill": look.fill, "rx": 2})
         for look in (*LOOKS.values(), ALL_REDUCE)
         if look in drawn
     ]
     entries.append((idle, {"fill": "#f1f1f1", "stroke": "#d0d0d0"}))
-    for k, (name, how) in enumerate(entries):
-        x = LEFT + 104 * k
-        yield element("rect", "", x=x, y=y, width=14, height=14, **how)
-        yield element("text", name, x=x + 20, y=y + 11)
+    x, parts = LEFT, []
+    for name, how in entries:
+        parts.append(element("rect", "", x=x, y=y, width=14, height=14, **how))
+        parts.append(element("text", name, x=x + 20, y=y + 11))
+        x += max(104, 34 + 7 * len(name))
+    return parts, x

@@ -118,9 +118,9 @@ def test_wrong_number_of_partitions_is_reported_before_any_layer_runs(balance_by
 
     model = nn.Sequential(Failing(), Failing())
 
-    with pytest.raises(BalanceError, match="2 layers are to be divided into 3 partitions"):
+    with pytest.raises(BalanceError, match="cannot divide 2 layers into 3 partitions"):
         balance_by(3, model, torch.rand(1))
-    with pytest.raises(BalanceError, match="2 layers are to be divided into 0 partitions"):
+    with pytest.raises(BalanceError, match="cannot divide 2 layers into 0 partitions"):
         balance_by(0, model, torch.rand(1))
 
 

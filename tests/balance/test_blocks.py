@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from procpipe.balance.blocks import blocks, check_num_partitions
 from procpipe.errors import BalanceError
+from procpipe.words import counted
 from tests.cases import for_each
 
 
@@ -55,14 +56,15 @@ def test_with_equal_costs_later_parts_have_more_layers():
 @pytest.mark.parametrize("num_partitions", [0, -1])
 def test_a_non_positive_number_of_parts_is_refused(num_partitions):
     with pytest.raises(
-        BalanceError, match=f"3 layers .* into {num_partitions} partitions: .*at least"
+        BalanceError, match=f"divide 3 layers into {num_partitions} partitions: .*at least"
     ):
         blocks([1, 2, 3], num_partitions)
 
 
 @pytest.mark.parametrize(("num_layers", "num_partitions"), [(0, 1), (1, 2), (3, 5)])
 def test_fewer_layers_than_parts_are_refused(num_layers, num_partitions):
-    message = f"{num_layers} layers .* into {num_partitions} partitions, .* at most {num_layers}"
+    layers, partitions = counted(num_layers, "layer"), counted(num_partitions, "partition")
+    message = f"divide {layers} into {partitions}, .* at most {num_layers}"
     with pytest.raises(ValueError, match=message):
         blocks([1.0] * num_layers, num_partitions)
     with pytest.raises(BalanceError, match=message):

@@ -148,7 +148,7 @@ def test_parameters_alone_where_no_input_is_known_or_none_runs() -> None:
 
 
 def test_too_few_layers_are_an_error() -> None:
-    with pytest.raises(BalanceError, match="1 layers are to be divided into 2 partitions"):
+    with pytest.raises(BalanceError, match="cannot divide 1 layer into 2 partitions"):
         estimated_balance(2, nn.Sequential(nn.Linear(2, 2)))
 
 

@@ -93,7 +93,7 @@ def test_a_balance_that_every_rank_estimates(ranks: Any) -> None:
         assert (told.count("\n"), nothing) == (1, "")
         assert loss == same
     for failure in ranks(2).run(estimate, "gpipe", 1).errors():
-        assert "1 layers are to be divided into 2 partitions" in failure.text
+        assert "cannot divide 1 layer into 2 partitions" in failure.text
 
 
 def find_without_sample(world: World, by: str) -> None:

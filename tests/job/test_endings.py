@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError
+from procpipe.errors import DisagreementError, MemoryLimitError, PeerLostError, RemoteStageError
 from procpipe.job import endings
 from procpipe.job.board import Board
 from procpipe.job.endings import print_victims_briefly
@@ -58,8 +58,13 @@ def test_a_victim_among_replicas_is_named_by_replica_and_stage(board):
             DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
             "procpipe: rank 2 ends, because the ranks do not agree (rank 0 prints on what)",
         ),
+        (
+            MemoryLimitError([(1, 392, 100)]),
+            "procpipe: rank 2 ends, because no plan keeps to memory_limit_bytes (rank 0 prints "
+            "what each stage needs)",
+        ),
     ],
-    ids=["a failure", "a failure without a story", "a loss", "a disagreement"],
+    ids=["a failure", "a failure without a story", "a loss", "a disagreement", "a memory limit"],
 )
 def test_a_victim_prints_one_line(board, monkeypatch, capfd, error, line):
     raised = []

@@ -254,8 +254,8 @@ def test_a_process_is_pinned_with_all_its_threads(ranks):
     [
         ({"PROCPIPE_PIN": "0"}, ""),
         ({"LOCAL_RANK": "first"}, "not pinned to cores (ValueError: invalid literal"),
-        ({"LOCAL_RANK": "5"}, "not pinned to cores (ValueError: LOCAL_RANK is 5 and LOCAL_WORLD"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "not pinned to cores (ValueError: LOCAL_RANK is 1 and LOCAL"),
+        ({"LOCAL_RANK": "5"}, "not pinned to cores (ValueError: LOCAL_RANK is 5, but must be"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "not pinned to cores (ValueError: LOCAL_RANK is 1, but"),
     ],
     ids=str,
 )

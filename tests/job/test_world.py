@@ -79,7 +79,7 @@ def test_given_devices_have_priority_over_gpus(environment):
 @pytest.mark.parametrize(
     ("devices", "error", "words"),
     [
-        (["cpu"], IndexError, r"2 processes but 1 devices \['cpu'\]"),
+        (["cpu"], IndexError, r"2 processes but 1 device \['cpu'\]"),
         (["cpu", "cuda:0"], ValueError, r"list one device a process, all CPUs"),
         (["meta", "meta"], ValueError, r"devices=\['meta', 'meta'\]: list one"),
     ],

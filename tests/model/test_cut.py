@@ -131,7 +131,7 @@ def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:
     for num_replicas, words in (
         (
             1,
-            "5 layers are to be divided into 8 .* 8 processes: start fewer, or give replicas=2, or",
+            "cannot divide 5 layers into 8 .* 8 processes: start fewer, or give replicas=2, or",
         ),
         (2, None),
     ):
@@ -139,7 +139,7 @@ def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:
             check_enough_layers(5, 8, num_replicas, lambda num_stages: num_stages)
     with pytest.raises(BalanceError, match=r"8 processes for 2 replicas: .* replicas=4, or"):
         check_enough_layers(5, 8, 2, lambda num_stages: 2 * num_stages)
-    with pytest.raises(BalanceError, match=r"1 layers .*: start fewer, or divide"):
+    with pytest.raises(BalanceError, match=r"1 layer into .*: start fewer, or divide"):
         check_enough_layers(1, 3, 1, lambda num_stages: 2 * num_stages)
 
 

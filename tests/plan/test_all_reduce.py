@@ -106,7 +106,7 @@ def test_buckets_must_fit_the_plan() -> None:
     strange = Bucket(1, 1.0, ((1, 1.0),))
     for buckets, words in (
         (((strange,),), "2 stages, but the costs' buckets are of 1"),
-        (((strange,), ()), "stage 0 adds up gradients of partition 1, of others"),
+        (((strange,), ()), "stage 0 with gradients of partition 1, which is on another stage"),
     ):
         with pytest.raises(ValueError, match=words):
             simulate(gpipe(1, 2), replace(Costs.uniform(2), buckets=buckets))

@@ -200,7 +200,7 @@ def test_the_decorator_takes_names() -> None:
 
 
 def test_a_tensor_is_popped_at_least_once() -> None:
-    with pytest.raises(ValueError, match="skip 'a' is popped by 0 layers: at least 1 must"):
+    with pytest.raises(ValueError, match="skip 'a' is popped by 0 layers: give at least 1"):
         skippable(stash={"a": 0})
 
 

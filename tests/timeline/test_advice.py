@@ -38,8 +38,8 @@ def test_another_balance_is_advised_with_its_gain() -> None:
 
     assert first == (
         "Stage 1 is 33% slower than the mean (usually 12 s busy, the mean is 9 s): balance "
-        "[3, 2] would give about 7% (guessed: the layers of a stage were not timed and are taken "
-        "to be alike)."
+        "[3, 2] would make a step 7% shorter (guessed: the layers of a stage were not timed and "
+        "are taken to be alike)."
     )
 
 
@@ -49,7 +49,7 @@ def test_measured_layers_decide_where_to_cut() -> None:
 
     assert first == (
         "Stage 1 is 33% slower than the mean (usually 12 s busy, the mean is 9 s), but no other "
-        "balance of whole layers would give 2% (by each layer's forward seconds)."
+        "balance of whole layers would make a step 2% shorter (by each layer's forward seconds)."
     )
 
 
@@ -186,9 +186,9 @@ def test_sums_over_replicas_are_reported_if_nothing_hides_them() -> None:
     advice = advise(replicas_recording(step), step, blocks)
 
     assert (
-        "Waits for sums over replicas (all-reduce) are 12% of the step, after its last task. Stage "
-        "0 of replica 0 adds up most, 3.91 KiB. Larger mini-batches, or several steps in "
-        "stage.no_sync() before one outside of it, add up less often."
+        "Waits for all-reduces, after the last task, are 12% of the step. Stage 0 of replica 0 "
+        "adds up most, 3.91 KiB. Larger mini-batches, or several steps in stage.no_sync() before "
+        "one outside of it, need fewer all-reduces."
     ) in advice
     hidden = replace(step, sums=step.sums[1::2])
     assert not any(

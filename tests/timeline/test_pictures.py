@@ -10,6 +10,7 @@ import pytest
 from procpipe.plan.all_reduce import Bucket
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe, recomputed
+from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.palette import ALL_REDUCE, LOOKS
@@ -101,6 +102,19 @@ def test_a_timeline_in_which_no_time_passes_can_be_drawn() -> None:
     timeline = simulate(gpipe(2, 2), Costs.uniform(2, forward_s=0, backward_s=0))
     assert render_timeline_text(timeline, 20).splitlines()[0] == "stage 0   ··········"
     ET.fromstring(render_svg(timeline))
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_the_legend_s_words_neither_overlap_nor_leave_the_picture(m: int) -> None:
+    root = ET.fromstring(render_svg(zb_v(m, 2)))
+    words = ["forward", "input gradient", "weight gradient"]
+    placed = [text for text in root.iter(f"{SVG}text") if (text.text or "") in words]
+    placed += [text for text in root.findall(f"{SVG}text") if (text.text or "").startswith("idle")]
+    starts = [float(text.attrib["x"]) for text in placed]
+    ends = [x + 7 * len(text.text or "") for x, text in zip(starts, placed, strict=True)]
+    assert len(placed) == 4
+    assert all(end < start - 20 for end, start in zip(ends, starts[1:], strict=False))
+    assert ends[-1] <= float(root.attrib["width"])
 
 
 def boxes(svg: str) -> dict[str, tuple[float, float, float]]:

@@ -154,20 +154,26 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
     Path("empty").mkdir()
     Path("broken").mkdir()
     Path("broken", "config.json").write_text("{")
+    Path("wrong").mkdir()
+    Path("wrong", "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
     here = ("--hf", "llama", "-n", "2")
     mistakes = [
         (("--hf", "empty", "-n", "2"), "there is no file empty/config.json; nothing is downloaded"),
         (("--hf", "gpt2", "-n", "2"), "there is no file gpt2/config.json"),
         (("--hf", "", "-n", "2"), "--hf : there is no file config.json"),
         (("--hf", "broken", "-n", "2"), "--hf broken: "),
+        (
+            ("--hf", "wrong", "-n", "2"),
+            "Validation error for field 'hidden_size': TypeError: ",
+        ),
         (("--hf", "opt", "-n", "2"), "cannot divide a OPTForCausalLM: its class has not been"),
         (("--hf", "vit", "-n", "2"), "cannot divide a ViTModel: its class has not been compared"),
         ((*here, "--check"), "--check runs the model, but --hf reads no weights"),
         ((*here, "--sample", "a:b"), "--hf gives model and sample, so leave out --sample"),
         ((*here, "mymodel:build"), "--hf gives model and sample, so leave out the model"),
         ((*here, "--costs", "x"), "--costs replaces a model, so leave out --hf"),
-        ((*here, "--flops", "fast"), "'fast' are no FLOPs per second; some read like 300e12"),
-        ((*here, "--flops", "nan"), "'nan' are no FLOPs per second"),
+        ((*here, "--flops", "fast"), "'fast' is not a number of FLOPs per second; one is 300e12"),
+        ((*here, "--flops", "nan"), "'nan' is not a number of FLOPs per second"),
         ((*here, "--length", "33"), "--length 33: the model has 32 positions"),
         ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
         ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
