@@ -151,6 +151,8 @@ class View:
         for tail in self._tails:
             if tail.to_stderr and self._is_quiet:
                 continue
+            if self._attempt is not None and self._attempt.failed_s is not None:
+                tail.keep()  # a report will follow
             data = tail.read(to_end=is_last)
             if is_last and not (is_failed or self._is_failed):
                 data += tail.release()
