@@ -140,29 +140,35 @@ class Cut:
             partitions_per_stage=schedule.partitions_per_stage,
             of_mesh=grid.numbers if grid.is_part else None,
         )
-        try:
-            placement = schedule.place(len(entries), grid.num_stages)
-        except BalanceError as error:
-            fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
-            if fits is None or grid.is_part:
-                raise
-            raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
+        placement = _placement(settings, len(entries))
         facts = layer_facts(module)
         parts = cut(module, entries)
         skips = SkipLayout.of(parts)
         ties = find_ties(parts)
         ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
         shared = [names for part in ours.values() for names in find_shared(part)]
-        all_layers = {name: layer for part in parts for name, layer in part.items()}
+        all_layers = dict(module.named_children())
         names = [name for part in ours.values() for name in part]
         materialize(all_layers, names, world.device, seed=torch.initial_seed())
         if settings.defers_batch_norm:
             for layers in ours.values():
                 for name, layer in layers.items():
                     layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-        elsewhere = {name for j, part in enumerate(parts) if j not in ours for name in part}
+        elsewhere = all_layers.keys() - names
         keys = getattr(module, "keys", None)
         return cls(entries, placement, ours, elsewhere, skips, ties, shared, facts, keys)
+
+
+def _placement(settings: Settings, num_partitions: int) -> tuple[int, ...]:
+    """Return the stage of each partition; an error says which number of replicas would fit."""
+    schedule, grid = settings.schedule, settings.grid
+    try:
+        return schedule.place(num_partitions, grid.num_stages)
+    except BalanceError as error:
+        fits = replicas_for(grid.num_ranks, num_partitions, schedule.partitions_per_stage)
+        if fits is None or grid.is_part:
+            raise
+        raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
 
 
 def check(module: nn.Sequential, world: World) -> None:

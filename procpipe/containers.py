@@ -90,24 +90,7 @@ def opened(value: Any, where: str = "") -> Container | None:
         )
     if is_registered:
         return _opened_by_registration(value, name, at)
-    # Past methods of its class.
-    entries = enumerate(tuple.__iter__(value)) if base is tuple else ()
-    items = dict(entries if base in (tuple, object) else base.items(value))
-    check_keys(items, at)
-    attributes = _attributes_of(value)
-    factory = ""
-    if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
-        factory = attributes.pop("default_factory").__name__
-    missing = object()
-    # Hugging Face's outputs hold each value as an item and as an attribute: it travels once.
-    twice = tuple(a for a, child in attributes.items() if items.get(a, missing) is child)
-    once = {a: child for a, child in attributes.items() if a not in twice}
-    return Container(
-        name,
-        (tuple(items), tuple(attributes), twice, factory),
-        (*(f"[{key!r}]" for key in items), *(f".{attribute}" for attribute in once)),
-        [*items.values(), *once.values()],
-    )
+    return _opened_by_parts(value, base, name, at)
 
 
 def built(name: str, form: Form, children: Sequence[Any]) -> Any:
@@ -199,6 +182,27 @@ def _slots_of(cls: type) -> dict[str, MemberDescriptorType]:
         for name, member in vars(each).items()
         if isinstance(member, MemberDescriptorType)
     }
+
+
+def _opened_by_parts(value: Any, base: Any, name: str, at: str) -> Container:
+    # Past methods of its class.
+    entries = enumerate(tuple.__iter__(value)) if base is tuple else ()
+    items = dict(entries if base in (tuple, object) else base.items(value))
+    check_keys(items, at)
+    attributes = _attributes_of(value)
+    factory = ""
+    if base is defaultdict and getattr(attributes["default_factory"], "__name__", "") in _FACTORIES:
+        factory = attributes.pop("default_factory").__name__
+    missing = object()
+    # Hugging Face's outputs hold each value as an item and as an attribute: it travels once.
+    twice = tuple(a for a, child in attributes.items() if items.get(a, missing) is child)
+    once = {a: child for a, child in attributes.items() if a not in twice}
+    return Container(
+        name,
+        (tuple(items), tuple(attributes), twice, factory),
+        (*(f"[{key!r}]" for key in items), *(f".{attribute}" for attribute in once)),
+        [*items.values(), *once.values()],
+    )
 
 
 def _built_by_parts(cls: type, base: Any, form: Form, children: Sequence[Any]) -> Any:

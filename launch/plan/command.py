@@ -208,13 +208,12 @@ class _Planning:
                 f"--chunks {most[0]}: the mini-batch has {subject.batch} samples, so there cannot "
                 "be more chunks; ask for fewer, or give a larger --batch"
             )
-        questions = self._questions(subject.batch)
-        if all(question.num_stages > len(subject.model) for question in questions):
+        fitting = [q for q in self._questions(subject.batch) if q.num_stages <= len(subject.model)]
+        if not fitting:
             raise MistakeError(
                 f"-n {options.n}: the model has {counted(len(subject.model), 'layer')}, and each "
                 f"{'device' if options.replicas == 1 else 'stage'} needs at least one"
             )
-        fitting = [q for q in questions if q.num_stages <= len(subject.model)]
         splits = [split for q in fitting if q.num_replicas <= subject.batch for split in q.splits()]
         if not splits:
             raise MistakeError(
@@ -238,20 +237,9 @@ class _Planning:
             try:
                 model: Model = measure_model(subject, sizes, self._device)
             except SizeError as error:
-                size = error.num_samples
-                larger = [split for split in splits if split[1] > size]
-                lost = {count for count, _ in splits} - {count for count, _ in larger}
-                if larger and not (self._options.chunks and lost):
-                    left_out = left_out or f"{counted(size, 'sample')}{error}"
-                    splits = larger
-                    continue
-                if size == subject.batch:
-                    raise MistakeError(f"the model cannot be run on the sample{error}") from error
-                asked = f"--chunks {min(lost)}: " if self._options.chunks else ""
-                raise MistakeError(
-                    f"{asked}the model cannot be run on micro-batches of "
-                    f"{counted(size, 'sample')}{error}"
-                ) from error
+                splits = self._larger_splits(splits, error, subject.batch)
+                left_out = left_out or f"{counted(error.num_samples, 'sample')}{error}"
+                continue
             if left_out:
                 self._least_samples = sizes[0]
                 _print(
@@ -259,6 +247,26 @@ class _Planning:
                     f"run on {left_out}"
                 )
             return model
+
+    def _larger_splits(
+        self, splits: Sequence[tuple[int, int]], error: SizeError, batch: int
+    ) -> list[tuple[int, int]]:
+        """Return the splits into larger micro-batches than one that the model cannot be run on.
+
+        Raises:
+            MistakeError: there is none, or --chunks asks for one that is left out.
+        """
+        size, asks = error.num_samples, bool(self._options.chunks)
+        larger = [split for split in splits if split[1] > size]
+        lost = {count for count, _ in splits} - {count for count, _ in larger}
+        if larger and not (asks and lost):
+            return larger
+        if size == batch:
+            raise MistakeError(f"the model cannot be run on the sample{error}") from error
+        raise MistakeError(
+            f"{f'--chunks {min(lost)}: ' if asks else ''}the model cannot be run on micro-batches "
+            f"of {counted(size, 'sample')}{error}"
+        ) from error
 
     def _read(self) -> Measured:
         path = Path(self._options.costs)

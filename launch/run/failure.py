@@ -71,8 +71,7 @@ class Failure:
 def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
     """Find out which rank of this host failed first, and report it."""
     failed = [end for end in ends if end.code != 0]
-    first_s = min((end.at_s for end in failed if end.at_s is not None), default=0.0)
-    origins = [end for end in failed if _is_origin(end, first_s)]
+    origins = _origins(failed)
     causes = [cause for end in failed if (cause := _cause(end))]
     sharers = [end for end in origins if end.recorded is not None and _SHARES in end.stderr]
     numbers_of_sharers = {end.number for end in sharers}
@@ -81,28 +80,7 @@ def explain(ends: Sequence[Rank], num_oom_kills: int = 0) -> Failure:
         origins = [end for end in origins if end not in sharers]
     if not origins:
         return _explain_victims(ends, failed, [*elsewhere, *causes, "a rank failed"][0])
-    # Of those that were seen to end at one time, the agent has ended some because of another.
-    first = min(origins, key=lambda end: (_time_of(end), end.code == -signal.SIGTERM))
-    trace = _traceback_of(first)
-    error = exception_line(trace)
-    same = [
-        end
-        for end in origins
-        if end is not first and error and error == exception_line(_traceback_of(end))
-    ]
-    others = [end for end in ends if end is not first and end not in same]
-    numbers = ", ".join(str(end.number) for end in same)
-    return Failure(
-        headline=_headline(first, trace),
-        body=_joined(
-            textwrap.indent(folded(trace), "  ") if trace else _last_lines(first),
-            f"The same on rank{'s' * (len(same) > 1)} {numbers}." if same else "",
-            _hint(first, num_oom_kills),
-            _meanwhile(others),
-            _where_logs(ends, first),
-        ),
-        exit_code=_exit_code(first.code),
-    )
+    return _explain_origins(ends, origins, num_oom_kills)
 
 
 def signal_name(code: int) -> str:
@@ -129,6 +107,32 @@ def out_of_memory_kills() -> int:
         return 0
 
 
+def _explain_origins(ends: Sequence[Rank], origins: Sequence[Rank], num_oom_kills: int) -> Failure:
+    """Report the first of the ranks that failed by themselves."""
+    # Of those that were seen to end at one time, the agent has ended some because of another.
+    first = min(origins, key=lambda end: (_time_of(end), end.code == -signal.SIGTERM))
+    trace = _traceback_of(first)
+    error = exception_line(trace)
+    same = [
+        end
+        for end in origins
+        if end is not first and error and error == exception_line(_traceback_of(end))
+    ]
+    others = [end for end in ends if end is not first and end not in same]
+    numbers = ", ".join(str(end.number) for end in same)
+    return Failure(
+        headline=_headline(first, trace),
+        body=_joined(
+            textwrap.indent(folded(trace), "  ") if trace else _last_lines(first),
+            f"The same on rank{'s' * (len(same) > 1)} {numbers}." if same else "",
+            _hint(first, num_oom_kills),
+            _meanwhile(others),
+            _where_logs(ends, first),
+        ),
+        exit_code=_exit_code(first.code),
+    )
+
+
 def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank], cause: str) -> Failure:
     """Report a failure of which all ranks of this host were only victims."""
     number = _number_in(cause)
@@ -141,6 +145,12 @@ def _explain_victims(ends: Sequence[Rank], failed: Sequence[Rank], cause: str) -
         parts = [ended, _last_lines(first), *parts]
     codes = [end.code for end in failed if end.code is not None and end.code > 0]
     return Failure(cause, _joined(*parts), _exit_code(codes[0] if codes else 1))
+
+
+def _origins(failed: Sequence[Rank]) -> list[Rank]:
+    """Return those that are not victims of another rank."""
+    first_s = min((end.at_s for end in failed if end.at_s is not None), default=0.0)
+    return [end for end in failed if _is_origin(end, first_s)]
 
 
 def _is_origin(end: Rank, first_s: float) -> bool:

@@ -2,11 +2,13 @@
 
 If rank 0 fails, its traceback is part of the report at the end, and must not be shown twice. So
 standard error from the start of a traceback on is held back for some seconds, in which the process
-either ends or continues.
+either ends or continues. Once a rank has failed, it is held back until the report: a rank may take
+longer to end.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from pathlib import Path
@@ -58,6 +60,10 @@ class HeldBack:
         self._kept = data[split:]
         self._is_line_start = data[:split].endswith(b"\n") if split else self._is_line_start
         return data[:split]
+
+    def keep(self) -> None:
+        """Hold text back from now on until :meth:`release`, however long that takes."""
+        self._hold_s = math.inf
 
     def release(self) -> bytes:
         """Return what is held back."""
@@ -116,6 +122,11 @@ class Tail:
                 return b""
         data = self._file.read(-1 if to_end else _MAX_READ_BYTES)
         return data if self._shown is None else self._shown.feed(data)
+
+    def keep(self) -> None:
+        """Show no more of what may be the end of the process until :meth:`release`."""
+        if isinstance(self._shown, HeldBack):
+            self._shown.keep()
 
     def release(self) -> bytes:
         """Return what is held back."""

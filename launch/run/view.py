@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import time
+from itertools import pairwise
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -149,6 +150,8 @@ class View:
         for tail in self._tails:
             if tail.to_stderr and self._is_quiet:
                 continue
+            if self._attempt is not None and self._attempt.failed_s is not None:
+                tail.keep()  # a report will follow
             data = tail.read(to_end=is_last)
             if is_last and not (is_failed or self._is_failed):
                 data += tail.release()
@@ -218,18 +221,7 @@ class View:
 
 def live_table(rows: list[Row], width: int) -> Table:
     """Return the live table; columns are left out if the terminal's ``width`` is too small."""
-    texts = [row.cells() for row in rows]
-    columns = {name: [each[name] for each in texts] for name in texts[0]}
-    is_needed = {
-        "rank": any(row.is_part for row in rows),
-        "replica": any(columns["replica"]),
-        "GPU": any(row.device_bytes or row.device.startswith("cuda") for row in rows),
-    }
-    columns = {name: cells for name, cells in columns.items() if is_needed.get(name, True)}
-    if "replica" in columns:  # only in the first row of each block
-        befores = ["", *columns["replica"]]
-        pairs = zip(columns["replica"], befores, strict=False)
-        columns["replica"] = [number if number != before else "" for number, before in pairs]
+    columns = _columns(rows)
     widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
     for name in _DISPENSABLE:
         if sum(widths.values()) + _MIN_NOW > width and name in columns:
@@ -245,6 +237,21 @@ def live_table(rows: list[Row], width: int) -> Table:
         style = "yellow" if row.is_stuck else ""
         table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
     return table
+
+
+def _columns(rows: list[Row]) -> dict[str, list[str]]:
+    """Return the texts of the columns that this run needs."""
+    texts = [row.cells() for row in rows]
+    columns = {name: [each[name] for each in texts] for name in texts[0]}
+    replicas = columns["replica"]
+    is_needed = {
+        "rank": any(row.is_part for row in rows),
+        "replica": any(replicas),
+        "GPU": any(row.device_bytes or row.device.startswith("cuda") for row in rows),
+    }
+    # A replica's number stands only in the first of its rows.
+    columns["replica"] = ["" if one == last else one for last, one in pairwise(["", *replicas])]
+    return {name: cells for name, cells in columns.items() if is_needed.get(name, True)}
 
 
 def time_text(seconds: float) -> str:

@@ -85,18 +85,18 @@ def family(token: str, ancestor: int | None = None, spared: Collection[int] = ()
     """
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = {entry.pid: entry for entry in map(_entry, pids) if entry is not None}
-    ours = os.getpid()
     carriers = {pid for pid in entries if _carries(pid, token)}
     # A rank leads a session of its own, and has started all others in it. A process of the run may
     # be in the session of the user's shell, which does not belong to the run.
     sessions = {entries[pid].session for pid in carriers} - {0, os.getsid(0)}
     sessions -= entries.keys() - carriers
-    wanted = carriers | {pid for pid, entry in entries.items() if entry.session in sessions}
-    roots = wanted if ancestor is None else wanted | {ancestor}
-    while more := {p for p, e in entries.items() if e.parent in roots and p not in roots}:
-        roots |= more
-    keep = {ours, ancestor, *spared}
-    return [entry for pid, entry in entries.items() if pid in roots and pid not in keep]
+    found = carriers | {pid for pid, entry in entries.items() if entry.session in sessions}
+    if ancestor is not None:
+        found.add(ancestor)
+    while more := {p for p, e in entries.items() if e.parent in found} - found:
+        found |= more
+    found -= {os.getpid(), ancestor, *spared}
+    return [entry for pid, entry in entries.items() if pid in found]
 
 
 def _entry(pid: int) -> Process | None:

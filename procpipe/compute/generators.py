@@ -15,7 +15,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -163,7 +163,7 @@ class _NumPy(_Twister):
         return (None if state["has_gauss"] else memory), state
 
 
-def _held_by(modules: Iterable[nn.Module]) -> Iterator[RandomSource]:
+def _held_by(modules: Iterable[nn.Module]) -> list[RandomSource]:
     """Find the generators among the modules' attributes, each once."""
     numpy_random = sys.modules.get("numpy.random")
     classes: tuple[type, ...] = (torch.Generator, random.Random)
@@ -179,14 +179,18 @@ def _held_by(modules: Iterable[nn.Module]) -> Iterator[RandomSource]:
             elif isinstance(value, (list, tuple, set, dict)) and len(value) <= _MAX_ENTRIES:
                 entries = value.values() if isinstance(value, dict) else value
                 found |= {id(entry): entry for entry in entries if isinstance(entry, classes)}
-    for generator in found.values():
-        if isinstance(generator, torch.Generator):
-            yield RandomSource(generator.get_state, generator.set_state)
-        elif isinstance(generator, random.Random):
-            if not isinstance(generator, random.SystemRandom):  # which has no state
-                yield RandomSource(generator.getstate, generator.setstate)
-        elif hasattr(generator, "get_state"):  # a numpy.random.RandomState
-            yield RandomSource(partial(generator.get_state, legacy=False), generator.set_state)
-        else:
-            bits = getattr(generator, "bit_generator", generator)
-            yield RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+    return [*filter(None, map(_source_of, found.values()))]
+
+
+def _source_of(generator: Any) -> RandomSource | None:
+    """Return how the state of a generator is read and set; None if it has none."""
+    if isinstance(generator, torch.Generator):
+        return RandomSource(generator.get_state, generator.set_state)
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return RandomSource(generator.getstate, generator.setstate)
+    if hasattr(generator, "get_state"):  # a numpy.random.RandomState
+        return RandomSource(partial(generator.get_state, legacy=False), generator.set_state)
+    bits = getattr(generator, "bit_generator", generator)
+    return RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))

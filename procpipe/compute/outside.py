@@ -48,11 +48,7 @@ class OutsideChanges:
         assert self._noted is not None, "noted by the first forward"
         if not self._is_searched:  # once a mini-batch, as it takes much longer than the rest
             self._is_searched = True
-            there = _parameters_of(m for layer in self._layers.values() for m in layer.modules())
-            if len(there) != len(self._parameters) or any(
-                now is not before and not hasattr(before, "device_mesh")  # FSDP gathers a DTensor
-                for now, before in zip(there, self._parameters, strict=True)
-            ):
+            if self._has_replaced():
                 return "a parameter was replaced by another"
         now = self._now()
         if now == self._noted:
@@ -69,6 +65,14 @@ class OutsideChanges:
             if place not in lent and version != now[2][place]:
                 return f"buffer {self._buffers.name_of(place)!r} was changed"
         return ""
+
+    def _has_replaced(self) -> bool:
+        """Return whether other parameters are there than at the start of the mini-batch."""
+        there = _parameters_of(m for layer in self._layers.values() for m in layer.modules())
+        return len(there) != len(self._parameters) or any(
+            now is not before and not hasattr(before, "device_mesh")  # FSDP gathers a DTensor
+            for now, before in zip(there, self._parameters, strict=True)
+        )
 
     def _now(self) -> _State:
         return (

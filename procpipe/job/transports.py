@@ -48,18 +48,7 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
         IndexError: ranks would share a GPU without being allowed to.
         ValueError: ranks cannot use the one that is wanted, or none.
     """
-    common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
-    if not common:
-        lists = "; ".join(
-            f"rank {rank} {' or '.join(offer.names)}" for rank, offer in enumerate(offers)
-        )
-        raise ValueError(f"no transport can be used by all ranks: {lists}")
-    if wanted not in (None, *common):
-        without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
-        raise ValueError(
-            f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
-            f"{' or '.join(common)}"
-        )
+    name = _best_name(offers, wanted)
     _check_may_share(offers)
     gpus = [offer.gpu for offer in offers]
     if wanted == "nccl" and all(offer.shares_by_nccl for offer in offers):
@@ -74,7 +63,22 @@ def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
         )
     for ranks in ranks_on.values():
         _check_shared(ranks, offers, wanted)
-    return TransportChoice(wanted or common[0], gpus)
+    return TransportChoice(name, gpus)
+
+
+def _best_name(offers: Sequence[Offer], wanted: str | None) -> str:
+    """Return the best transport that every rank can use, or the one that was asked for."""
+    common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
+    if not common:
+        lists = (f"rank {rank} {' or '.join(offer.names)}" for rank, offer in enumerate(offers))
+        raise ValueError(f"no transport can be used by all ranks: {'; '.join(lists)}")
+    if wanted not in (None, *common):
+        without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
+        raise ValueError(
+            f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
+            f"{' or '.join(common)}"
+        )
+    return wanted or common[0]
 
 
 def _check_may_share(offers: Sequence[Offer]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -54,7 +54,14 @@ def materialize(
             else:
                 setattr(place.owner, place.key, value)
                 memory.pop(value, None)
-    unwritten = {tensor for tensor in memory.values() if _is_unwritten(tensor)}
+    _check_initialised(places, memory.values())
+    for name in ours:
+        layers[name].to(device)
+
+
+def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) -> None:
+    """Check that memory which was allocated for these places has been written to."""
+    unwritten = {tensor for tensor in allocated if _is_unwritten(tensor)}
     faults = [place.fault for place in places if place.value in unwritten]
     if faults:
         raise ValueError(
@@ -62,8 +69,6 @@ def materialize(
             "give the layer a reset_parameters() that sets all its parameters and buffers, or "
             "build it on the CPU"
         )
-    for name in ours:
-        layers[name].to(device)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Adds up gradients and losses over replicas, once a step.
+"""Adds up gradients over replicas, once a step.
 
     last backward of a stage    layer 3 ──── layer 2 ──── layer 1 ──── layer 0
     its buckets                         └ sum of 3, 2 ─────── └ sum of 1, 0 ────
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,10 @@ from procpipe.plan.all_reduce import bucketed
 from procpipe.plan.program import Run
 from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation
+from procpipe.replicas.loss_sum import LossSum
 from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas
 from procpipe.torch_internals import has_accumulation_hooks
-
-#: The dtypes that a loss can have.
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Reduction(Replicas):
@@ -50,13 +48,12 @@ class Reduction(Replicas):
     def __init__(self, group: Group, replica: int, device: torch.device) -> None:
         self.overlaps = False
         self._group = group
-        self._is_first = replica == 0
         self._device = device
         self._observers = Observers()
         self._joined = ReplicaBuffers(group)
+        self._losses = LossSum(group, device, is_first=replica == 0)
         self._own: set[nn.Parameter] = set()  # gradients to be added up, see Stage.no_sync
         self._fresh: set[nn.Parameter] = set()  # without a gradient before this call
-        self._reduces = False
         #: How many layers with a parameter are still to add to its gradient for the last time.
         self._num_to_add: Counter[nn.Parameter] = Counter()
         self._apart: list[nn.Parameter] = []
@@ -64,8 +61,6 @@ class Reduction(Replicas):
         self._num_begun = 0
         self._times_added: dict[nn.Parameter, int] = {}
         self._counts: Counter[nn.Parameter] = Counter()
-        self._is_sum = False  # of the loss, and its dtype once it is known
-        self._dtype: torch.dtype | None = None
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for each sum from now on."""
@@ -99,7 +94,7 @@ class Reduction(Replicas):
         """
         found = list(parameters)
         self._num_to_add = Counter(found)
-        free = [p for p in dict.fromkeys(found) if p.requires_grad or p in self._own]
+        free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
         if batch.reduces:
             _check_hooks(free)
         keeps_apart = batch.may_correct and batch.reduces and self._own.isdisjoint(free)
@@ -107,16 +102,29 @@ class Reduction(Replicas):
         if not keeps_apart:
             self._divide_common(free)
         self.overlaps = keeps_apart or not batch.may_correct
-        self._reduces = batch.reduces
-        self._own = self._own.difference(free) if batch.reduces else self._own.union(free)
-        self._apart = [p for p in dict.fromkeys(tied) if p in set(free)]
-        # Those of a loss come last, as their gradients are final at the call's end only.
-        rest = set() if batch.loss is None else {*batch.loss.parameters()}
-        together = [p for p in free if p not in set(self._apart)]
-        parts = [p for p in together if p not in rest], [p for p in together if p in rest]
-        self._buckets = [*chain(*map(_bucketed, parts))] if batch.reduces else []
-        self._num_begun = 0
+        self._apart, self._buckets, self._num_begun = [], [], 0
+        if batch.reduces:
+            self._own.difference_update(free)
+            of_loss = set() if batch.loss is None else {*batch.loss.parameters()}
+            self._fill_buckets(free, tied, of_loss)
+        else:
+            self._own.update(free)
         return found
+
+    def _fill_buckets(
+        self, free: list[nn.Parameter], tied: Iterable[nn.Parameter], of_loss: set[nn.Parameter]
+    ) -> None:
+        """Divide all that is not added up apart into buckets.
+
+        Those of a loss come last, as their gradients are final at the call's end only.
+        """
+        together = dict.fromkeys(free)
+        self._apart = [p for p in dict.fromkeys(tied) if p in together]
+        for parameter in self._apart:
+            del together[parameter]
+        before = [p for p in together if p not in of_loss]
+        last = [p for p in together if p in of_loss]
+        self._buckets = [*_bucketed(before), *_bucketed(last)]
 
     def _divide_common(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients of earlier calls that all replicas have in common."""
@@ -161,8 +169,6 @@ class Reduction(Replicas):
 
     def end(self, factor: Tensor | None = None) -> None:
         """Wait until all gradients are added up, and write the sums into ``.grad``."""
-        if not self._reduces:
-            return
         for bucket in self._buckets:
             bucket.missing.clear()
         self.overlaps = True
@@ -198,14 +204,6 @@ class Reduction(Replicas):
             for bucket in self._buckets[: self._num_begun]:
                 bucket.look()
 
-    @contextmanager
-    def _waiting(self, what: str, num_bytes: int) -> Iterator[None]:
-        """Surround a sum that is waited for from its beginning."""
-        begun_ns = time.perf_counter_ns()
-        self._observers.begin_sum(what, None)
-        yield
-        self._observers.added_up(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
-
     def _is_final(self, bucket: _Bucket, parameter: nn.Parameter) -> None:
         if parameter not in self._times_added:
             self._counts[parameter] += 1
@@ -239,7 +237,7 @@ class Reduction(Replicas):
         own = parameter.grad
         given = torch.zeros_like(parameter) if own is None else own
         is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
-        with self._waiting("shared gradient", given.nbytes):
+        with self._observers.awaited_sum("shared gradient", given.nbytes):
             parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
         total = parts[0]
         for part in parts[1:]:
@@ -251,27 +249,7 @@ class Reduction(Replicas):
 
     def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
         """Return the part of all replicas, from that of this one; None where it has no samples."""
-        if not batch.is_step:
-            return part
-        vector = torch.zeros(3 + len(_DTYPES), dtype=torch.float64, device=self._device)
-        if part is not None:
-            self._is_sum, self._dtype = isinstance(part.weight, Tensor), part.sum.dtype
-            vector[0], vector[2] = part.sum, self._is_sum
-            if isinstance(part.weight, Tensor):
-                vector[1] = part.weight
-            vector[3 + _DTYPES.index(self._dtype)] = 1
-        with self._waiting("loss", vector.nbytes):
-            self._group.begin_sum(vector).wait()
-        if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
-            _, _, num_sums, *num_of_dtype = vector.tolist()
-            self._is_sum, self._dtype = num_sums > 0, _DTYPES[num_of_dtype.index(max(num_of_dtype))]
-        loss = vector[0].to(self._dtype)
-        if batch.loss is not None and self._is_first and self._is_sum:
-            batch.loss.warn_of_sum(vector[1])
-        if not self._is_sum:
-            return LossPart(loss)
-        divisor = batch.expected if batch.may_correct else None
-        return LossPart(loss, vector[1], None if divisor is None else divisor.to(self._device))
+        return self._losses.total(part, batch, self._observers) if batch.is_step else part
 
 
 def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:

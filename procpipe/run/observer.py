@@ -19,6 +19,7 @@ overrides costs an empty call.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -149,6 +150,14 @@ class Observers:
             raise
         for each in self.all:
             each.end_step(order)
+
+    @contextmanager
+    def awaited_sum(self, what: str, num_bytes: int) -> Iterator[None]:
+        """Surround a sum that the stage waits for from its beginning."""
+        begun_ns = time.perf_counter_ns()
+        self.begin_sum(what, None)
+        yield
+        self.added_up(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
 
     def _overridden(self, name: str) -> Any:  # a function, which mypy takes to be true
         unused = getattr(Observer, name)

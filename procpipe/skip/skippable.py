@@ -195,43 +195,59 @@ def _other_origin(value: Any) -> str | None:
     return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
 
 
+#: In which layer each skip tensor is stashed first, and how many layers may pop it.
+_Stashed = dict[SkipKey, tuple[str, int]]
+
+
 def _faults(module: nn.Sequential) -> Iterator[str]:
     """Follow the layers of a model in order, and yield the faults of its skip tensors."""
     layers = list(_in_order(module))
     all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
-    stashed: dict[SkipKey, tuple[str, int]] = {}  # in which layer, and how many may pop it
+    stashed: _Stashed = {}
     num_popped: Counter[SkipKey] = Counter()
     for name, layer in layers:
         stashes, pops = declared(layer)
-        of_modules = list(map(_own, layer.modules()))
-        both = {key for of_one, pops_of_one in of_modules for key in pops_of_one if key in of_one}
+        for key, allowed in stashes.items():
+            stashed.setdefault(key, (name, allowed))
+        in_one = _stashed_and_popped_in_one(layer)
         for key in pops:
-            num_popped[key] = stashes[key] if key in both else num_popped[key] + 1
-            if key in both:
+            num_popped[key] = stashes[key] if key in in_one else num_popped[key] + 1
+            if key in in_one:
                 yield f"layer {name!r} both stashes and pops {key}"
-            elif key not in stashed and key not in stashes:
+            elif key not in stashed:
                 is_later = key in all_stashes
                 when = "that a later layer stashes" if is_later else "that none stashes"
                 yield f"layer {name!r} pops {key}, {when}"
-            elif num_popped[key] > (stashed[key][1] if key in stashed else stashes[key]):
+            elif num_popped[key] > stashed[key][1]:
                 yield (
                     f"layer {name!r} pops {key} once more than declared: isolate one of the "
                     "pairs by a Namespace, or declare stash={name: number of layers}"
                 )
-        for key, num_pops in stashes.items():
-            first, _ = stashed.setdefault(key, (name, num_pops))
-            if first != name:
-                yield (
-                    f"layer {name!r} stashes {key}, which layer {first!r} stashes: isolate one of "
-                    "the pairs by a Namespace"
-                )
-        for key, count in Counter(key for of_one, _ in of_modules for key in of_one).items():
-            if count > 1:
-                yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
+        yield from _stash_faults(name, layer, stashed)
     for key, (name, allowed) in stashed.items():
         if (found := num_popped[key]) < allowed:
             times = f"{found} of {allowed} layers pop" if found else "none pops"
             yield f"layer {name!r} stashes {key}, but {times} it"
+
+
+def _stash_faults(name: str, layer: nn.Module, stashed: _Stashed) -> Iterator[str]:
+    """Yield a fault for each skip tensor of a layer that is stashed more than once."""
+    times = Counter(key for module in layer.modules() for key in _own(module)[0])
+    for key in times:
+        if (first := stashed[key][0]) != name:
+            yield (
+                f"layer {name!r} stashes {key}, which layer {first!r} stashes: isolate one of "
+                "the pairs by a Namespace"
+            )
+    for key, count in times.items():
+        if count > 1:
+            yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
+
+
+def _stashed_and_popped_in_one(layer: nn.Module) -> set[SkipKey]:
+    """Return the skip tensors that one module of a layer both stashes and pops."""
+    of_modules = map(_own, layer.modules())
+    return {key for stashes, pops in of_modules for key in pops if key in stashes}
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

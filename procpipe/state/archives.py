@@ -180,23 +180,29 @@ class _Maker:
         args, name = record.args, record.of.name
         if record.items or record.of == PERSISTENT:
             raise SavedStateError("the bytes of a tensor are used as a value")
-        if name == "_rebuild_from_type_v2" and len(args) == 4:
-            function, of_type, inner, _ = args
-            if of_type not in (_TENSOR, _PARAMETER) or type(inner) is not tuple:
-                raise SavedStateError(f"there is a tensor of the type {shown(of_type)}")
-            if type(function) is not Name or function not in _TENSORS or depth > _MAX_DEPTH:
-                raise SavedStateError(f"there is a tensor made by {shown(function)}")
-            return self._tensor(Made(function, inner), depth + 1)
-        if name.startswith("_rebuild_parameter") and len(args) in (3, 4):
-            data = self.make(args[0], depth)
-            if type(data) is not Tensor or type(args[1]) is not bool:
-                raise SavedStateError("a parameter is not made of a tensor")
-            return nn.Parameter(data, args[1] and _can_have_gradient(data))
-        if name == "_rebuild_tensor_v2" and len(args) in (6, 7):
-            return self._strided(args[:6], None, args[6:])
-        if name == "_rebuild_tensor_v3" and len(args) in (7, 8):
-            return self._strided(args[:6], args[6], args[7:])
+        match name, len(args):
+            case "_rebuild_tensor_v2", 6 | 7:
+                return self._strided(args[:6], None, args[6:])
+            case "_rebuild_tensor_v3", 7 | 8:
+                return self._strided(args[:6], args[6], args[7:])
+            case "_rebuild_parameter" | "_rebuild_parameter_with_state", 3 | 4:
+                return self._parameter(args[0], args[1], depth)
+            case "_rebuild_from_type_v2", 4:
+                return self._typed(args[0], args[1], args[2], depth)
         raise SavedStateError(f"a tensor is made by {record.of} of {len(args)} values")
+
+    def _typed(self, function: Any, of_type: Any, args: Any, depth: int) -> Tensor:
+        if of_type not in (_TENSOR, _PARAMETER) or type(args) is not tuple:
+            raise SavedStateError(f"there is a tensor of the type {shown(of_type)}")
+        if type(function) is not Name or function not in _TENSORS or depth > _MAX_DEPTH:
+            raise SavedStateError(f"there is a tensor made by {shown(function)}")
+        return self._tensor(Made(function, args), depth + 1)
+
+    def _parameter(self, record: Any, requires_grad: Any, depth: int) -> Tensor:
+        data = self.make(record, depth)
+        if type(data) is not Tensor or type(requires_grad) is not bool:
+            raise SavedStateError("a parameter is not made of a tensor")
+        return nn.Parameter(data, requires_grad and _can_have_gradient(data))
 
     def _strided(self, args: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]) -> Tensor:
         storage, offset, size, stride, requires_grad, _ = args
@@ -217,15 +223,7 @@ class _Maker:
         if id(storage) in self._made:
             found: Tensor = self._made[id(storage)][0]
             return found
-        named = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
-        if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
-            raise SavedStateError("a tensor has no bytes")
-        _, of, key, _, _ = named
-        of_dtype = _STORAGES.get(of) if type(of) is Name else None
-        if dtype is not None and of in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
-            of_dtype = _constant(dtype)
-        if type(of_dtype) is not torch.dtype or type(key) is not str:
-            raise SavedStateError(f"a tensor is of the kind {shown(of)}")
+        key, of_dtype = _key_and_dtype(storage, dtype)
         try:
             data = self._storage(key)
         except KeyError:
@@ -243,6 +241,20 @@ class _Maker:
         flat = flat.view(of_dtype)
         self._made[id(storage)] = flat, 1
         return flat
+
+
+def _key_and_dtype(storage: Any, dtype: Any) -> tuple[str, torch.dtype]:
+    """Return the key of a storage's bytes and their dtype; ``dtype`` is that of an untyped one."""
+    named = storage.args[0] if type(storage) is Made and storage.of == PERSISTENT else None
+    if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
+        raise SavedStateError("a tensor has no bytes")
+    _, of, key, _, _ = named
+    of_dtype = _STORAGES.get(of) if type(of) is Name else None
+    if dtype is not None and of in (_UNTYPED, _OLD_UNTYPED) and type(dtype) is Name:
+        of_dtype = _constant(dtype)
+    if type(of_dtype) is not torch.dtype or type(key) is not str:
+        raise SavedStateError(f"a tensor is of the kind {shown(of)}")
+    return key, of_dtype
 
 
 def _constant(name: Name) -> Any:

@@ -164,12 +164,8 @@ class Index:
         wanted = [(chunk, key) for key in entries for chunk in entries[key].chunks]
         wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
         with contextlib.ExitStack() as opened, torch.no_grad():
-            files: dict[str, BufferedReader] = {}
-            for chunk, key in wanted:  # check all before anything is allocated or changed
-                if chunk.file not in files:
-                    files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
-                with naming(self.folder / chunk.file, key):
-                    _check_length(entries[key], chunk, files[chunk.file])
+            # Checked before anything is allocated or changed.
+            files = self._open_checked(wanted, opened)
             tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
             found: dict[str, Any] = {
                 key: self._empty(key) if (made := (into or {}).get(key)) is None else made
@@ -188,6 +184,18 @@ class Index:
                     else:
                         found[key] = value
         return found
+
+    def _open_checked(
+        self, wanted: Iterable[tuple[Chunk, str]], opened: contextlib.ExitStack
+    ) -> dict[str, BufferedReader]:
+        """Open the files of chunks, each once, and check that they hold them."""
+        files: dict[str, BufferedReader] = {}
+        for chunk, key in wanted:
+            if chunk.file not in files:
+                files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
+            with naming(self.folder / chunk.file, key):
+                _check_length(self.entries[key], chunk, files[chunk.file])
+        return files
 
     def _empty(self, key: str) -> Tensor:
         entry = self.entries[key]

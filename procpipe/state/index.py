@@ -301,30 +301,37 @@ def _check_tiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> None:
         +---+-------+         + - . - +
     """
     boxes = list(boxes)
-    ndim = len(shape)
-    for offsets, sizes in boxes:
-        if len(offsets) != ndim or len(sizes) != ndim:
-            raise SavedStateError(f"a chunk of {len(sizes)} dimensions is in one of {ndim}")
-        if any(at + size > of for at, size, of in zip(offsets, sizes, shape, strict=True)):
-            raise SavedStateError(f"the chunk of {sizes} at {offsets} is outside of {shape}")
+    _check_inside(shape, boxes)
     if len(boxes) == 1 and boxes[0][1] == shape:
         return
     full = [box for box in boxes if 0 not in box[1]]
-    cut = [d for d in range(ndim) if any(sizes[d] != shape[d] for _, sizes in full)]
+    cut = [d for d, size in enumerate(shape) if any(sizes[d] != size for _, sizes in full)]
     if len(cut) > _MAX_CUT:
         raise SavedStateError(f"it is cut along {len(cut)} dimensions, but {_MAX_CUT} is the most")
-    corners: Counter[tuple[int, ...]] = Counter()
-    own = [((0,) * ndim, shape)] if 0 not in shape else []
-    for sign, of_sign in ((1, full), (-1, own)):
-        for offsets, sizes in of_sign:
-            ends = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
-            for corner in itertools.product(*ends):
-                at = tuple(at for at, _ in corner)
-                corners[at] += sign * math.prod(sign for _, sign in corner)
-    if any(corners.values()):
+    own = [((0,) * len(shape), shape)] if 0 not in shape else []
+    if _signed_corners(full, cut) != _signed_corners(own, cut):
         volume, whole = sum(math.prod(sizes) for _, sizes in full), math.prod(shape)
         fault = "overlap" if volume >= whole else "leave some of it out"
         raise SavedStateError(
             f"its {len(boxes)} chunks do not cover a tensor of {shape} exactly: they {fault} "
             f"({volume} of {whole} elements)"
         )
+
+
+def _check_inside(shape: tuple[int, ...], boxes: Iterable[_Box]) -> None:
+    """Check that boxes are inside of a tensor."""
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            raise SavedStateError(f"a chunk of {len(sizes)} dimensions is in one of {len(shape)}")
+        if any(at + size > of for at, size, of in zip(offsets, sizes, shape, strict=True)):
+            raise SavedStateError(f"the chunk of {sizes} at {offsets} is outside of {shape}")
+
+
+def _signed_corners(boxes: Iterable[_Box], cut: Iterable[int]) -> Counter[tuple[int, ...]]:
+    """Add up the signs of the boxes' corners; in dimensions other than ``cut`` all are alike."""
+    signs: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        ends = [((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut]
+        for corner in itertools.product(*ends):
+            signs[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
+    return signs

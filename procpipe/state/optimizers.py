@@ -47,15 +47,18 @@ class Names:
         several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self.optimizers: list[Optimizer] = list(several or ())
         self._of = {parameter: name for name, parameter in module.named_parameters()}
-        self.saved_elsewhere: set[str] = set()
         self.shared: tuple[str, ...] = ()
+        self.saved_elsewhere: set[str] = set()
         stand_in: Sequence[Tensor] = ()
         if isinstance(module, Stage):
             stand_in = module._stand_in
-            self.shared = tuple(copy.name for copy in module._tied.parameters)
-            for copy in module._tied.parameters:
-                if copy.stages[0] != module._grid.stage:
-                    self.saved_elsewhere.add(copy.name)
+            copies, stage = module._tied.parameters, module._grid.stage
+            self.shared = tuple(copy.name for copy in copies)
+            self.saved_elsewhere = {copy.name for copy in copies if copy.stages[0] != stage}
+        self._check_parameters(stand_in)
+
+    def _check_parameters(self, stand_in: Sequence[Tensor]) -> None:
+        """Check that each parameter of an optimizer has a name, and one optimizer only."""
         seen: set[Tensor] = set()
         for parameter in (p for _, _, group in self.groups() for p in group["params"]):
             if parameter not in self._of and not any(parameter is one for one in stand_in):

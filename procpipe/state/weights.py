@@ -190,16 +190,29 @@ def weights_faults(
             unfit.append(f"{where} is on the meta device: give it memory first (to_empty)")
         elif key not in to_read:
             missing.append(f"{where} is missing")
-        elif isinstance(value, Tensor):
-            shape, dtype = saved[name] or (None, None)
-            if shape != tuple(value.shape):
-                form = "is not a tensor" if shape is None else f"has shape {shape}"
-                unfit.append(f"{where} has shape {tuple(value.shape)} but {form} there")
-            elif dtype not in (None, value.dtype) and (
-                must_be_same_dtype or not torch.can_cast(dtype, value.dtype)
-            ):
-                unfit.append(f"{where} has dtype {value.dtype} but {dtype} there")
+        elif isinstance(value, Tensor) and (
+            misfit := _misfit(value, saved[name], must_be_same_dtype=must_be_same_dtype)
+        ):
+            unfit.append(f"{where} {misfit}")
     return (few(missing) if strict else []) + few(unfit)
+
+
+def _misfit(
+    value: Tensor,
+    found: tuple[tuple[int, ...], torch.dtype | None] | None,
+    *,
+    must_be_same_dtype: bool,
+) -> str:
+    """Return how a tensor differs from the saved value, if that cannot be loaded; else ""."""
+    shape, dtype = found or (None, None)
+    if shape != tuple(value.shape):
+        form = "is not a tensor" if shape is None else f"has shape {shape}"
+        return f"has shape {tuple(value.shape)} but {form} there"
+    if dtype in (None, value.dtype):
+        return ""
+    if must_be_same_dtype or not torch.can_cast(dtype, value.dtype):
+        return f"has dtype {value.dtype} but {dtype} there"
+    return ""
 
 
 def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:

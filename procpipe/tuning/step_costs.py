@@ -38,13 +38,17 @@ from procpipe.plan.task import (
 SAVED, PUT_OFF = "saved", "put off"
 
 
+#: A task's kind, micro-batch, partition, and from when to when it ran.
+_TimedTask = tuple[str, int, int, float, float]
+
+
 @dataclass
 class Report:
     """What one rank reports of a step."""
 
     step_s: float = 0.0  # seconds of the step
-    #: The tasks: kind, micro-batch, partition, and from when to when in seconds of its own clock.
-    tasks: list[tuple[str, int, int, float, float]] = field(default_factory=list)
+    #: The tasks, in seconds of the rank's own clock.
+    tasks: list[_TimedTask] = field(default_factory=list)
     #: The bytes of messages: payload, source, destination; for those of a partition, twice that.
     sizes: list[tuple[str, int, int, int]] = field(default_factory=list)
 
@@ -71,19 +75,10 @@ def costs_of(
         for payload, a, b, size in report.sizes:
             sizes[payload, a, b] = max(size, sizes[payload, a, b])
     skips = {(a, b): sizes[SKIP, a, b] for a, b in routes.skips}
-    # By kind and partition, then by the replica, the medians of steps.
-    seconds: defaultdict[tuple[str, int], defaultdict[int, list[float]]]
-    seconds = defaultdict(lambda: defaultdict(list))
-    for replica, tasks in timed:
-        of_step: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-        for kind, _, j, start_s, end_s in tasks:
-            of_step[kind, j].append(end_s - start_s)
-        for key, of_tasks_s in of_step.items():
-            seconds[key][replica].append(median(of_tasks_s))
+    task_s = _task_s(timed)
 
     def all_seconds(kind: str) -> tuple[float, ...]:
-        of_kind = (seconds[kind, j].values() for j in range(p))
-        return tuple(max(map(median, of_replicas), default=0.0) for of_replicas in of_kind)
+        return tuple(task_s.get((kind, j), 0.0) for j in range(p))
 
     def output_bytes(j: int) -> int:
         stashed = sum(skips[a, b] for a, b in routes.skips if a == j)
@@ -115,7 +110,21 @@ def costs_of(
     )
 
 
-def _hops_s(steps: Iterable[Iterable[tuple[str, int, int, float, float]]], p: int) -> list[float]:
+def _task_s(timed: Iterable[tuple[int, Sequence[_TimedTask]]]) -> dict[tuple[str, int], float]:
+    """Return the median seconds of each kind of task in each partition, on the slowest replica."""
+    # By kind and partition, then by the replica, the medians of steps.
+    seconds: defaultdict[tuple[str, int], defaultdict[int, list[float]]]
+    seconds = defaultdict(lambda: defaultdict(list))
+    for replica, tasks in timed:
+        of_step: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        for kind, _, j, start_s, end_s in tasks:
+            of_step[kind, j].append(end_s - start_s)
+        for key, of_tasks_s in of_step.items():
+            seconds[key][replica].append(median(of_tasks_s))
+    return {key: max(map(median, of_all.values())) for key, of_all in seconds.items()}
+
+
+def _hops_s(steps: Iterable[Iterable[_TimedTask]], p: int) -> list[float]:
     """Work out the seconds over each boundary; see the drawing above."""
     both_ways: list[list[float]] = [[] for _ in range(p - 1)]
     for tasks in steps:

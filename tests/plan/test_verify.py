@@ -112,6 +112,18 @@ def test_inputs_must_be_made_in_an_earlier_cycle() -> None:
     ]
 
 
+def test_skip_tensors_and_their_gradients_must_be_made_in_an_earlier_cycle() -> None:
+    skips = Routes(3, ((0, 2),))
+    assert faults_in("plan m=1 n=3\nF0@2\nF0@0\nF0@1", skips) == [
+        "F0@2 in cycle 0 needs 'activation 0: 1->2', which F0@1 makes in cycle 2",
+        "F0@2 in cycle 0 needs 'skip 0: 0->2', which F0@0 makes in cycle 1",
+    ]
+    assert faults_in("plan m=1 n=3\nB0@0\nB0@2\nB0@1", skips) == [
+        "B0@0 in cycle 0 needs 'gradient 0: 1->0', which B0@1 makes in cycle 2",
+        "B0@0 in cycle 0 needs 'skip gradient 0: 2->0', which B0@2 makes in cycle 1",
+    ]
+
+
 def test_a_recomputation_needs_its_backward() -> None:
     assert faults_in("plan m=1 n=1\nF0@0\nR0@0") == ["R0@0 recomputes for B0@0, which is missing"]
 

@@ -34,7 +34,7 @@ def run_job(_, begin):
 
 %s
 job.run_job = run_job
-settings = SimpleNamespace(folder=Path.cwd(), grace_s=5, max_restarts=0)
+settings = SimpleNamespace(folder=Path.cwd(), grace_s=5, max_restarts=3)
 run = job._Run(settings, "a-token-of-a-test", "off")
 code = run.to_its_end()
 print(code, *(rank.code for rank in run._ranks.attempt.ranks) if run._ranks.attempt else ())
@@ -51,6 +51,23 @@ def follow(ranks):
     ranks._look()
 
 ranks.Ranks._run = follow
+"""
+
+#: Attempts without processes: after the first a rank was killed, how the second ended is not known,
+#: and the third and the fourth end because a host comes and another goes.
+ATTEMPTS = """
+def run_job(_, begin):
+    logs = ranks.Logs(0, Path("out"), Path("err"), Path("error"))
+    begin([logs], 2, 0)
+    killed = run._ranks.attempt
+    killed.ranks[0].code, killed.failed_s = -9, 1.0
+    begin([logs], 2, 1)
+    begin([logs], 2, 2)
+    begin([logs], 4, 2)
+    goes = run._ranks.attempt
+    goes.ranks[0].code, goes.failed_s = 1, 1.0  # because of the host
+    begin([logs], 2, 2)
+    return JobOutcome({})
 """
 
 EARLY_SIGNAL = """
@@ -73,6 +90,16 @@ def test_a_rank_that_the_agent_reaps_before_the_thread_looks_has_an_exit_code():
     Ranks that went on longer than the others' grace were killed.
     """
     assert run_forked(LAUNCHER % SLOW_THREAD).check().stdout == "0 3\n"
+
+
+@pytest.mark.dist
+def test_each_restart_has_its_reason():
+    assert run_forked(LAUNCHER % ATTEMPTS).check().stderr.splitlines() == [
+        "procpipe: restart 1 of 3, because rank 0 was killed by SIGKILL",
+        "procpipe: restart 2 of 3, because a rank failed",
+        "procpipe: restart with 4 ranks, because the set of hosts has changed",
+        "procpipe: restart with 2 ranks, because the set of hosts has changed",
+    ]
 
 
 @pytest.mark.dist

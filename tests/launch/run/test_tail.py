@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
+import pytest
+
+from procpipe.launch.run import view
+from procpipe.launch.run.ranks import Attempt, Logs, Rank
 from procpipe.launch.run.tail import HeldBack, StallFilter, Tail
 
 TRACEBACK = b'Traceback (most recent call last):\n  File "x.py", line 1\nValueError\n'
+
+VICTIM = b"procpipe: rank 0 ends, because rank 1 failed\n"
 
 
 def fed(filter, *pieces):
@@ -53,6 +62,37 @@ def test_the_line_of_a_victim_is_held_back():
 
 def test_a_traceback_is_passed_on_if_the_process_continues():
     assert fed(HeldBack(hold_s=0.0), TRACEBACK, b"", b"on\n") == [b"", TRACEBACK, b"on\n"]
+
+
+def test_a_traceback_that_is_kept_is_not_passed_on_by_time():
+    held = HeldBack(hold_s=0.0)
+    held.keep()
+
+    assert fed(held, b"one\n" + TRACEBACK, b"", b"on\n") == [b"one\n", b"", b""]
+    assert held.release() == TRACEBACK + b"on\n"
+
+
+@pytest.mark.parametrize(
+    ("failed_s", "shown"), [(None, VICTIM), (1.0, b"")], ids=["none failed", "one failed"]
+)
+def test_a_rank_that_ends_late_is_not_shown_twice(
+    failed_s, shown, tmp_path, monkeypatch, capfdbinary
+):
+    """Symptom: a line "rank 0 ends, because …" came before the report that begins with the same."""
+    monkeypatch.setattr(view, "HeldBack", functools.partial(HeldBack, hold_s=0.0))
+    logs = Logs(0, *(tmp_path / name for name in ("stdout.log", "stderr.log", "error.json")))
+    logs.stderr.write_bytes(VICTIM)
+    attempt = Attempt(1, (Rank(logs),), failed_s=failed_s)
+    screen = view.View(types.SimpleNamespace(attempt=attempt), "off", "")
+    screen.stop(is_failed=True)  # its thread; here the test does its work
+    screen._follow()
+    screen._copy_output()
+    screen._copy_output()  # after hold_s
+    screen._copy_output(is_last=True)
+    for tail in screen._tails:
+        tail.close()
+
+    assert capfdbinary.readouterr().err == shown
 
 
 def test_only_stall_reports_of_other_ranks_are_shown():
