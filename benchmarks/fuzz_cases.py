@@ -157,7 +157,25 @@ class Case:
         """Whether every bit must be the plain model's."""
         words = {word.rstrip("*") for word in self.words}
         has_two_uses = words & {"tied", "twice"} and self.schedule in ("zb-h1", "zb-v")
-        return not words & INEXACT and not has_two_uses
+        return not (words & INEXACT or has_two_uses or self._adds_before_loss_is_known)
+
+    @property
+    def _adds_before_loss_is_known(self) -> bool:
+        """Whether the first step adds to earlier gradients.
+
+        Whether the loss is a mean is known at its end, except under GPipe. Until then its gradients
+        are kept apart from earlier ones, so they are added up in another order.
+        """
+        has_earlier = False
+        for call in () if self.schedule == "gpipe" else self.calls:
+            act = call.partition(":")[0]
+            if act in ("zero", "zero to zeros"):
+                has_earlier = False
+            elif act.startswith("loss"):
+                has_earlier = True
+            elif act.startswith("step") or act == "batches":
+                return has_earlier
+        return False
 
     def to_text(self) -> str:
         """Write the case as one line, which ``from_text`` reads."""
