@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
-import io
 import os
 import sys
 import termios
@@ -81,15 +80,15 @@ def _show_environment() -> None:
 
 
 def _open_standard_files() -> None:
-    """Open what ``sys`` has anew: as the server opened it, it remembers other files."""
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    """Open what ``sys`` has anew: as the server opened it, it remembers other files.
+
+    With PYTHONUNBUFFERED, Python writes a line's end apart from the line, so that lines of several
+    ranks in one file may mix. Here each line is one write.
+    """
+    by_line = os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED"))
     streams = {
         "stdin": os.fdopen(0, closefd=False),
-        "stdout": io.TextIOWrapper(
-            os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False),
-            line_buffering=os.isatty(1),
-            write_through=is_unbuffered,
-        ),
+        "stdout": os.fdopen(1, "w", 1 if by_line else -1, closefd=False),
         "stderr": os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False),
     }
     for name, stream in streams.items():

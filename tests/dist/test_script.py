@@ -209,3 +209,10 @@ def test_a_fork_that_hangs_or_leaves_a_process_is_reported_and_killed(monkeypatc
     assert done.returncode == 3
     assert len(done.left_behind) == len(pids(done.stdout)) == 1
     assert not any(map(runs, pids(done.stdout)))
+
+
+def test_lines_of_several_ranks_are_whole(monkeypatch):
+    """With PYTHONUNBUFFERED, Python writes a line's end apart from the line."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    code = "import time\nfor _ in range(1000): print('line'); time.sleep(0)"
+    assert run_forked(code, num_ranks=4).check().stdout == "line\n" * 4000
