@@ -261,12 +261,9 @@ class _Planning:
         lost = {count for count, _ in splits} - {count for count, _ in larger}
         if larger and not (asks and lost):
             return larger
-        if size == batch:
-            raise MistakeError(f"the model cannot be run on the sample{error}") from error
-        raise MistakeError(
-            f"{f'--chunks {min(lost)}: ' if asks else ''}the model cannot be run on micro-batches "
-            f"of {counted(size, 'sample')}{error}"
-        ) from error
+        where = "the sample" if size == batch else f"micro-batches of {counted(size, 'sample')}"
+        asked = f"--chunks {min(lost)}: " if asks and size != batch else ""
+        raise MistakeError(f"{asked}the model cannot be run on {where}{error}") from error
 
     def _read(self) -> Measured:
         path = Path(self._options.costs)
