@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-# Torch and NumPy read this when imported, later. With more than 1 they would start threads,
-# which forks lack, and which wait for whoever else uses the cores.
+# Torch and NumPy read this when they are imported, later. With more than 1 they would start
+# threads, which a fork does not have. On busy cores these threads also wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 #: Processes at a time; more would need more than 16 GiB of memory.
