@@ -51,6 +51,7 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
+from procpipe.run.same_input import SameInput
 from procpipe.tree import map_tensors
 
 
@@ -222,6 +223,7 @@ class Stage(Gradients):
                 self._output_rank,
                 self.device,
             )
+            self._same_input = SameInput(self._grid)
             build.claim_trace(trace, self._world)
         except BaseException as error:
             note_full_device(error, self.rank, self.device)
@@ -285,7 +287,10 @@ class Stage(Gradients):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
-        Every rank calls it; rank 0's ``inputs`` are the ones that count.
+        Every rank calls it; rank 0's ``inputs`` are the ones that count. Another rank may pass
+        nothing, or placeholders; if it passes tensors, they are compared with rank 0's in calls 1,
+        2, 4, 8 and so on (in a loop over ``batches(…, sharded=True)`` with those of the first rank
+        of its replica).
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
@@ -300,10 +305,13 @@ class Stage(Gradients):
             RemoteStageError: another rank failed.
             ValueError: a mini-batch that cannot be scattered.
             TypeError: no tensor in the inputs.
+            DisagreementError: a rank passes other tensors than rank 0.
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
             order, batch, ingoing = self._begin(pipeline, "forward", given)
+            agree = pipeline.control.agree
+            self._same_input.check(agree, given, is_sharded=order.is_sharded)
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
             all_outputs = pipeline.exchange.gather_outputs(order, outputs)
         this = self._open_pass = object()
