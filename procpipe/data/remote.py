@@ -7,9 +7,10 @@ one loss code, without a branch on the rank, does the right thing on every rank:
     loss = F.cross_entropy(output, target)               a tensor             a Remote
     loss.backward()                                      autograd             this stage's part
 
-A Remote takes part in any torch operation, in any position, and the result is a Remote again. It
-has no value, so an operation that needs one raises, as does one that would write it into a tensor
-of this rank. Does not communicate.
+A Remote takes part in any torch operation, in any position, and the result is a Remote again, as
+are its sizes, its dtype and its device. It has no value, so an operation that needs one raises, as
+does one that would write it into a tensor of this rank, or that combines values which no rank has
+together. Does not communicate.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from procpipe.errors import RemoteValueError
 from procpipe.notes import warn
 from procpipe.tree import children_of
 
-#: Attributes and methods that depend on a tensor's value or memory.
+#: Attributes and methods that need the tensor itself.
 VALUE_NAMES = frozenset(
+    ["item", "tolist", "numpy", "grad", "grad_fn", "data_ptr", "untyped_storage"]
+)
+
+#: Attributes and methods that describe a tensor: placeholders without a backward pass.
+DESCRIBING_NAMES = frozenset(
     [
-        *("item", "tolist", "numpy", "grad", "grad_fn", "dtype", "layout"),
         *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride"),
-        *("nbytes", "itemsize", "element_size", "data_ptr", "storage_offset", "untyped_storage"),
-        *("device", "get_device", "is_cuda", "is_contiguous"),
+        *("dtype", "device", "layout", "nbytes", "itemsize", "element_size", "storage_offset"),
+        *("get_device", "is_cuda", "is_contiguous", "is_floating_point", "is_complex"),
     ]
 )
 
@@ -64,12 +69,23 @@ class Remote:
         backward: runs this rank's part of the backward pass, and may block until the other ranks
             have done theirs; ``None`` if nothing requires grad. It is called at most once, by
             whichever of the values computed from this one is the first to have its backward called.
+        others: further ranks that hold the value.
+        here: this process's rank, for messages.
     """
 
-    __slots__ = ("_passes", "_rank", "_what")
+    __slots__ = ("_here", "_passes", "_ranks", "_what")
 
-    def __init__(self, rank: int, what: str, backward: Callable[[], None] | None) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        rank: int,
+        what: str,
+        backward: Callable[[], None] | None,
+        *,
+        others: Iterable[int] = (),
+        here: int | None = None,
+    ) -> None:
+        self._ranks = tuple(dict.fromkeys((rank, *others)))
+        self._here = here
         self._what = what
         self._passes: tuple[_BackwardPass, ...] = ()
         if backward is not None:
@@ -77,8 +93,8 @@ class Remote:
 
     @property
     def rank(self) -> int:
-        """The rank that holds the value."""
-        return self._rank
+        """The rank that holds the value, or the first of several."""
+        return self._ranks[0]
 
     @property
     def requires_grad(self) -> bool:
@@ -109,12 +125,13 @@ class Remote:
         """
         if not self._passes:
             raise RuntimeError(
-                f"backward() of a value on rank {self._rank} ({self._what}): it does not require "
-                "grad; do not detach it, and call the stage with gradients enabled"
+                f"backward() of a value on rank {self.rank} ({self._what}): it does not require "
+                "grad; compute it from an output of stage(input), do not detach that, and call "
+                "the stage with gradients enabled"
             )
         if any(backward_pass.is_done for backward_pass in self._passes):
             raise RuntimeError(
-                f"backward() a second time for a value on rank {self._rank} ({self._what}): a "
+                f"backward() a second time for a value on rank {self.rank} ({self._what}): a "
                 "mini-batch has one backward pass; add up its losses and call backward() on the sum"
             )
         for backward_pass in sorted(self._passes, key=lambda each: each.number, reverse=True):
@@ -165,15 +182,18 @@ class Remote:
             raise AttributeError(f"a placeholder for a value of another rank has no {name!r}")
         if name in VALUE_NAMES:
             raise self._error(f".{name}")
-        return self._absorb()
+        return self.detach() if name in DESCRIBING_NAMES else self._absorb()
 
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
     __float__ = _refusing("float()")
     __complex__ = _refusing("complex()")
-    __index__ = _refusing("its use as an index")
+    __index__ = _refusing("its use as a number (in range(), in the bounds of a slice)")
+    __round__ = _refusing("round()")
     __len__ = _refusing("len()")
-    __iter__ = _refusing("unpacking or iteration (name the items instead: value[0], value[1])")
+    __iter__ = _refusing(
+        "unpacking or iteration (name the items instead: value[0], value[1], value.shape[0])"
+    )
     __contains__ = _refusing("`in`")
     __array__ = _refusing("conversion to NumPy")
     __reduce_ex__ = _refusing("copying or pickling")
@@ -185,12 +205,12 @@ class Remote:
 
     def __repr__(self) -> str:
         grad = ", requires grad" if self._passes else ""
-        return f"<Remote: {self._what}, on rank {self._rank}{grad}>"
+        return f"<Remote: {self._what}, on rank {self.rank}{grad}>"
 
     def _error(self, how: str) -> RemoteValueError:
         return RemoteValueError(
-            f"{how} needs a value that lives on rank {self._rank} ({self._what}): call "
-            "stage.fetch(value) on all ranks and use what it returns"
+            f"{how} needs a value that lives on rank {self.rank} ({self._what}): move this into "
+            "loss_fn, or call stage.fetch(value) on all ranks and use what it returns"
         )
 
 
@@ -237,10 +257,16 @@ class _BackwardPass:
 
 
 def _joined(remotes: Sequence[Remote], passes: Iterable[_BackwardPass] | None = None) -> Remote:
-    """Return a placeholder for what is computed from others, with all their passes by default."""
+    """Return a placeholder for what is computed from others, with all their passes by default.
+
+    It is on the ranks that have all of them; if there is none, on those of the first.
+    """
     if passes is None:
         passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
-    placeholder = Remote(remotes[0]._rank, remotes[0]._what, None)
+    rarest = min(remotes, key=lambda remote: len(remote._ranks))
+    ranks = [rank for rank in rarest._ranks if all(rank in other._ranks for other in remotes)]
+    first, *others = ranks or rarest._ranks
+    placeholder = Remote(first, rarest._what, None, others=others, here=rarest._here)
     placeholder._passes = tuple(passes)
     return placeholder
 
@@ -248,16 +274,36 @@ def _joined(remotes: Sequence[Remote], passes: Iterable[_BackwardPass] | None = 
 def _result(func: Any, arguments: Any) -> Remote:
     """Return the placeholder for what an operation computes, given all its nested arguments."""
     operands = list(_operands(arguments))
-    joined = _joined([operand for operand in operands if isinstance(operand, Remote)])
+    remotes = [operand for operand in operands if isinstance(operand, Remote)]
+    name = getattr(func, "__name__", func)
+    joined = _joined(remotes)
+    for other in remotes:
+        if joined.rank not in other._ranks:
+            raise _no_rank_has_both(name, joined, f"rank {other.rank} ({other._what})")
     if not torch.is_grad_enabled():
         return joined.detach()
-    if any(isinstance(operand, Tensor) and operand.requires_grad for operand in operands):
+    requiring = [each for each in operands if isinstance(each, Tensor) and each.requires_grad]
+    if requiring and not joined._passes and any(tensor.grad_fn for tensor in requiring):
+        here = "this rank" if joined._here is None else f"rank {joined._here}"
+        raise _no_rank_has_both(
+            name, joined, f"{here} (computed from the output of stage(input), as it requires grad)"
+        )
+    if requiring:
         warn(
-            f"{getattr(func, '__name__', func)} combines a tensor that requires grad on this rank "
-            f"with a value that lives on rank {joined._rank}, so the tensor gets no gradient "
+            f"{name} combines a tensor that requires grad on this rank "
+            f"with a value that lives on rank {joined.rank}, so the tensor gets no gradient "
             "here; give such a term (a penalty on parameters, say) a backward() of its own"
         )
     return joined
+
+
+def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
+    return RemoteValueError(
+        f"{name} combines a value of rank {one.rank} ({one._what}) with one of {other}, and no "
+        "rank has both. stage.batches brings all but the first entry of a tuple to the rank of the "
+        "output: have the loader yield what the loss needs after the input, as (input, target) or "
+        "(x, x), or use loss_fn and step(input, target)"
+    )
 
 
 def _backward_of_several(values: Sequence[Tensor | Remote]) -> None:

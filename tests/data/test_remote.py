@@ -37,6 +37,51 @@ def a_remote(backward: Callable[[], None] | None = None) -> Remote:
     return Remote(3, "the output of stage(input)", backward)
 
 
+#: What loss code computes from sizes, and dtype and device, of a placeholder and of tensors here.
+DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda r: r.shape,
+    "item of the shape": lambda r: r.shape[0],
+    "part of the shape": lambda r: (1, *[2]) + r.shape[:-1],
+    "size": lambda r: r.size(),
+    "ndim": lambda r: r.ndim - 1,
+    "numel": lambda r: r.numel() // r.size(0),
+    "arithmetic": lambda r: 2 * r.size(0) % 3 - r.dim() // 2 + 7 // r.size(1) + 1.0 / r.size(0),
+    "comparison": lambda r: r.size(0) > 3,
+    "view": lambda r: LABELS.view(-1, r.size(-1)),
+    "view, first": lambda r: LABELS.view(r.size(0), -1),
+    "reshape": lambda r: LABELS.reshape(r.shape),
+    "expand": lambda r: LABELS.expand(2, r.size(0)),
+    "repeat": lambda r: LABELS.repeat(r.size(0)),
+    "zeros": lambda r: torch.zeros(r.shape[0]),
+    "zeros of a shape": lambda r: torch.zeros(r.shape, device=r.device, dtype=r.dtype),
+    "zeros of two": lambda r: torch.zeros((r.shape[0], r.shape[1])),
+    "full": lambda r: torch.full((r.size(0), 2), 0.5, device=r.device),
+    "arange": lambda r: torch.arange(r.size(1)),
+    "arange, device": lambda r: torch.arange(r.size(1), device=r.device)[None] < LABELS[:, None],
+    "eye": lambda r: torch.eye(r.size(1))[LABELS],
+    "one_hot": lambda r: F.one_hot(LABELS, r.size(-1)).permute(1, 0).float(),
+    "pad": lambda r: F.pad(LABELS, (0, r.size(1)), value=-100),
+    "interpolate": lambda r: F.interpolate(T[None, None], size=r.shape[-2:], mode="nearest"),
+    "to the device": lambda r: LABELS.to(r.device),
+    "to device and dtype": lambda r: LABELS.to(device=r.device, dtype=r.dtype),
+    "type_as": lambda r: LABELS.type_as(r.detach()),
+    "divide by": lambda r: T.sum() / r.size(0),
+    "sum over": lambda r: T.sum(r.dim() - 1),
+    "flatten": lambda r: T.flatten(r.dim() - 2),
+    "constant": lambda r: torch.tensor(0.5, device=r.device),
+    "device type": lambda r: r.device.type,
+}
+
+
+def test_sizes_dtype_and_device_are_placeholders_without_backward() -> None:
+    for name, describe in DESCRIPTIONS.items():
+        with case(name):
+            result = describe(a_remote(Calls()))
+            assert type(result) is Remote
+            assert result.rank == 3
+            assert not result.requires_grad
+
+
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy": lambda r: F.cross_entropy(r, LABELS),
     "keyword": lambda r: F.mse_loss(input=T, target=r),
@@ -77,6 +122,12 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "vmap-free norm": lambda r: torch.linalg.vector_norm(r),
     "maximum": lambda r: torch.maximum(T, r),
     "field of a result": lambda r: r.max(1).values,
+    "view by its size": lambda r: r.view(-1, r.size(-1)),
+    "flatten by its dim": lambda r: r.flatten(r.dim() - 2),
+    "flat cross_entropy": lambda r: F.cross_entropy(r.view(-1, r.size(-1)), LABELS.view(-1)),
+    "shifted": lambda r: r[..., : r.size(-2) - 1, :].contiguous(),
+    "mean by its size": lambda r: r.sum() / r.shape[0],
+    "targets of its dtype": lambda r: F.mse_loss(r, T.to(r.dtype)),
     "stash the grad": lambda r: r.requires_grad_(),
 }
 
@@ -151,17 +202,23 @@ READS: dict[str, Callable[[Any], Any]] = {
     "in": lambda r: 1 in r,
     "index": lambda r: [1, 2][r],
     "range": range,
-    "shape": lambda r: r.shape,
-    "size": lambda r: r.view(-1, r.size(-1)),
-    "dim": lambda r: r.dim(),
-    "ndim": lambda r: r.ndim,
-    "numel": lambda r: r.numel(),
-    "dtype": lambda r: r.dtype,
-    "device": lambda r: T.to(r.device),
+    "range of a size": lambda r: range(r.size(1)),
+    "unpacking a shape": lambda r: dict([r.shape]),
+    "starred shape": lambda r: T.view(*r.shape),
+    "if size": lambda r: 1 if r.size(0) > 3 else 0,
+    "equal shapes": lambda r: bool(r.shape == T.shape),
+    "equal devices": lambda r: bool(T.device == r.device),
+    "length of a shape": lambda r: len(r.shape),
+    "square root of a size": lambda r: math.sqrt(r.size(-1)),
+    "ceil": lambda r: math.ceil(r.size(0) / 8),
+    "round": lambda r: round(r.size(0) / 8),
+    "int of a size": lambda r: int(r.numel()),
+    "max of sizes": lambda r: max(r.size(0), 1),
+    "slice by a size": lambda r: T[: r.size(0)],
+    "item of a size": lambda r: r.shape[0].item(),
     "grad": lambda r: r.grad,
     "grad_fn": lambda r: r.grad_fn,
     "data_ptr": lambda r: r.data_ptr(),
-    "hasattr": lambda r: hasattr(r, "shape"),
     "format": lambda r: f"{r:.3f}",
     "tensor": torch.tensor,
     "as_tensor": torch.as_tensor,
@@ -173,7 +230,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_reading_a_value_names_the_rank_and_the_call_that_fetches_it() -> None:
-    message = r"on rank 3 \(the output of stage\(input\)\): call stage\.fetch"
+    message = r"on rank 3 \(the output of stage\(input\)\): move this into loss_fn, or call stage\.fetch"
     for name, read in READS.items():
         with case(name), pytest.raises(RemoteValueError, match=message):
             read(a_remote())
@@ -230,6 +287,40 @@ def test_torch_autograd_backward() -> None:
     assert calls.count == 1
     with pytest.raises(RuntimeError, match=r"1 tensors of this rank .* call backward\(\) on each"):
         torch.autograd.backward([a_remote(calls), T])  # type: ignore[arg-type]
+
+
+def test_values_that_no_rank_has_together() -> None:
+    output = a_remote(calls := Calls())
+    target = Remote(0, "entry 1 of the mini-batch", None, others=[3], here=1)
+    for result in (F.mse_loss(output, target), F.mse_loss(target, output), target[output > 0]):
+        assert result.rank == 3
+        assert "the output of stage(input)" in str(result)
+    F.mse_loss(target.view(-1, output.size(1)), output).backward()  # type: ignore[arg-type]
+    assert calls.count == 1
+    assert (target + target).rank == 0
+
+    input: Any = Remote(0, "entry 0 of the mini-batch", None, here=1)
+    both = r"no rank has both\. .*\(x, x\), or use loss_fn"
+    for combine in (
+        lambda: F.mse_loss(output, input),
+        lambda: F.mse_loss(input, target=output),
+        lambda: input * output,
+        lambda: output[input > 0],
+        lambda: output.view(input.size(0), -1),
+        lambda: torch.cat([T, output, target, input]),
+    ):
+        with pytest.raises(RemoteValueError, match=both) as caught:
+            combine()
+        assert "rank 3 (the output of stage(input))" in str(caught.value)
+        assert "rank 0 (entry 0 of the mini-batch)" in str(caught.value)
+
+    real = nn.Linear(3, 3)(T)
+    on_both = r"rank 0 \(entry 0 of the mini-batch\) with one of rank 1 \(computed from the output"
+    with pytest.raises(RemoteValueError, match=on_both + f".*{both}"):
+        F.mse_loss(real, input)
+    with torch.no_grad():
+        F.mse_loss(real, input)
+    F.mse_loss(real.detach(), input)
 
 
 def test_without_grad_there_is_no_backward() -> None:
