@@ -322,7 +322,8 @@ class Stage(Gradients):
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
-            return Remote(self._output_rank, "the output of stage(input)", may_follow)
+            what = "the output of stage(input)"
+            return Remote(self._output_rank, what, may_follow, here=self.rank)
         return join_outputs(all_outputs, may_follow)
 
     def batches(self, loader: Loader, *, sharded: bool = False) -> Iterator[Any]:
@@ -342,8 +343,10 @@ class Stage(Gradients):
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
             the place of tensors; except that on the last stage all but the first entry of a tuple
-            or list (the target) is real, so that a loss can be computed there. A named tuple,
-            dataclass or Mapping keeps its class where the rank has imported it.
+            or list (the target) is real, so that a loss can be computed there. Any other item is
+            real there as a whole: a tensor, a dict, a dataclass, a tuple of one entry. An entry
+            that cannot travel (a NumPy array) remains a placeholder. A named tuple, dataclass or
+            Mapping keeps its class where the rank has imported it.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.

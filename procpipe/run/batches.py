@@ -5,8 +5,8 @@
                             ── order: form ──>       every other rank
                             ── target ──────>        the last stage
 
-The target is sent to the last stage with the item, for loss code after ``stage(input)``; ``step``
-then does not send it again.
+What loss code after ``stage(input)`` may need is sent to the last stage with the item: of a tuple
+or list all but the first entry, otherwise all entries. ``step`` then does not send it again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,16 @@ from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError, CallMismatchError
 from procpipe.run.calls import Calls
 from procpipe.run.messages import BatchDetail, Order
-from procpipe.tree import TENSOR, Structure, flatten, from_json, num_tensors, unflatten
+from procpipe.tree import (
+    PLAIN_TYPES,
+    TENSOR,
+    Structure,
+    children_of,
+    flatten,
+    from_json,
+    num_tensors,
+    unflatten,
+)
 
 _NOTHING: Any = object()
 
@@ -38,8 +48,8 @@ class Batches:
     """One rank's part in iterating over a loader; ``output_rank`` runs the last partition.
 
     Attributes:
-        delivered_target: the target that ``output_rank`` already has, as it is on this rank: the
-            second of two entries of the latest item. Otherwise a value that is not a target.
+        delivered: the tensors and containers that ``output_rank`` has of rank 0's latest item, as
+            they are on this rank, in the same order on both.
     """
 
     def __init__(
@@ -53,8 +63,8 @@ class Batches:
         self._bodies: dict[object, bool] = {}  # the loops in whose bodies the script is
         #: The tensors of items that this rank alone has read, by their ids.
         self._shards: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self.delivered_target: Any = _NOTHING
-        self._delivered_as: list[Any] = []
+        self.delivered: list[Any] = []
+        self._delivered_as: list[list[Any]] = []
         self._calls = calls
         self._issue_or_follow = issue_or_follow
         self._rank = rank
@@ -67,21 +77,21 @@ class Batches:
         while True:
             with self._calls.together("batches") as pipeline:
                 item = next(items, _NOTHING) if self._rank == 0 else _NOTHING
-                delivered = _deliverable(item)
+                delivered = {} if item is _NOTHING else _deliverable(item)
                 form = None if item is _NOTHING else _form_of(item)
-                detail = self._issue_or_follow_item(BatchDetail(form, delivered is not None))
+                detail = self._issue_or_follow_item(BatchDetail(form, list(delivered)))
                 if detail.form is None:
                     return
                 if self._rank != 0:
-                    if detail.is_delivered and self._rank == self._output_rank:
+                    if detail.delivered and self._rank == self._output_rank:
                         delivered = pipeline.wires.take_value(0)
-                    item = _placeholders(detail.form, delivered)
-                elif delivered is not None and self._output_rank != 0:
+                    item = self._placeholders(detail, delivered)
+                elif delivered and self._output_rank != 0:
                     pipeline.wires.send_value(self._output_rank, delivered)
-                elif delivered is not None:  # this stage will use it
+                elif delivered:  # this stage will use it
                     if self._device.type != "cpu":
                         item = _with_rest_on(self._device, item, delivered)
-                    delivered = None
+                    delivered = {}
                 self._note(delivered)
             with self._body(is_sharded=False):
                 yield item
@@ -123,12 +133,12 @@ class Batches:
                 forms = pipeline.exchange.gather_offers(json.dumps(form))
                 found = next((f for f in map(json.loads, forms) if f is not None), None)
                 detail = self._issue_or_follow_item(BatchDetail(found, is_sharded=True))
-                self._note(None)
+                self._note({})
             if detail.form is None:
                 return
             self._shards.update({id(tensor): tensor for tensor in flattened(item)})
             with self._body(is_sharded=True):
-                yield _placeholders(detail.form, None) if item is _NOTHING else item
+                yield self._placeholders(detail, {}) if item is _NOTHING else item
 
     def _issue_or_follow_item(self, ours: BatchDetail) -> BatchDetail:
         """Issue what rank 0 says of an item, or follow it elsewhere.
@@ -160,20 +170,49 @@ class Batches:
                     "in the loop, before the next item is read"
                 )
 
-    def has_delivered(self, target: Any) -> bool:
-        """Return, on rank 0, whether the last stage has this target, unchanged."""
-        if target is not self.delivered_target:
-            return False
-        now = _contents(target)
-        return len(now) == len(self._delivered_as) and all(
-            one is other or (not isinstance(one, Tensor) and one == other)
-            for one, other in zip(now, self._delivered_as, strict=True)
-        )
+    def find_delivered(self, target: Any) -> int | None:
+        """Return, on rank 0, which delivered value a target is, unchanged; None if it is none."""
+        for k, (value, before) in enumerate(zip(self.delivered, self._delivered_as, strict=True)):
+            if target is value:
+                now = _contents(target)
+                is_same = len(now) == len(before) and all(
+                    one is other or (not isinstance(one, Tensor) and one == other)
+                    for one, other in zip(now, before, strict=True)
+                )
+                return k if is_same else None
+        return None
 
-    def _note(self, delivered: tuple[Any, ...] | None) -> None:
-        is_target = delivered is not None and len(delivered) == 1
-        self.delivered_target = delivered[0] if delivered and is_target else _NOTHING
-        self._delivered_as = _contents(delivered[0]) if delivered and is_target else []
+    def _note(self, delivered: Mapping[int, Any]) -> None:
+        self.delivered = list(chain.from_iterable(map(_all_in, delivered.values())))
+        self._delivered_as = [*map(_contents, self.delivered)] if self._rank == 0 else []
+
+    def _placeholders(self, detail: BatchDetail, delivered: Mapping[int, Any]) -> Any:
+        """Return an item with placeholders for all that was not delivered to this rank.
+
+        If only rank 0 has imported the class of a container, its outer form is used instead, of
+        which nothing is delivered.
+        """
+        whole, *outer = map(from_json, detail.form)
+        have = set(detail.delivered)
+        for structure in (whole, *outer):
+            leaves = [
+                Remote(0, name, None, others=[self._output_rank] * (k in have), here=self._rank)
+                for k, name in _names(structure)
+            ]
+            try:
+                item = unflatten(leaves, structure)
+            except BoundaryError:
+                delivered, have = {}, set()
+            else:
+                break
+        if not delivered:
+            return item
+        if structure == TENSOR:
+            return delivered[0]
+        container = opened(item)
+        assert container is not None, "entries are those of a container"
+        entries = enumerate(container.children)
+        return container.like([delivered.get(k, entry) for k, entry in entries])
 
 
 def flattened(value: Any) -> list[Tensor]:
@@ -192,38 +231,72 @@ def _items_of(loader: Loader, nothing: str) -> Iterator[Any]:
         yield item
 
 
-def _form_of(item: Any) -> list[Any]:
-    """Describe a loader's item by structures: the whole of a container, then the outer form."""
-    outer: Any = TENSOR
+def _entries_of(item: Any) -> tuple[list[Any], Structure]:
+    """Return the entries of a loader's item, and its outer form; of no container, it itself."""
     if isinstance(item, (tuple, list)):
-        outer = ("t" if isinstance(item, tuple) else "l", (TENSOR,) * len(item))
-    elif isinstance(item, Mapping):
-        outer = ("d", (TENSOR,) * len(item), *item)
+        entries = list(item)
+        return entries, ("t" if isinstance(item, tuple) else "l", (TENSOR,) * len(entries))
+    if isinstance(item, Mapping):
+        return list(item.values()), ("d", (TENSOR,) * len(item), *item)
+    return [item], TENSOR
+
+
+def _inner_form_of(item: Any) -> Structure | None:
+    """Return the structure of an item of a class of its own, if another rank can rebuild it."""
     if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
         with suppress(BoundaryError):  # it need not travel: the outer form will do
             if opened(item) is not None:
-                return [flatten(item)[1], outer]
-    return [outer]
+                return flatten(item)[1]
+    return None
 
 
-def _deliverable(item: Any) -> tuple[Any, ...] | None:
-    """Return the part of an item that goes to the last stage, if it can."""
-    if not isinstance(item, (tuple, list)) or len(item) < 2:
-        return None
-    rest = tuple(item[1:])
-    try:
-        flatten(rest)
-    except BoundaryError:
-        return None
-    return rest
+def _form_of(item: Any) -> list[Any]:
+    """Describe a loader's item by structures: the whole of a container, then the outer form."""
+    inner, outer = _inner_form_of(item), _entries_of(item)[1]
+    return [outer] if inner is None else [inner, outer]
 
 
-def _with_rest_on(device: torch.device, item: Any, rest: tuple[Any, ...]) -> Any:
-    """Return an item of a loader with all but its first entry on a device."""
-    entries = [item[0], *(on_device(entry, device) for entry in rest)]
-    if hasattr(item, "_replace"):
-        return item._replace(**dict(zip(item._fields, entries, strict=True)))
-    return entries if isinstance(item, list) else tuple(entries)
+def _deliverable(item: Any) -> dict[int, Any]:
+    """Return the entries of an item that go to the last stage, by their indices.
+
+    Entries that cannot travel stay on rank 0.
+    """
+    entries = _entries_of(item)[0]
+    if _inner_form_of(item) is not None:
+        entries = children_of(item)
+    first = 1 if isinstance(item, (tuple, list)) and len(item) > 1 else 0
+    found = {}
+    for k, entry in enumerate(entries):
+        with suppress(BoundaryError):
+            if k >= first:
+                flatten(entry)
+                found[k] = entry
+    return found
+
+
+def _with_rest_on(device: torch.device, item: Any, rest: Mapping[int, Any]) -> Any:
+    """Return an item of a loader with those entries on a device that the last stage gets."""
+    moved = {k: on_device(entry, device) for k, entry in rest.items()}
+    if isinstance(item, Tensor):
+        return moved[0]
+    with suppress(BoundaryError):
+        if (container := opened(item)) is not None:
+            entries = enumerate(container.children)
+            return container.like([moved.get(k, entry) for k, entry in entries])
+    if isinstance(item, (tuple, list)):  # of a class of its own
+        entries = enumerate(item)
+        moved_all = [moved.get(k, entry) for k, entry in entries]
+        return moved_all if isinstance(item, list) else tuple(moved_all)
+    return item
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    """Yield a nested value, and then the tensors and containers in it, from left to right."""
+    if isinstance(value, PLAIN_TYPES):
+        return
+    yield value
+    for child in children_of(value):
+        yield from _all_in(child)
 
 
 def _contents(value: Any) -> list[Any]:
@@ -233,31 +306,16 @@ def _contents(value: Any) -> list[Any]:
     return [structure, *tensors, *versions]
 
 
-def _placeholders(form: list[Any], delivered: tuple[Any, ...] | None) -> Any:
-    """Return an item of this form, with placeholders for all that was not delivered here.
-
-    If only rank 0 has imported the class of a container, its outer form is used instead.
-    """
-    structure = from_json(form[0])
-    try:
-        item = unflatten([Remote(0, name, None) for name in _names(structure)], structure)
-    except BoundaryError:
-        return _placeholders(form[1:], delivered)
-    if delivered is None:
-        return item
-    container = opened(item)
-    assert container is not None, "only a part of a container is delivered"
-    first, *rest = container.children
-    return container.like([first, *delivered, *rest[len(delivered) :]])
-
-
-def _names(structure: Structure) -> list[str]:
-    """Say what each placeholder of an item stands for."""
+def _names(structure: Structure) -> Iterator[tuple[int, str]]:
+    """Yield the entry that each placeholder of an item belongs to, and what it stands for."""
     if structure == TENSOR:
-        return ["the mini-batch"]
+        yield 0, "the mini-batch"
+        return
     name, entries, *keys = structure
-    if name in ("t", "l"):
-        return [f"entry {k} of the mini-batch" for k in range(len(entries))]
-    if name == "d":
-        return [f"{key!r} of the mini-batch" for key in keys]
-    return ["a tensor of the mini-batch"] * num_tensors(structure)
+    for k, entry in enumerate(entries):
+        what = "a tensor of the mini-batch"
+        if name in ("t", "l"):
+            what = f"entry {k} of the mini-batch"
+        elif name == "d":
+            what = f"{keys[k]!r} of the mini-batch"
+        yield from [(k, what)] * num_tensors(entry)

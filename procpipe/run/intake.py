@@ -160,15 +160,15 @@ class Intake:
     ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
         """Return each micro-batch's target, if rank 0 sends it, and what the order says of it."""
         sizes = [size for _, of_replica in parts for size in of_replica]
-        way = ROUTED
+        way, place = ROUTED, 0
         if target is None or self._output_stage == 0:
             way = LOCAL
-        elif len(parts) == 1 and self._batches.has_delivered(target):
-            way = DELIVERED
+        elif len(parts) == 1 and (found := self._batches.find_delivered(target)) is not None:
+            way, place = DELIVERED, found
         is_sent = target is not None and (way == ROUTED or len(parts) > 1)
         weighs = self._loss.weight is not None
         targets = scatter_like(target, sizes) if is_sent or (weighs and way != LOCAL) else None
-        about: dict[str, Any] = {"target": way}
+        about: dict[str, Any] = {"target": way, "delivered": place}
         if not weighs or way != LOCAL or len(parts) > 1:
             weights = self._loss.weights(targets, sizes)
             about |= {"weights": weights, "whole": math.fsum(weights)}
@@ -207,7 +207,7 @@ class Intake:
     def _own_targets(self, order: Order, target: Any) -> Sequence[Any] | None:
         """Return, on a last stage, each micro-batch's target, if it has one that no rank sends."""
         if order.target == DELIVERED:
-            target = self._batches.delivered_target
+            target = self._batches.delivered[order.delivered]
         if order.shares and target is not None and not has_placeholder(target):
             raise ValueError(
                 "with replicas the target of step() is divided as the input is, but rank 0 gave "

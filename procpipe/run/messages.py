@@ -36,7 +36,8 @@ class BatchDetail:
     """An item of rank 0's loader."""
 
     form: Any = None  # plain JSON, see ``run.batches``; None if the loader has ended
-    is_delivered: bool = False  # whether the item's target is sent to the last stage
+    #: The entries of the item that are sent to the last stage, by their indices, if any are.
+    delivered: Sequence[int] = ()
     is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
 
 
@@ -75,6 +76,7 @@ class Order:
     total_weight: float | None = None
     recompute: tuple[int, ...] = ()  # the micro-batches that are recomputed
     target: str = LOCAL  # where the last stage finds the target (ROUTED, LOCAL, DELIVERED)
+    delivered: int = 0  # which of the delivered values it is
     #: Of each replica, the samples of its micro-batches, and which are recomputed; empty with one
     #: replica, whose ``sizes`` and ``recompute`` these are.
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()

@@ -41,7 +41,7 @@ def a_remote(backward: Callable[[], None] | None = None) -> Remote:
 DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda r: r.shape,
     "item of the shape": lambda r: r.shape[0],
-    "part of the shape": lambda r: (1, *[2]) + r.shape[:-1],
+    "part of the shape": lambda r: operator.add((1, 2), r.shape[:-1]),
     "size": lambda r: r.size(),
     "ndim": lambda r: r.ndim - 1,
     "numel": lambda r: r.numel() // r.size(0),
@@ -230,7 +230,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_reading_a_value_names_the_rank_and_the_call_that_fetches_it() -> None:
-    message = r"on rank 3 \(the output of stage\(input\)\): move this into loss_fn, or call stage\.fetch"
+    message = (
+        r"on rank 3 \(the output of stage\(input\)\): move this into loss_fn, or call stage\.fetch"
+    )
     for name, read in READS.items():
         with case(name), pytest.raises(RemoteValueError, match=message):
             read(a_remote())

@@ -1,11 +1,12 @@
-"""Own loss of ``stage(input)``: what it needs is on the last stage, and only one mini-batch counts."""
+"""Own loss of ``stage(input)``: what it needs is on the last stage, of one mini-batch."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from procpipe import NoChunk, Remote, Stage
-from tests.dist.stages import assert_same, assert_same_gradients, stage_of
+from procpipe import RemoteValueError, Stage
+from tests.dist.stages import assert_same, assert_same_gradients, plain_backward, stage_of
 
 BALANCES = pytest.mark.parametrize("balance", [[3], [2, 1], [1, 1, 1]], ids=str)
 
@@ -28,6 +29,154 @@ def make_stage(world: Any, **options: Any) -> Stage:
     num_stages = world.num_ranks // options.get("replicas", 1)
     balance = [4 - num_stages, *[1] * (num_stages - 1)]
     return Stage(make_model(), balance, world=world, chunks=2, **options)
+
+
+class Loaded(NamedTuple):
+    """A loader's item of a class of its own."""
+
+    x: Any
+    y: Any
+
+
+@dataclass
+class Example:
+    """A loader's item of a class of its own, in which containers are nested."""
+
+    x: Any
+    more: dict[str, Any]
+
+
+# -- what the loss needs is on the last stage -----------------------------------------------------
+
+
+def flat_cross_entropy(output: Any, target: Any) -> Any:
+    return F.cross_entropy(output.view(-1, output.size(-1)), target.to(output.device).view(-1))
+
+
+def masked_mean(output: Any, x: Any) -> Any:
+    losses = F.mse_loss(output, x, reduction="none").mean(output.dim() - 1)
+    mask = torch.arange(output.shape[0], device=output.device) < output.size(0) - 1
+    return (losses * mask.to(losses.dtype)).sum() / mask.sum()
+
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+Y = torch.tensor([0, 5, 2, 1, 3])
+
+#: A loader's item, its input, and the loss code of it.
+FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "tensor": (X, lambda b: b, lambda o, b: F.mse_loss(o, b)),
+    "tensor, masked": (X, lambda b: b, masked_mean),
+    "tuple of one": ((X,), lambda b: b[0], lambda o, b: F.mse_loss(o, b[0])),
+    "list of one": ([X], lambda b: b[0], lambda o, b: F.mse_loss(o, b[0].view(o.shape))),
+    "tuple": ((X, Y), lambda b: b[0], lambda o, b: flat_cross_entropy(o, b[1])),
+    "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
+    "named tuple": (Loaded(X, Y), lambda b: b.x, lambda o, b: flat_cross_entropy(o, b.y)),
+    "dict": ({"x": X, "y": Y}, lambda b: b["x"], lambda o, b: flat_cross_entropy(o, b["y"])),
+    "dict, input": ({"x": X, "n": 3}, lambda b: b["x"], lambda o, b: F.mse_loss(o, b["x"])),
+    "OrderedDict": (
+        OrderedDict(y=Y, x=X),
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
+    "dataclass": (
+        Example(X, {"y": Y, "k": (None, X)}),
+        lambda b: b.x,
+        lambda o, b: flat_cross_entropy(o, b.more["y"]) + F.mse_loss(o, b.more["k"][1]),
+    ),
+    "with what cannot travel": (
+        {"x": X, "name": object(), "y": Y},
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
+    "tuple with what cannot travel": (
+        (X, object(), Y),
+        lambda b: b[0],
+        lambda o, b: flat_cross_entropy(o, b[2]),
+    ),
+}
+
+
+def check_forms(bare: Any, balance: list[int]) -> None:
+    for name, (item, input_of, loss_of) in FORMS.items():
+        plain = make_model()
+        with stage_of(bare, name, plain, balance, chunks=2) as stage:
+            for batch in stage.batches([item, item] if bare.rank == 0 else None):
+                plain.zero_grad()
+                stage.zero_grad()
+                loss = loss_of(stage(input_of(batch)), batch)
+                loss.backward()
+                _, expected = plain_backward(
+                    plain, (input_of(item),), 2, partial(lambda o, f, i: f(o, i), f=loss_of, i=item)
+                )
+                assert_same(stage.fetch(loss), expected, name)
+                assert_same_gradients(stage, plain, name)
+                if bare.rank == 0:
+                    assert input_of(batch) is input_of(item)
+
+
+@BALANCES
+def test_batches_of_any_form_bring_what_the_loss_needs(ranks: Any, balance: list[int]) -> None:
+    ranks(len(balance)).run(check_forms, balance, world=False).values()
+
+
+def count_targets(world: Any) -> dict[str, int]:
+    """Return how many messages with a target a step sends, by the form of the items."""
+    stage = make_stage(world, loss_fn=F.cross_entropy)
+    steps: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "tuple": ((X, Y), lambda b: stage.step(*b)),
+        "dict": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"])),
+        "by name": ({"input": X, "labels": Y}, lambda b: stage.step(**b)),
+        "dataclass": (Example(X, {"y": [Y]}), lambda b: stage.step(b.x, b.more["y"][0])),
+        "another": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"].clone())),
+    }
+    found, losses = {}, [stage.step(X, Y)]
+    for name, (item, step) in steps.items():
+        before = stage.statistics().num_messages.get("target", 0)
+        losses += [step(batch) for batch in stage.batches([item])]
+        found[name] = stage.statistics().num_messages.get("target", 0) - before
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    return found
+
+
+def test_step_does_not_send_again_what_batches_has_sent(ranks: Any) -> None:
+    found = ranks(2).run(count_targets).values()[0]
+    assert found == {"tuple": 0, "dict": 0, "by name": 0, "dataclass": 0, "another": 2}
+
+
+# -- values that no rank has together -------------------------------------------------------------
+
+
+def loss_of_first_entry(output: Any, x: Any, y: Any, how: str) -> Any:
+    if how == "input":
+        return F.mse_loss(output, x)
+    if how == "size":
+        return flat_cross_entropy(output, y) / x.size(0)
+    return (output - x).pow(2).mean()
+
+
+def use_the_first_entry(world: Any, how: str) -> str:
+    """Return the error of such a loss; on rank 0, which cannot know of it, none."""
+    stage = make_stage(world)
+    for x, y in stage.batches([(X, Y)]):
+        try:
+            loss_of_first_entry(stage(x), x, y, how)
+        except RemoteValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("how", ["input", "size", "operator"])
+def test_a_loss_of_the_first_entry_says_which_ranks_have_what(
+    ranks: Any, num_ranks: int, how: str
+) -> None:
+    first, *others = ranks(num_ranks).run(use_the_first_entry, how).values()
+    assert first == ""
+    for error in others:
+        assert "rank 0 (entry 0 of the mini-batch)" in error
+        assert f"rank {num_ranks - 1} (" in error
+        assert "no rank has both" in error
+        assert "(input, target) or (x, x), or use loss_fn" in error
 
 
 # -- each rank's own data ------------------------------------------------------------------------
