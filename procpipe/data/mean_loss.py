@@ -22,9 +22,9 @@ class MeanLoss:
     The total is that of the weights, or the user's. Of one of n mini-batches that accumulate, loss
     and gradients are also divided by n, as by ``(loss / n).backward()``. Gradients are divided
     before a backward pass begins. But with sums, and unless the user gave it, the total is known
-    only after the last forward task, and a schedule may have run backward tasks before. They are divided by the total
-    to be expected, by what a sample counted in the step before. In the end all gradients of the
-    mini-batch are multiplied by a correction, see :func:`mean_of`.
+    only after the last forward task, and a schedule may have run backward tasks before. They are
+    divided by the total to be expected, by what a sample counted in the step before. In the end all
+    gradients of the mini-batch are multiplied by a correction, see :func:`mean_of`.
 
     Args:
         loss: the user's function.
