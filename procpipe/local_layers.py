@@ -113,7 +113,8 @@ class LocalLayers(nn.Sequential):
         """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
 
         Does not communicate; each rank compiles its own. Keys, parameters and results stay the
-        same. Layers that stash or pop skip tensors are not compiled. Where the schedule splits
+        same. Equal layers of one class share what is compiled, however many there are, where torch
+        has ``recompile_limit`` (2.13); layers of torch itself are compiled one by one. Layers that stash or pop skip tensors are not compiled. Where the schedule splits
         backward (``"zb-h1"``, ``"zb-v"``), compiled layers do all of it in the first task. In both
         cases a note is printed. While a rank compiles, the ``timeout_s`` of others does not run,
         and stall reports name the layer.
@@ -129,7 +130,7 @@ class LocalLayers(nn.Sequential):
                 # A generator, which torch would compile in pieces, anew for each micro-batch.
                 left_out.append(f"{name!r} ({type(layer).__name__})")
             else:
-                compile_in_place(layer, options)
+                compile_in_place(layer, options, len(self))
         if left_out:
             write_note(
                 f"procpipe: {self._grid.stage_name(self._world.rank)} leaves layers uncompiled "

@@ -233,7 +233,12 @@ class Stage(Gradients):
     # -- running --------------------------------------------------------------------------------
 
     def step(
-        self, *inputs: Any, target: Any = UNSET, total_weight: Any = None, **named: Any
+        self,
+        *inputs: Any,
+        target: Any = UNSET,
+        accumulate: int | None = None,
+        total_weight: Any = None,
+        **named: Any,
     ) -> Tensor:
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
@@ -247,25 +252,33 @@ class Stage(Gradients):
                 ``None`` for none. A model of several inputs needs it by name:
                 ``step(a, b, target=y)``. If only the last stage passes a target, that one is used,
                 unless there are replicas.
+            accumulate: of how many mini-batches this is one whose gradients are added up, an int
+                from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
+                in eval mode; rank 0's counts.
             total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
-                weight of all mini-batches whose gradients are added up, a number above 0.
+                weight of all mini-batches whose gradients are added up, a number above 0. For
+                means over tokens; not together with ``accumulate``.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
                 the target, unless that is given: ``step(**batch)``.
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
-            ``total_weight`` this mini-batch's part of the loss over all mini-batches. Gradients are
-            added to the ``.grad`` of parameters (and of inputs that require a gradient).
+            ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them:
+            the sum of the four returned losses is the mean loss. Gradients are added to the
+            ``.grad`` of parameters (and of inputs that require a gradient).
 
         Raises:
             RemoteStageError: another rank failed.
-            ValueError: no ``loss_fn``, or a mini-batch that cannot be scattered.
+            ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or an ``accumulate``
+                that is no int from 1 or is given with ``total_weight``.
             TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
-            order, batch, ingoing = self._begin(pipeline, "step", given, target, total_weight)
+            order, batch, ingoing = self._begin(
+                pipeline, "step", given, target, total_weight, accumulate
+            )
             outcome = self._run_mini_batch(pipeline, order, batch)
             self._add_input_gradients(pipeline, order, ingoing, outcome)
             return self._loss.note(outcome.loss, outcome.weight, order.whole)  # step 10
@@ -409,7 +422,13 @@ class Stage(Gradients):
             yield pipeline.control.agree
 
     def _begin(
-        self, pipeline: Pipeline, call: str, given: Inputs, target: Any = None, total: Any = None
+        self,
+        pipeline: Pipeline,
+        call: str,
+        given: Inputs,
+        target: Any = None,
+        total: Any = None,
+        accumulate: Any = None,
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
@@ -418,6 +437,7 @@ class Stage(Gradients):
             given,
             target,
             total,
+            accumulate,
             chunks=checked_chunks(self.chunks) if self.rank == 0 else 1,
             checkpoint=self.checkpoint,
             is_training=self.training,

@@ -36,6 +36,7 @@ torch writes and reads (``state/index.py``, ``state/archives.py``).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import sys
@@ -220,15 +221,22 @@ def scale_unreduced(module: nn.Module, factor: Tensor) -> None:
 # -- compiling -----------------------------------------------------------------------------------
 
 
-def compile_in_place(layer: nn.Module, options: Mapping[str, Any]) -> None:
+def compile_in_place(layer: nn.Module, options: Mapping[str, Any], num_layers: int) -> None:
     """Compile what calling a layer runs, with options for ``torch.compile``.
 
+    torch keeps at most 8 versions of one code object, here for each of ``num_layers``. Layers of
+    one class share their code, and equal ones what is compiled. Where ``torch.compile`` has no
+    ``recompile_limit``, each layer has a code object of its own.
+
     ``nn.Module.compile`` compiles the layers of users only: torch's compiler passes over torch's
-    own code unless other code calls it, as ``call`` does here (seen in torch 2.13 and 2.15). Each
-    layer has a code object of its own, as torch compiles one at most 8 times.
+    own code unless other code calls it, as ``call`` does here (seen in torch 2.13 and 2.15).
     """
+    has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+    if has_limit:
+        options = {"recompile_limit": 8 * num_layers, **options}
     layer.compile(**options)
-    if type(layer).__module__.startswith("torch.nn."):
+    is_torchs = type(layer).__module__.startswith("torch.nn.")
+    if is_torchs or (not has_limit and layer._compiled_call_impl is not None):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return layer._call_impl(*args, **kwargs)

@@ -180,6 +180,24 @@ def checked_total(weight: Any) -> float | None:
     return total
 
 
+def checked_accumulate(number: Any, total_weight: Any) -> int:
+    """Return the ``accumulate`` of a ``step``; 1 if it has none."""
+    if number is None:
+        return 1
+    if type(number) is not int or number < 1:
+        raise ValueError(
+            f"accumulate is {number!r}, but must be the number of mini-batches whose gradients are "
+            "added up, an int from 1"
+        )
+    if total_weight is not None:
+        raise ValueError(
+            f"step() was given accumulate={number} and total_weight={total_weight}, of which each "
+            "says what the loss is divided by: give accumulate for the mean over mini-batches, or "
+            "total_weight for the mean over all that counts in them"
+        )
+    return number
+
+
 def or_one(total: Tensor) -> Tensor:
     """Return a total, or 1 if it is 0: then what is divided by it is 0."""
     return torch.where(total == 0, torch.ones_like(total), total)

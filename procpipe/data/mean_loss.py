@@ -19,17 +19,19 @@ class MeanLoss:
         loss_fn returns a mean           loss = sum of weight * mean / total
         loss_fn returns (sum, weight)    loss = sum of sums / total
 
-    The total is that of the weights, or the user's. Gradients are divided by it before a backward
-    pass begins. But with sums, and unless the user gave it, the total is known only after the last
-    forward task, and a schedule may have run backward tasks before. They are divided by the total
-    to be expected, by what a sample counted in the step before. In the end all gradients of the
-    mini-batch are multiplied by a correction, see :func:`mean_of`.
+    The total is that of the weights, or the user's. Of one of n mini-batches that accumulate, loss
+    and gradients are also divided by n, as by ``(loss / n).backward()``. Gradients are divided
+    before a backward pass begins. But with sums, and unless the user gave it, the total is known
+    only after the last forward task, and a schedule may have run backward tasks before. They are
+    divided by the total to be expected, by what a sample counted in the step before. In the end all
+    gradients of the mini-batch are multiplied by a correction, see :func:`mean_of`.
 
     Args:
         loss: the user's function.
         weights: what each micro-batch counts; of sums, their samples.
         total_weight: what the sum is divided by; None for the sum of the weights.
         is_sent: whether the other stages need the sum of the weights from this one.
+        accumulate: of how many mini-batches this is one whose gradients are added up.
         whole: what the micro-batches of all replicas count, if there are several; of sums, their
             samples. Then the total of sums is known on no stage before the end.
     """
@@ -40,12 +42,14 @@ class MeanLoss:
         weights: Sequence[float],
         total_weight: float | None = None,
         *,
+        accumulate: int = 1,
         is_sent: bool = False,
         whole: float | None = None,
     ) -> None:
         self._loss = loss
         self._weights = weights
         self._total_weight = total_weight
+        self._accumulate = accumulate
         self._is_sent = is_sent
         self._whole = whole
         total = total_weight
@@ -87,9 +91,12 @@ class MeanLoss:
 
     def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._loss.is_sum:
-            return torch.full_like(loss, self._shares[i], dtype=dtype)
+            if self._accumulate == 1:
+                return torch.full_like(loss, self._shares[i], dtype=dtype)
+            # In autograd's order of operations, so as (loss / n).backward() to the last bit.
+            return torch.full_like(loss, 1 / self._accumulate, dtype=dtype) * self._shares[i]
         if self._divisor is None:
-            self._divisor = or_one(self._expected_total())
+            self._divisor = or_one(self._expected_total()) * self._accumulate
         return self._divisor.reciprocal().to(loss.device, dtype)
 
     def _expected_total(self) -> Tensor:
@@ -138,8 +145,8 @@ class MeanLoss:
 class LossPart(NamedTuple):
     """One last stage's part of a mini-batch's loss."""
 
-    #: Of weighted means, divided by the total already; or of the sums that ``loss_fn`` returned.
-    #: 0-dim.
+    #: Of weighted means, divided by the total already, but not by ``accumulate``; or of the
+    #: sums that ``loss_fn`` returned. 0-dim.
     sum: Tensor
     #: What the mini-batch counts: 0-dim where ``loss_fn`` returns it; None if all stages have it.
     weight: Tensor | float | None = None
@@ -147,17 +154,20 @@ class LossPart(NamedTuple):
     divisor: Tensor | None = None
 
 
-def mean_of(part: LossPart, total_weight: float | None) -> tuple[Tensor, Tensor | None]:
+def mean_of(
+    part: LossPart, total_weight: float | None, accumulate: int = 1
+) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a mini-batch and what its gradients are to be multiplied by, both 0-dim.
 
     The second is None if gradients are right already. ``part`` is that of the last stage; with
-    replicas, that of all replicas. ``total_weight`` is the user's, or None.
+    replicas, that of all replicas. ``total_weight`` is the user's, or None; ``accumulate``, of how
+    many mini-batches this is one.
     """
     if not isinstance(part.weight, Tensor):
-        return part.sum, None
+        return part.sum if accumulate == 1 else part.sum / accumulate, None
     total = part.weight
     if total_weight is not None:
         total = torch.full_like(part.weight, total_weight)
-    total = or_one(total)
+    total = or_one(total) * accumulate
     correction = None if part.divisor is None else part.divisor / total
     return part.sum / total.to(part.sum), correction

@@ -134,6 +134,7 @@ class MiniBatch:
     loss: MeanLoss | None = None
     keep: bool = False  # whether backward tasks follow, in this program or a later one
     total_weight: float | None = None  # what the loss is divided by, if the user says it
+    accumulate: int = 1  # of how many mini-batches it is one whose gradients are added up
     #: Whether gradients may have to be multiplied by the correction of ``mean_of``.
     may_correct: bool = False
     reduces: bool = True  # whether gradients are added up over replicas, if there are several

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from procpipe.hf.families import Family
 from procpipe.hf.shells import copied, of_block, path_of_blocks, shared_module, shell_of
+from procpipe.torch_internals import compile_in_place
 
 #: What a block's masks and rotary tables are made from; small, and travels.
 _TRAVELS = ("attention_mask", "position_ids")
@@ -164,6 +165,11 @@ class Block(ShellLayer):
             blocks.given = None
         setattr(state["hidden_states"], _GIVEN, all_given)
         return state
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model's own block, whose code equal blocks share, and not the shell's."""
+        (block,) = self._blocks[0].children()
+        compile_in_place(block, options, self._config.num_hidden_layers)
 
     def _by_shell(self, state: State) -> State:
         given = {name: state[name] for name in self._travels if name in state}

@@ -173,7 +173,7 @@ class Executor:
             self.replicas.end()
         part, correction = self.replicas.total(part, batch), None
         if part is not None:
-            outcome.loss, correction = mean_of(part, batch.total_weight)
+            outcome.loss, correction = mean_of(part, batch.total_weight, batch.accumulate)
             outcome.weight = part.weight
         if correction is not None:
             self._earlier.correct(correction, outcome.input_gradients)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from procpipe.compute.ledger import num_bytes
-from procpipe.data.loss import Loss, checked_total
+from procpipe.data.loss import Loss, checked_accumulate, checked_total
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter, scatter_like
 from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
@@ -63,6 +63,7 @@ class Intake:
         inputs: Inputs,
         target: Any,
         total_weight: Any = None,
+        accumulate: Any = None,
         *,
         chunks: int,
         checkpoint: str,
@@ -71,10 +72,13 @@ class Intake:
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
         """Scatter the mini-batch and issue its order on rank 0; follow the order elsewhere.
 
-        ``call`` is "step" or "forward". Rank 0's inputs, ``total_weight``, ``chunks`` and
-        ``checkpoint`` count; so does its target, or else that of the last stage.
+        ``call`` is "step" or "forward". Rank 0's inputs, ``total_weight``, ``accumulate``,
+        ``chunks`` and ``checkpoint`` count; so does its target, or else that of the last stage.
         """
-        total = checked_total(total_weight) if self._grid.rank == 0 else None
+        divisors: dict[str, Any] = {}
+        if self._grid.rank == 0:
+            divisors["accumulate"] = checked_accumulate(accumulate, total_weight)
+            divisors["total_weight"] = checked_total(total_weight)
         keeps = is_training and torch.is_grad_enabled()
         if self._batches.is_sharded:
             takes = self._grid.stage == 0 and not has_placeholder(inputs)
@@ -85,7 +89,7 @@ class Intake:
             self._issue_or_follow(call, reduces=reduces)  # is every rank in this call?
             offers = exchange.gather_offers(offer)
             decided = self._of_shares(call, offers) if self._grid.rank == 0 else {}
-            order = self._issue_or_follow(call, reduces=reduces, total_weight=total, **decided)
+            order = self._issue_or_follow(call, reduces=reduces, **divisors, **decided)
         elif self._grid.rank != 0:
             self._batches.check_not_sharded(inputs)
             order = self._issue_or_follow(call, reduces=reduces)
@@ -102,7 +106,7 @@ class Intake:
             targets = None
             if call == "step":
                 targets, about_loss = self._about_loss(target, parts)
-                decided |= {"total_weight": total, **about_loss}
+                decided |= {**divisors, **about_loss}
             order = self._issue_or_follow(call, **decided)
             ingoing, targets = exchange.share(order, parts, targets, self._device)
         batch = MiniBatch(ingoing.inputs if ingoing else None, keep=order.is_grad_enabled)
@@ -189,7 +193,14 @@ class Intake:
                 given = self._own_targets(order, target)
             is_sent = whole is None and not order.weights
             weights = self._loss.weights(given, order.sizes) if is_sent else order.weights
-            loss = MeanLoss(self._loss, weights, order.total_weight, is_sent=is_sent, whole=whole)
+            loss = MeanLoss(
+                self._loss,
+                weights,
+                order.total_weight,
+                accumulate=order.accumulate,
+                is_sent=is_sent,
+                whole=whole,
+            )
         is_summed = order.total_weight is None and self._loss.is_sum is not False
         return replace(
             batch,
@@ -197,11 +208,12 @@ class Intake:
             loss=loss,
             keep=order.keeps_graph,
             total_weight=order.total_weight,
+            accumulate=order.accumulate,
             may_correct=order.keeps_graph and is_summed,
             reduces=order.reduces,
             is_backward=order.keeps_graph,
             is_step=True,
-            expected=None if whole is None else self._loss.expected(whole),
+            expected=None if whole is None else self._loss.expected(whole) * order.accumulate,
         )
 
     def _own_targets(self, order: Order, target: Any) -> Sequence[Any] | None:

@@ -74,6 +74,7 @@ class Order:
     weights: tuple[float, ...] = ()
     #: What the loss is divided by; None for the sum of the weights.
     total_weight: float | None = None
+    accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
     recompute: tuple[int, ...] = ()  # the micro-batches that are recomputed
     target: str = LOCAL  # where the last stage finds the target (ROUTED, LOCAL, DELIVERED)
     delivered: int = 0  # which of the delivered values it is

@@ -6,6 +6,8 @@ Truth is the plain model in float64, uncompiled.
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import os
 import re
 import shutil
@@ -287,3 +289,85 @@ def test_stall_reports_name_what_is_compiled(ranks: Any) -> None:
         assert told.count(note) == 1, told
     # Stage 0 has nothing to do while it waits, so its plan has whole tasks.
     assert other.count("stage 1 runs the whole backward of compiled layers in the first") == 1
+
+
+class Numbered(nn.Module):
+    """A layer whose number is a constant in what torch compiles of it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(WIDTH, WIDTH), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) / self.number
+
+
+def llama_layers() -> nn.Sequential:
+    transformers = pytest.importorskip("transformers")
+    from procpipe import hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+    )
+    return hf.sequential(transformers.LlamaForCausalLM(config).train())
+
+
+#: Layers, how often compiled code runs for each micro-batch, and how many graphs there are.
+TWELVE = {
+    "llama": (llama_layers, 14, 3),  # embedding, block, head
+    "equal": (lambda: nn.Sequential(*[Numbered(1) for _ in range(12)]), 12, 2),
+    "unequal": (lambda: nn.Sequential(*[Numbered(k + 1) for k in range(12)]), 12, 12),
+    "torch's": (lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)]), 12, 12),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings(f"ignore:{SLOWER_GUARDS}")
+@pytest.mark.parametrize("kind", TWELVE)
+def test_more_layers_than_torch_compiles_versions(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    make, num_calls, num_graphs = TWELVE[kind]
+    torch.manual_seed(0)
+    model = make().double()
+    graphs: list[Any] = []
+    calls: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        number = len(graphs)
+        graphs.append(graph)
+
+        def call(*args: Any) -> Any:
+            calls.append(number)
+            return graph.forward(*args)
+
+        return call
+
+    if kind == "llama":
+        ids = torch.arange(36).reshape(4, 9) % 31
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        from procpipe.hf import causal_lm_loss as loss_fn
+    else:
+        input, target = make_batch(4)
+        loss_fn = F.mse_loss
+        batch = {"x" if kind != "torch's" else "input": input, "labels": target}
+    found = []
+    for is_compiled in (False, True):
+        options: Any = {"chunks": 2, "loss_fn": loss_fn, "checkpoint": "never"}
+        stage = Stage(copy.deepcopy(model), **options)
+        if is_compiled:
+            stage.compile(backend=backend)
+        losses = [stage.step(**batch) for _ in range(2)]
+        found.append([*losses, *(parameter.grad for parameter in stage.parameters())])
+        stage.close()
+    assert_same(found[1], found[0], kind, TOLERANCE)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(calls) == 4 * num_calls  # two steps of two micro-batches
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        assert len(graphs) == num_graphs
