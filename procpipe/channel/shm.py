@@ -183,7 +183,8 @@ class _ShmSlot:
 
     def is_done(self) -> bool:
         """Return whether the receiver has mapped the slot, and no longer needs the sender."""
-        return bool(self.memory[_IS_MAPPED])
+        # A dropped slot's header is zero: what was freed had been received.
+        return not self.memory[_IN_USE] or bool(self.memory[_IS_MAPPED])
 
     def discard_unused(self) -> None:
         """Return the memory to the system, unless the receiver uses it."""

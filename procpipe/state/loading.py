@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.errors import SavedStateError
-from procpipe.state import extras, generators, optimizers
+from procpipe.state import extras, generators, groups, optimizers
 from procpipe.state.files import read_index
 from procpipe.state.folders import find, not_shared, saved_in
 from procpipe.state.keys import FileKeys
@@ -114,11 +114,14 @@ def load(
         if where["path"] is not None:
             loading = _Loading(member, optimizer, extra, where, strict=strict)
             saved = loading.weights.shapes
-            faults = agree(  # 2, 3
-                loading.facts(), lambda facts: all_faults(facts, saved, strict=strict)
-            )
+
+            def judge(facts: list[dict[str, Any]]) -> list[Any]:
+                sources, conflicts = groups.match([of_rank["groups"] for of_rank in facts])
+                return [sources, all_faults(facts, saved, strict=strict) + conflicts]
+
+            sources, faults = agree(loading.facts(), judge)  # 2, 3
             if not faults:
-                loading.read()  # 4
+                loading.read(sources)  # 4
                 agree(None, lambda _: None)  # no rank goes on before all have read
                 return loading.saved
     if where["path"] is not None:
@@ -164,7 +167,7 @@ class _Loading:
         self._index = read_index(path)
         self._shapes = self._index.shapes
         self.weights = source_of(self._index)
-        self._options = optimizers.read_options(self._names, self._index)
+        self._options = optimizers.read_options(self._names.all(), self._index)
         about = self._about()
         self.saved = Saved(path, about.get("step", where["step"]), about.get("num_stages"))
         self._is_same_number = self.saved.num_stages == member.num_ranks
@@ -192,7 +195,7 @@ class _Loading:
     # -- what does not fit ----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return this rank's keys and faults, for rank 0."""
+        """Return this rank's keys, faults and groups, for rank 0."""
         faults = weights_faults(
             self._member.module.state_dict(),
             self._keys,
@@ -202,7 +205,8 @@ class _Loading:
             layers=self._member.module.named_children(),
         )
         faults += self._optimizer_faults() + self._extra_faults()
-        return {"keys": self._keys.facts(), "faults": faults}
+        of_groups = groups.facts_of(self._names, self._options)
+        return {"keys": self._keys.facts(), "faults": faults, "groups": of_groups}
 
     def _optimizer_faults(self) -> list[str]:
         if not self._names.optimizers:
@@ -247,14 +251,11 @@ class _Loading:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read(self) -> None:
+    def read(self, sources: groups.Sources) -> None:
         rank, read = self._member.rank, self._index.read
         read_weights(self._member.module, self._keys, self.weights)
         if self._names.optimizers:
-            key = f"ranks.{rank}.empty_groups"
-            is_there = self._is_same_number and key in self._shapes
-            of_empty_groups = read([key])[key] if is_there else {}
-            optimizers.load_into(self._names, self._index, self._options, of_empty_groups)
+            optimizers.load_into(self._names, self._index, self._options, sources)
         extra = self._extra or {}
         for name in list(extra):
             own, first = extras.key_of(name, rank), extras.key_of(name, 0)

@@ -30,6 +30,7 @@ class Member:
     device: torch.device
     rank: int = 0
     num_ranks: int = 1
+    stage: int = 0  # the rank of replica 0 with the same layers
     cut: dict[str, list[int]] | None = None  # a stage's balance and placement, as plain JSON
     calls: Calls | None = None  # of a stage's pipeline
     timeout_s: float = math.inf  # how long to wait for another rank
@@ -46,7 +47,7 @@ class Member:
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
         cut = {"balance": module.balance, "placement": module.placement}
-        place = module.device, module.rank, len(module.devices)
+        place = module.device, module.rank, len(module.devices), module._grid.stage
         timeout_s = module._world._timeout_s
         replicas = module.replica, module.replicas
         shares = module._grid.is_part

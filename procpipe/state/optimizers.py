@@ -5,6 +5,7 @@ that of torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
 
     optimizer.state.<parameter>.<name>              step, exp_avg, momentum_buffer, …
     optimizer.param_groups.<parameter>.<option>     lr, betas, initial_lr, …
+    optimizer.groups.<optimizer>.<index>            all options of a group, once (groups.py)
 
 torch's own function is not used: it runs a step of an optimizer without a state, and refuses the
 parameter that stands in for those of a stage with none to train.
@@ -12,7 +13,7 @@ parameter that stands in for those of a stage with none to train.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from procpipe.state import sharded
 from procpipe.state.files import Index
 
 STATE, OPTIONS = "optimizer.state", "optimizer.param_groups"
+GROUPS = "optimizer.groups"
 
 #: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
@@ -87,6 +89,10 @@ class Names:
                 if name is not None:
                     yield self.optimizers[k], parameter, name
 
+    def all(self) -> list[str]:
+        """Return the names of all parameters that have one."""
+        return [name for *_, name in self.named()]
+
     def in_group(self, group: dict[str, Any]) -> list[str | None]:
         """Return the names of a group's parameters; None for a stage's stand-in."""
         return [self._of.get(parameter) for parameter in group["params"]]
@@ -102,11 +108,8 @@ def values_of(names: Names) -> dict[str, Any]:
                 if name is None or name in names.saved_elsewhere:
                     continue
                 found |= _flat(f"{STATE}.{name}", packed["state"].get(number, {}))
-                found |= {
-                    f"{OPTIONS}.{name}.{option}": value
-                    for option, value in numbered.items()
-                    if option not in _NOT_OPTIONS
-                }
+                options = options_of(numbered)
+                found |= {f"{OPTIONS}.{name}.{option}": v for option, v in options.items()}
     return found
 
 
@@ -114,14 +117,24 @@ def shared_options(names: Names) -> dict[str, dict[str, str]]:
     """Return the options, as text, of each parameter that other stages have, too."""
     found: dict[str, dict[str, str]] = {name: {} for name in names.shared if names.optimizers}
     for k, _, group in names.groups():
-        options = {key: _text(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+        options = texts_of(group)
         options["class"] = type(names.optimizers[k]).__qualname__
         found |= {name: options for name in names.in_group(group) if name in found}
     return found
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without what identifies its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def texts_of(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a group as texts that do not depend on the rank."""
+    return {option: _text(value) for option, value in options_of(group).items()}
+
+
 def _text(option: Any) -> str:
-    """Return an option as text that does not depend on the rank; of an object, its class."""
+    """Return an option as text; of an object, its class."""
     value = option.tolist() if isinstance(option, Tensor) else option
     is_plain = isinstance(value, (bool, int, float, str, tuple, list, type(None)))
     return repr(value) if is_plain else type(value).__qualname__
@@ -146,21 +159,14 @@ def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
                     )
 
 
-def group_options(names: Names) -> dict[str, dict[str, Any]]:
-    """Return the options of groups that are empty on this stage, by their place."""
-    return {
-        f"{k}.{g}": {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        for k, g, group in names.groups()
-        if not any(names.in_group(group))
-    }
-
-
-def saved_keys(names: Names, part: str, saved: Iterable[str]) -> dict[str, dict[str, str]]:
+def saved_keys(
+    parameters: Iterable[str], part: str, saved: Iterable[str]
+) -> dict[str, dict[str, str]]:
     """Return the keys of a part of the saved state (STATE or OPTIONS), by parameter.
 
     Those of a parameter by what follows its name in them.
     """
-    found: dict[str, dict[str, str]] = {name: {} for *_, name in names.named()}
+    found: dict[str, dict[str, str]] = {name: {} for name in parameters}
     for key in sorted(key for key in saved if key.startswith(f"{part}.")):
         name, _, rest = key.removeprefix(f"{part}.").rpartition(".")
         while name and name not in found:
@@ -171,12 +177,12 @@ def saved_keys(names: Names, part: str, saved: Iterable[str]) -> dict[str, dict[
     return found
 
 
-def read_options(names: Names, index: Index) -> dict[str, dict[str, Any]]:
-    """Return the saved options of each parameter."""
-    keys = saved_keys(names, OPTIONS, index.shapes)
+def read_options(parameters: Iterable[str], index: Index) -> dict[str, dict[str, Any]]:
+    """Return the saved options of parameters, by name."""
+    keys = saved_keys(parameters, OPTIONS, index.shapes)
     read = index.read(key for of_one in keys.values() for key in of_one.values())
     return {
-        name: {option: read[key] for option, key in of_one.items() if option not in _NOT_OPTIONS}
+        name: options_of({option: read[key] for option, key in of_one.items()})
         for name, of_one in keys.items()
     }
 
@@ -184,7 +190,7 @@ def read_options(names: Names, index: Index) -> dict[str, dict[str, Any]]:
 def state_faults(names: Names, index: Index, *, strict: bool) -> list[str]:
     """Find tensors of the saved state whose shape or dtype does not fit."""
     faults = []
-    keys = saved_keys(names, STATE, index.shapes)
+    keys = saved_keys(names.all(), STATE, index.shapes)
     for optimizer, parameter, name in names.named():
         for part, key in keys[name].items():
             needed, found = _shape_of_state(optimizer, parameter, part), index.shapes[key]
@@ -229,7 +235,8 @@ def conflicts(names: Names, saved: dict[str, dict[str, Any]]) -> list[str]:
     faults = []
     for k, g, group in names.groups():
         optimizer = names.optimizers[k]
-        members = [name for name in names.in_group(group) if name is not None]
+        # Of a parameter that is not in the saved state there is nothing to compare.
+        members = [name for name in names.in_group(group) if name is not None and saved[name]]
         first = saved[members[0]] if members else {}
         # Either may have more: schedulers and newer versions of torch add options.
         unknown = [option for option in first if option not in group]
@@ -256,14 +263,14 @@ def load_into(
     names: Names,
     index: Index,
     options: dict[str, dict[str, Any]],
-    of_empty_groups: dict[str, dict[str, Any]],
+    sources: Mapping[str, tuple[int, str | None]],
 ) -> None:
     """Load what :func:`values_of` returned, perhaps saved with other groups and another balance.
 
-    ``options`` are those of :func:`read_options`; ``of_empty_groups`` is the result of
-    :func:`group_options`, if it is for these groups.
+    ``options`` are those of :func:`read_options` for this rank's parameters; ``sources`` is the
+    result of ``groups.match``.
     """
-    keys = saved_keys(names, STATE, index.shapes)
+    keys = saved_keys(names.all(), STATE, index.shapes)
     read = index.read(key for of_one in keys.values() for key in of_one.values())
     for k, optimizer in enumerate(names.optimizers):
         packed = optimizer.state_dict()
@@ -278,9 +285,20 @@ def load_into(
                         part: sharded.like(value, parameter)
                         for part, value in _nested(keys[name], read).items()
                     }
-            named = [name for name in members if name is not None]
-            numbered |= (named and options[named[0]]) or of_empty_groups.get(f"{k}.{g}", {})
+            saved = (options[name] for name in members if name is not None and options[name])
+            numbered |= next(saved, None) or _of_other_ranks(index, f"{k}.{g}", sources)
         optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+
+
+def _of_other_ranks(
+    index: Index, place: str, sources: Mapping[str, tuple[int, str | None]]
+) -> dict[str, Any]:
+    """Return the options of a group that has no saved parameter on this rank."""
+    _, name = sources[place]
+    if name is not None:
+        return read_options([name], index)[name]
+    key = f"{GROUPS}.{place}"
+    return dict(index.read([key])[key]) if key in index.shapes else {}
 
 
 def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:

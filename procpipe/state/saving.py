@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from procpipe.state import extras, generators, optimizers
+from procpipe.state import extras, generators, groups, optimizers
 from procpipe.state.archives import saved_copy
 from procpipe.state.background import Saving, wait_unfinished
 from procpipe.state.folders import Draft
@@ -67,7 +67,8 @@ def save(
         TypeError: something in ``extra`` that could not be loaded again.
         ValueError: a parameter of the optimizer that is not the module's; other names in
             ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``; a parameter
-            that stages share with other options of the optimizer on each.
+            that stages share with other options of the optimizer on each; ranks that disagree on
+            the options of a group while a group has no parameter on some rank.
 
     Source: ``torch.distributed.checkpoint.save``.
     """
@@ -77,27 +78,32 @@ def save(
         member = member.among(agree)
         made: list[Draft] = []
 
-        def make_draft(of_ranks: list[Any]) -> list[str]:
-            _check_alike([asked_for for asked_for, _ in of_ranks])
-            optimizers.check_shared([shared for _, shared in of_ranks])
+        def make_draft(of_ranks: list[Any]) -> list[Any]:
+            _check_alike([asked_for for asked_for, *_ in of_ranks])
+            optimizers.check_shared([shared for _, shared, _ in of_ranks])
+            sources, conflicts = groups.match([theirs for *_, theirs in of_ranks])
+            if conflicts:
+                raise ValueError("\n".join(conflicts))
             if keep is not None and (isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
             # It becomes part of a name, by which load() must find it again.
             if step is not None and (type(step) is not int or step < 0):
                 raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
             if member.pipeline > 0:
-                return ["", ""]
+                return [sources, "", ""]
             draft = Draft(Path(folder).absolute(), step)
             made.append(draft)
-            return [str(draft.path), str(draft.final_path)]
+            return [sources, str(draft.path), str(draft.final_path)]
 
         names = optimizers.Names(module, optimizer)
         asked_for = [sorted(extra or ()), len(names.optimizers), bool(asynchronous)]
-        paths = agree([asked_for, optimizers.shared_options(names)], make_draft)  # 2
+        facts = [asked_for, optimizers.shared_options(names), groups.facts_of(names)]
+        sources, *paths = agree(facts, make_draft)  # 2
         path, final_path = map(Path, json.loads(member.from_first(json.dumps(paths), agree)))
         saving = Saving(member, path, final_path, made[0] if made else None)
         try:
-            values = _gather(member, names, extra, step)  # 3
+            places = {place for place, (rank, _) in sources.items() if rank == member.stage}
+            values = _gather(member, names, places, extra, step)  # 3
             if asynchronous or member.num_pipelines > 1:  # only a folder is common to pipelines
                 saving.start(_copied(values) if asynchronous else values, keep)  # 4
             else:
@@ -125,14 +131,20 @@ def _check_alike(asked_for: list[Any]) -> None:
 
 
 def _gather(
-    member: Member, names: optimizers.Names, extra: extras.Extra | None, step: int | None
+    member: Member,
+    names: optimizers.Names,
+    places: set[str],
+    extra: extras.Extra | None,
+    step: int | None,
 ) -> dict[str, Any]:
-    """Return what this rank saves, by key: tensors that are in use, and copies of other values."""
+    """Return what this rank saves, by key: tensors that are in use, and copies of other values.
+
+    ``places`` are those of the groups whose options this stage saves.
+    """
     values = {f"model.{key}": value for key, value in member.module.state_dict().items()}
-    values |= optimizers.values_of(names)
+    values |= optimizers.values_of(names) | groups.options_to_save(names, places)
     values = member.own_share(values)
     own = f"ranks.{member.rank}."
-    values[f"{own}empty_groups"] = optimizers.group_options(names)
     for name, state in generators.states(member.device).items():
         values[f"{own}generators.{name}"] = state
     for key, value in values.items():

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.meta import describe
 from procpipe.channel.shm import ShmTransport
 from procpipe.tree import Flat
@@ -216,6 +217,49 @@ def test_a_slot_without_memory_is_a_clear_error():
 
     assert done.stdout.startswith("there is no shared memory for a message of 8.0 MiB (")
     assert "transport='gloo'" in done.stdout
+
+
+def test_a_message_stays_done_when_its_slot_has_become_too_small(ends):
+    pending, received = ends.transfer([numbers(10)])
+    received.clear()
+    assert pending.is_done()
+
+    ends.transfer([numbers(10_000)])  # drops the slot: its memory is zero then
+
+    assert pending.is_done()
+
+
+def test_a_sender_settles_if_its_slot_is_received_and_dropped_between_two_queries(net):
+    """As if the sender lost its core after it had queried the first message."""
+    receiving, sending = net(2)
+    theirs = ShmTransport({1: os.getpid()})
+    receiver = Receiver(receiving, 1, KIND, theirs, "a message")
+
+    class Interrupted(ShmTransport):
+        def post_send(self, tensors, peer, channel_id):
+            if self._slots:
+                receive()
+            return super().post_send(tensors, peer, channel_id)
+
+    def receive():
+        receiver.expect()
+        while not theirs._mapped:
+            receiving.poll(0.1)
+        receiver.take()
+
+    transport = Interrupted({0: os.getpid()})
+    sender = Sender(sending, 0, KIND, transport, torch.device("cpu"), "a message")
+    sender.send(Flat.of((numbers(2_000),)))
+    (slots,) = transport._slots.values()
+    first = slots[0]
+    sender.send(Flat.of((numbers(20_000),)))
+    assert slots[0] is not first
+    receiver.expect()
+    assert torch.equal(receiver.take().tensors[0], numbers(20_000))
+
+    assert sender.reap() == 0
+    for each in (theirs, transport):
+        each.close()
 
 
 def test_a_message_arrives_after_the_sender_has_closed(ends):
