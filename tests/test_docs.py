@@ -33,6 +33,8 @@ TIMELINE = TESTS.parent / "docs" / "timeline.md"
 REPLICAS = TESTS.parent / "docs" / "replicas.md"
 PLANNING = TESTS.parent / "docs" / "planning.md"
 MIXED_PRECISION = TESTS.parent / "docs" / "mixed_precision.md"
+FROM_YOUR_LOOP = TESTS.parent / "docs" / "from_your_loop.md"
+YOUR_MODEL = TESTS.parent / "docs" / "your_model.md"
 
 
 def python_blocks(page: Path = README) -> list[str]:
@@ -118,6 +120,22 @@ def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
     for line in lines:
         name, *values = line.split(",")
         assert [float(v) for v in values] == pytest.approx(expected[name].flatten().tolist())
+
+
+# -- docs/from_your_loop.md ------------------------------------------------------------------------
+
+#: In float32 micro-batches change the last digits of a loss, and could change a printed one.
+IN_FLOAT64 = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+
+
+@pytest.mark.dist
+def test_the_loop_prints_what_the_ordinary_loop_prints() -> None:
+    ordinary, with_stages = (IN_FLOAT64 + block for block in python_blocks(FROM_YOUR_LOOP))
+    assert "rank ==" not in with_stages
+    expected = run_forked(ordinary).check().stdout
+    assert re.fullmatch(r"(epoch \d  loss \d\.\d{4}  accuracy \d\.\d{3}\n){5}", expected)
+    for num_ranks in (None, 2):
+        assert run_forked(with_stages, num_ranks=num_ranks).check().stdout == expected
 
 
 # -- docs/coming_from.md -------------------------------------------------------------------------
