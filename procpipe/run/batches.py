@@ -34,6 +34,7 @@ from procpipe.tree import (
     children_of,
     flatten,
     from_json,
+    is_plain,
     num_tensors,
     unflatten,
 )
@@ -268,10 +269,13 @@ def _deliverable(item: Any) -> dict[int, Any]:
     found = {}
     for k, entry in enumerate(entries):
         with suppress(BoundaryError):
-            if k >= first:
-                flatten(entry)
+            if k >= first and all(map(_can_travel, flatten(entry)[0])):
                 found[k] = entry
     return found
+
+
+def _can_travel(tensor: Tensor) -> bool:
+    return is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _with_rest_on(device: torch.device, item: Any, rest: Mapping[int, Any]) -> Any:

@@ -88,6 +88,11 @@ FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = 
         lambda b: b["x"],
         lambda o, b: flat_cross_entropy(o, b["y"]),
     ),
+    "with a tensor that cannot travel": (
+        {"x": X, "sparse": torch.eye(2).to_sparse(), "y": Y},
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
     "tuple with what cannot travel": (
         (X, object(), Y),
         lambda b: b[0],
