@@ -38,6 +38,8 @@ class BatchDetail:
     form: Any = None  # plain JSON, see ``run.batches``; None if the loader has ended
     is_delivered: bool = False  # whether the item's target is sent to the last stage
     is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
+    stop_on: str = ""  # the names of the signals on which the loop ends
+    is_stopped: bool = False  # whether the loop ends because of one
 
 
 @dataclass(frozen=True)
