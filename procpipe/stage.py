@@ -364,10 +364,17 @@ class Stage(Gradients):
             RemoteStageError: another rank failed, in reading the loader for instance.
             CallMismatchError: with replicas, ``sharded`` is not the same on all ranks; or
                 ``stop_on`` is not.
-            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
             RuntimeError: ``stop_on`` in another thread than the main one.
         """
         batches = self._batches
+        if stop_on and self._grid.is_part:
+            raise ValueError(
+                "batches(…, stop_on=…) ends the loops of one pipeline, but with mesh= other ranks "
+                "of the job have their own, which would go on: leave stop_on out, agree by "
+                "torch.distributed and break"
+            )
         items_of: Callable[[str], Iterator[Any]] = partial(batches.read, loader)
         if sharded and self.replicas > 1:
             items_of = partial(batches.shards, loader, is_first=self._grid.stage == 0)
