@@ -113,11 +113,12 @@ class LocalLayers(nn.Sequential):
         """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
 
         Does not communicate; each rank compiles its own. Keys, parameters and results stay the
-        same. Equal layers of one class share what is compiled, however many there are, where torch
-        has ``recompile_limit`` (2.13); layers of torch itself are compiled one by one. Layers that stash or pop skip tensors are not compiled. Where the schedule splits
-        backward (``"zb-h1"``, ``"zb-v"``), compiled layers do all of it in the first task. In both
-        cases a note is printed. While a rank compiles, the ``timeout_s`` of others does not run,
-        and stall reports name the layer.
+        same. Equal layers of one class share what is compiled, and any number of different ones is
+        compiled, where torch has ``recompile_limit`` (seen in 2.13); otherwise, and where they are
+        torch's own, each layer is compiled by itself. Layers that stash or pop skip tensors are not
+        compiled. Where the schedule splits backward (``"zb-h1"``, ``"zb-v"``), compiled layers do
+        all of it in the first task. In both cases a note is printed. While a rank compiles, the
+        ``timeout_s`` of others does not run, and stall reports name the layer.
 
         Args:
             options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …

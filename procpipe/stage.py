@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.same_input import SameInput
+from procpipe.run.stops import Signals
 from procpipe.tree import map_tensors
 
 
@@ -339,7 +341,9 @@ class Stage(Gradients):
             return Remote(self._output_rank, what, may_follow, here=self.rank)
         return join_outputs(all_outputs, may_follow)
 
-    def batches(self, loader: Loader, *, sharded: bool = False) -> Iterator[Any]:
+    def batches(
+        self, loader: Loader, *, sharded: bool = False, stop_on: Signals = ()
+    ) -> Iterator[Any]:
         """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
 
         Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
@@ -352,6 +356,12 @@ class Stage(Gradients):
                 it its share of the mini-batch (by a ``DistributedSampler`` of ``stage.replicas``
                 and ``stage.replica``, say). Shares may be unequal. The loop ends when all loaders
                 have ended; until then, a replica whose loader has ended adds nothing.
+            stop_on: signals on which the loop ends, such as ``(signal.SIGTERM,)``; the same on
+                every rank, in the main thread. When any rank gets one, the loop ends on every rank
+                after the current mini-batch, ``is_stopped`` is True, and later loops with
+                ``stop_on`` end at once. From then on these signals do nothing until ``close``. A
+                loop that ends without a signal sets the earlier handlers again. Each item then
+                waits for all ranks.
 
         Yields:
             On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
@@ -363,12 +373,32 @@ class Stage(Gradients):
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
-            CallMismatchError: with replicas, ``sharded`` is not the same on all ranks.
+            CallMismatchError: with replicas, ``sharded`` is not the same on all ranks; or
+                ``stop_on`` is not.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
+            RuntimeError: ``stop_on`` in another thread than the main one.
         """
         batches = self._batches
+        if stop_on and self._grid.is_part:
+            raise ValueError(
+                "batches(…, stop_on=…) ends the loops of one pipeline, but with mesh= other ranks "
+                "of the job have their own, which would go on: leave stop_on out, agree by "
+                "torch.distributed and break"
+            )
+        items_of: Callable[[str], Iterator[Any]] = partial(batches.read, loader)
         if sharded and self.replicas > 1:
-            return batches.shards(loader, is_first=self._grid.stage == 0)
-        return batches.read(loader)
+            items_of = partial(batches.shards, loader, is_first=self._grid.stage == 0)
+        return batches.until_stopped(stop_on, items_of) if stop_on != () else items_of("")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has ended a loop over ``batches(…, stop_on=…)``, and not its loader.
+
+        The same on every rank; does not communicate. A script needs it because the loop ends the
+        same way when the loader does, after which it would count the epoch.
+        """
+        return self._batches.stops.is_stopped
 
     def fetch(self, value: Any) -> Any:
         """Bring a value that one rank holds to every rank.
@@ -402,6 +432,7 @@ class Stage(Gradients):
     def close(self) -> None:
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""
         self._calls.close()
+        self._batches.stops.restore()
 
     # -- one call, step by step -----------------------------------------------------------------
 

@@ -39,7 +39,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from procpipe.errors import FOUND_BY_EACH, MemoryLimitError, PeerLostError, RemoteStageError
+from procpipe.errors import (
+    FOUND_BY_EACH,
+    MemoryLimitError,
+    PeerLostError,
+    RemoteStageError,
+    StageClosedError,
+)
 from procpipe.job.board import Board, BoardReading
 from procpipe.job.grid import Grid
 from procpipe.job.rollcall import has_launchers_store
@@ -294,6 +300,10 @@ def line_of(
         if isinstance(error, MemoryLimitError):
             what, details = "no plan keeps to memory_limit_bytes", "what each stage needs"
         return f"procpipe: {ours} ends, because {what} (rank {first} prints {details})"
+    before = error.__context__
+    if isinstance(error, StageClosedError) and isinstance(before, RemoteStageError):
+        # In a ``finally``: a state.save, for instance, which has saved nothing.
+        return f"{line_of(rank, before, reading, first)}; then {error}"
     if not isinstance(error, RemoteStageError):
         return ""
     meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""

@@ -11,6 +11,7 @@ or list all but the first entry, otherwise all entries. ``step`` then does not s
 
 from __future__ import annotations
 
+import atexit
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +26,11 @@ from procpipe.containers import opened
 from procpipe.data.minibatch import on_device
 from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError, CallMismatchError
+from procpipe.notes import write_note
 from procpipe.run.calls import Calls
 from procpipe.run.messages import BatchDetail, Order
+from procpipe.run.pipeline import Pipeline
+from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.tree import (
     PLAIN_TYPES,
     TENSOR,
@@ -51,6 +55,7 @@ class Batches:
     Attributes:
         delivered: the tensors and containers that ``output_rank`` has of rank 0's latest item, as
             they are on this rank, in the same order on both.
+        stops: which signals have come, and whether the ranks have agreed to stop.
     """
 
     def __init__(
@@ -71,17 +76,65 @@ class Batches:
         self._rank = rank
         self._output_rank = output_rank
         self._device = device
+        self.stops = Stops(lambda: calls.has_failed)
+        self._unfinished: Iterator[Any] | None = None  # what a stopped loop has read from
 
-    def read(self, loader: Loader) -> Iterator[Any]:
+    def until_stopped(self, stop_on: Signals, items_of: Callable[[str], Iterator[Any]]) -> Any:
+        """Yield the items of a loop that handles signals; it is made from their names."""
+        with self._calls.together("batches"):
+            numbers = checked_signals(stop_on)
+        with self.stops.handling(numbers):
+            yield from items_of(", ".join(number.name for number in numbers))
+
+    def _is_stopped(
+        self, pipeline: Pipeline, items: Iterator[Any], stop_on: str, *, is_sharded: bool = False
+    ) -> bool:
+        """Agree, before the next item is read, whether the loop ends because of a signal."""
+        if not stop_on:
+            return False
+        self._issue_or_follow_item(BatchDetail(is_sharded=is_sharded, stop_on=stop_on))
+        if self.stops.agree(pipeline.control.agree):
+            self._keep(items)
+        return self.stops.is_stopped
+
+    def _keep(self, items: Iterator[Any]) -> None:
+        """Keep a stopped loop's iterator: a ``Resumable`` forgets its position when that ends."""
+        self._unfinished = items
+        atexit.register(setattr, self, "_unfinished", None)  # ends a DataLoader's workers
+
+    def _next(self, items: Iterator[Any], stop_on: str) -> tuple[Any, bool]:
+        """Return a loader's next item, and whether the loader failed after a signal.
+
+        A signal to the whole process group ends a DataLoader's workers, too.
+        """
+        try:
+            return next(items, _NOTHING), False
+        except Exception as error:
+            if not stop_on or not self.stops.is_signalled:
+                raise
+            write_note(
+                f"procpipe: the loop over batches ends: rank {self._rank} was told to stop, and "
+                f"then its loader failed with {type(error).__name__}: {error}"
+            )
+            return _NOTHING, True
+
+    def read(self, loader: Loader, stop_on: str = "") -> Iterator[Any]:
         """Yield a loader's items on rank 0, and items of their form on the others."""
         items = _items_of(loader, "batches(None) on rank 0, which reads the loader")
         while True:
             with self._calls.together("batches") as pipeline:
-                item = next(items, _NOTHING) if self._rank == 0 else _NOTHING
+                if self._is_stopped(pipeline, items, stop_on):
+                    return
+                item, is_stopped = _NOTHING, False
+                if self._rank == 0:
+                    item, is_stopped = self._next(items, stop_on)
                 delivered = {} if item is _NOTHING else _deliverable(item)
                 form = None if item is _NOTHING else _form_of(item)
-                detail = self._issue_or_follow_item(BatchDetail(form, list(delivered)))
+                detail = self._issue_or_follow_item(
+                    BatchDetail(form, list(delivered), stop_on=stop_on, is_stopped=is_stopped)
+                )
                 if detail.form is None:
+                    self.stops.is_stopped |= detail.is_stopped
                     return
                 if self._rank != 0:
                     if detail.delivered and self._rank == self._output_rank:
@@ -115,7 +168,7 @@ class Batches:
         finally:
             del self._bodies[key]
 
-    def shards(self, loader: Loader, *, is_first: bool) -> Iterator[Any]:
+    def shards(self, loader: Loader, stop_on: str = "", *, is_first: bool) -> Iterator[Any]:
         """Yield the items of a loader that the first rank of each replica has of its own.
 
         The loop ends when all have ended. Until then, one that has ended yields placeholders.
@@ -128,12 +181,16 @@ class Batches:
         )
         while True:
             with self._calls.together("batches") as pipeline:
-                self._issue_or_follow_item(BatchDetail(is_sharded=True))
-                item = next(items, _NOTHING) if is_first else _NOTHING
+                if self._is_stopped(pipeline, items, stop_on, is_sharded=True):
+                    return
+                self._issue_or_follow_item(BatchDetail(is_sharded=True, stop_on=stop_on))
+                item = self._next(items, stop_on)[0] if is_first else _NOTHING
                 form = None if item is _NOTHING else _form_of(item)
                 forms = pipeline.exchange.gather_offers(json.dumps(form))
                 found = next((f for f in map(json.loads, forms) if f is not None), None)
-                detail = self._issue_or_follow_item(BatchDetail(found, is_sharded=True))
+                detail = self._issue_or_follow_item(
+                    BatchDetail(found, is_sharded=True, stop_on=stop_on)
+                )
                 self._note({})
             if detail.form is None:
                 return
@@ -145,7 +202,8 @@ class Batches:
         """Issue what rank 0 says of an item, or follow it elsewhere.
 
         Raises:
-            CallMismatchError: rank 0 reads the loader alone, or shares of it, and this rank not so.
+            CallMismatchError: rank 0 reads the loader alone, or shares of it, and this rank not so;
+                or ends the loop on other signals.
         """
         detail = self._issue_or_follow("batches", detail=ours).detail
         assert isinstance(detail, BatchDetail), "rank 0 describes each item"
@@ -154,6 +212,12 @@ class Batches:
             raise CallMismatchError(
                 f"rank {self._rank} is in {here} while rank 0 is in {there}: every rank must make "
                 "the same calls"
+            )
+        if detail.stop_on != ours.stop_on:
+            here, there = (f"batches(…, stop_on=({of.stop_on}))" for of in (ours, detail))
+            raise CallMismatchError(
+                f"rank {self._rank} is in {here} while rank 0 is in {there}: give the same signals "
+                "on every rank"
             )
         return detail
 

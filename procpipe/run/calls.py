@@ -76,6 +76,11 @@ class Calls:
             watch_threads(_thread_raised, _main_thread_ended, _any_has_failed)
         give_up_in_children(self)
 
+    @property
+    def ended(self) -> str:
+        """Why no further call can be made, in a line; "" while one can."""
+        return " ".join((self._ended or "").partition("\nTraceback")[0].split("\n"))
+
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
         """Make a call; every rank makes the same.

@@ -39,6 +39,8 @@ class BatchDetail:
     #: The entries of the item that are sent to the last stage, by their indices, if any are.
     delivered: Sequence[int] = ()
     is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
+    stop_on: str = ""  # the names of the signals on which the loop ends
+    is_stopped: bool = False  # whether the loop ends because of one
 
 
 @dataclass(frozen=True)

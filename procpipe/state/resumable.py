@@ -68,6 +68,9 @@ class Resumable:
                         "a Resumable was iterated over anew while an older loop still reads it: "
                         "its position would be that of neither"
                     )
+        except Exception:  # of the loader: what it has given counts, until it begins anew
+            self._epoch = None
+            raise
         finally:
             if self._epoch is this:
                 self._given, self._start, self._epoch = 0, None, None

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from procpipe.errors import StageClosedError
 from procpipe.state import extras, generators, groups, optimizers
 from procpipe.state.archives import saved_copy
 from procpipe.state.background import Saving, wait_unfinished
-from procpipe.state.folders import Draft
+from procpipe.state.folders import Draft, find
 from procpipe.state.member import Member
 from procpipe.version import __version__
 
@@ -64,6 +65,7 @@ def save(
     Raises:
         OSError: the disk is full, or the folder is not shared by all ranks.
         RemoteStageError: another rank failed.
+        StageClosedError: an earlier call has failed, or the stage was closed: nothing was saved.
         TypeError: something in ``extra`` that could not be loaded again.
         ValueError: a parameter of the optimizer that is not the module's; other names in
             ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``; a parameter
@@ -73,6 +75,7 @@ def save(
     Source: ``torch.distributed.checkpoint.save``.
     """
     member = Member.of(module)
+    _check_open(member, Path(folder).absolute())
     with member.call("state.save") as agree:
         wait_unfinished(module)  # 1
         member = member.among(agree)
@@ -116,6 +119,19 @@ def save(
     if not asynchronous:
         saving.wait()
     return saving
+
+
+def _check_open(member: Member, folder: Path) -> None:
+    """Check that calls can still be made; does not communicate."""
+    if member.calls is None or not (why := member.calls.ended):
+        return
+    newest = find(folder)
+    there = (
+        "there is no saved state" if newest is None else f"the newest saved state is {newest.path}"
+    )
+    raise StageClosedError(
+        f"nothing was saved in {folder}, where {there}: state.save() cannot run, because {why}"
+    )
 
 
 def _check_alike(asked_for: list[Any]) -> None:

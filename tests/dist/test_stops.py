@@ -1,0 +1,290 @@
+"""Loops that end on a signal, and the state that is saved after them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from procpipe import CallMismatchError, RemoteStageError, state
+from tests.dist.script import run_forked, run_script
+from tests.dist.stages import stage_of
+from tests.launch.started import started
+
+ROOT = Path(__file__).parents[2]
+
+ITEMS = [(torch.full((4, 3), float(k)), torch.zeros(4, 1)) for k in range(5)]
+STOP_ON = (signal.SIGTERM, signal.SIGINT)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def open_stage(bare, name, num_stages, **options):
+    balance = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[num_stages]
+    return stage_of(bare, name, make_model(), balance, loss_fn=F.mse_loss, chunks=2, **options)
+
+
+def signal_self(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+def check_stop(bare, who, num_replicas, sharded):
+    before = [signal.getsignal(number) for number in STOP_ON]
+    options = {"replicas": num_replicas} if num_replicas > 1 else {}
+    num_stages = bare.num_ranks // num_replicas
+    with open_stage(bare, "stop", num_stages, **options) as stage:
+        num_items = 0
+        for input, target in stage.batches(ITEMS, stop_on=STOP_ON, sharded=sharded):
+            stage.step(input, target)
+            num_items += 1
+            if num_items == 2 and bare.rank == who:
+                signal_self()
+        assert num_items == 2
+        assert stage.is_stopped
+        signal_self()  # does nothing, in the middle of a save
+        signal_self(signal.SIGINT)
+        assert not list(stage.batches(ITEMS, stop_on=STOP_ON, sharded=sharded))  # the next epoch
+        assert stage.step(*ITEMS[0]) is not None
+    assert [signal.getsignal(number) for number in STOP_ON] == before  # once it is closed
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "who", "num_replicas", "sharded"),
+    [(1, 0, 1, False), (2, 0, 1, False), (2, 1, 1, False), (3, 2, 1, False), (4, 3, 2, True)],
+)
+def test_a_signal_to_any_rank_ends_the_loop_on_all(ranks, num_ranks, who, num_replicas, sharded):
+    ranks(num_ranks).run(check_stop, who, num_replicas, sharded, world=False).values()
+
+
+def check_undisturbed(bare):
+    before = [signal.getsignal(number) for number in STOP_ON]
+    with open_stage(bare, "undisturbed", bare.num_ranks) as stage:
+        for _ in range(2):
+            loop = stage.batches(ITEMS, stop_on=STOP_ON)
+            assert len([signal.getsignal(STOP_ON[0]) for _ in loop]) == len(ITEMS)
+            assert [signal.getsignal(number) for number in STOP_ON] == before
+        assert not stage.is_stopped
+        # The signal comes after the ranks have agreed for the last time, on the last item.
+        for k, _ in enumerate(stage.batches(ITEMS[:1], stop_on=STOP_ON)):
+            if k == 0 and bare.rank == 0:
+                signal_self()
+        assert stage.is_stopped
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_handlers_are_restored_after_a_loop(ranks, num_ranks):
+    ranks(num_ranks).run(check_undisturbed, world=False).values()
+
+
+def check_mismatch(bare, of_ranks):
+    message = "give the same signals on every rank"
+    with open_stage(bare, "mismatch", bare.num_ranks) as stage:
+        error = RemoteStageError if bare.rank == 0 else CallMismatchError
+        with pytest.raises(error, match=message):
+            list(stage.batches(ITEMS, stop_on=of_ranks[bare.rank]))
+
+
+def test_ranks_with_other_signals(ranks):
+    for of_ranks in ([(), STOP_ON], [STOP_ON, ()], [STOP_ON, STOP_ON[:1]]):
+        ranks(2).run(check_mismatch, of_ranks, world=False).values()
+
+
+def check_refused(bare, stop_on, error, message):
+    with (
+        open_stage(bare, message, bare.num_ranks) as stage,
+        pytest.raises((error, RemoteStageError), match=message),
+    ):
+        list(stage.batches(ITEMS, stop_on=stop_on))
+
+
+def check_thread(bare):
+    errors: list[BaseException] = []
+
+    def run(stage: Any) -> None:
+        try:
+            list(stage.batches(ITEMS, stop_on=STOP_ON))
+        except (RuntimeError, RemoteStageError) as error:
+            errors.append(error)
+
+    with open_stage(bare, "thread", bare.num_ranks) as stage:
+        thread = threading.Thread(target=run, args=(stage,))
+        thread.start()
+        thread.join()
+    assert "in the main thread only" in str(errors[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_no_signal_to_stop_on(ranks, num_ranks):
+    for stop_on, error, message in (
+        (signal.SIGTERM, TypeError, "must be a tuple of signals"),
+        ("SIGTERM", TypeError, "must be a tuple of signals"),
+        ((True,), TypeError, "must be a tuple of signals"),
+        ((9999,), TypeError, "must be a tuple of signals"),
+        ((signal.SIGKILL,), ValueError, "stop_on has SIGKILL"),
+    ):
+        ranks(num_ranks).run(check_refused, stop_on, error, message, world=False).values()
+    ranks(num_ranks).run(check_thread, world=False).values()
+
+
+class Interrupting:
+    """A dataset whose worker interrupts the whole group while an item is awaited."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, k: int) -> torch.Tensor:
+        if k == 4:
+            os.kill(self.pid, signal.SIGINT)  # the rank first, as it is the older process
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((4, 3), float(k))
+
+
+def check_workers(bare, folder):
+    loader = state.Resumable(
+        DataLoader(Interrupting(os.getpid()), batch_size=None, num_workers=1, prefetch_factor=1)
+        if bare.rank == 0
+        else []
+    )
+    seen = []
+    with open_stage(bare, "workers", bare.num_ranks) as stage:
+        for input in stage.batches(loader, stop_on=STOP_ON):
+            stage.step(input, ITEMS[0][1])
+            seen.append(input)
+        assert stage.is_stopped
+        assert len(seen) <= 4
+        if bare.rank == 0:
+            assert loader.state_dict()["given"] == len(seen)
+        state.save(folder, stage, extra={"loader": loader})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_that_ends_a_loaders_worker(ranks, num_ranks, tmp_path):
+    ranks(num_ranks).run(check_workers, str(tmp_path), world=False).values()
+    assert [path.name for path in tmp_path.iterdir()] == ["000001"]
+
+
+# -- docs/launching.md ----------------------------------------------------------------------------
+
+SIGNALLED = """
+        num_steps = globals().get("num_steps", 0) + 1
+        if num_steps == 6 and stage.rank == RANK:
+            import os
+            os.kill(PID, signal.SIGTERM)
+"""
+
+
+def scripts(tmp_path, rank, pid="os.getpid()"):
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL
+    )
+    code = code.replace("runs/", f"{tmp_path}/")
+    place = "        optimizer.step()\n"
+    assert place in code
+    more = SIGNALLED.replace("RANK", str(rank)).replace("PID", pid)
+    if pid != "os.getpid()":  # its signal may come some items later
+        code = code.replace("range(3)", "range(3)")
+    return code, code.replace(place, place + more)
+
+
+def losses_of(text):
+    return re.findall(r"^loss \S+", text, re.MULTILINE)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("num_ranks", "who"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_the_documented_script_goes_on_where_it_was_stopped(tmp_path, num_ranks, who):
+    code, signalled = scripts(tmp_path / "resumed", who)
+    whole = run_forked(code.replace("resumed", "whole"), num_ranks=num_ranks).check()
+    stopped = run_forked(signalled, num_ranks=num_ranks).check()
+    resumed = run_forked(code, num_ranks=num_ranks).check()
+    assert len(losses_of(whole.stdout)) == 12
+    assert len(losses_of(stopped.stdout)) == 6
+    assert losses_of(stopped.stdout + resumed.stdout) == losses_of(whole.stdout)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("launcher", ["torchrun", "procpipe run"])
+def test_a_signal_to_the_launcher(tmp_path, launcher):
+    code, signalled = scripts(tmp_path / "resumed", 0, "os.getppid()")
+    signalled = signalled.replace('["epoch"] < 3', '["epoch"] < 10**6')  # until it comes
+    if launcher == "torchrun":
+        ended = run_script(signalled, nproc=2)
+        assert ended.returncode == 1
+        assert "SignalException" in ended.stderr
+    else:
+        with started("-n", "2", script=signalled) as run:
+            done = run.wait()
+        assert done.code == 128 + signal.SIGTERM
+        assert "ended by SIGTERM" in done.err
+    first = losses_of(ended.stdout if launcher == "torchrun" else done.out)
+    assert len(first) >= 6
+    (folder,) = (tmp_path / "resumed" / "two").iterdir()
+    more = code.replace('["epoch"] < 3', f'["epoch"] < {len(first) // 4 + 1}')
+    resumed = losses_of(run_forked(more, num_ranks=2).check().stdout)
+    whole = losses_of(run_forked(more.replace("resumed", "whole"), num_ranks=2).check().stdout)
+    assert first + resumed == whole
+    assert folder.name == "000001"
+
+
+# -- a save after a failure -----------------------------------------------------------------------
+
+FAILS = """
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage, state
+
+class Bad(nn.Module):
+    count = 0
+
+    def forward(self, x):
+        Bad.count += 1
+        if Bad.count == 3:
+            raise KeyError("boom")
+        return x
+
+stage = Stage(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Bad()), BALANCE, loss_fn=F.mse_loss)
+stage.chunks = 1
+x = torch.randn(4, 4)
+try:
+    for k in range(5):
+        stage.step(x, x)
+        if k == 0 and SAVES:
+            state.save("FOLDER", stage, step=1)
+finally:
+    state.save("FOLDER", stage, step=9)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_a_save_after_a_failed_call_says_that_nothing_was_saved(tmp_path, num_ranks, saves):
+    code = FAILS.replace("FOLDER", str(tmp_path)).replace("SAVES", str(saves))
+    code = code.replace("BALANCE", "[3]" if num_ranks is None else "[1, 2]")
+    code = code.replace("loss_fn", "chunks=1, checkpoint='never', loss_fn")
+    done = run_forked(code, num_ranks=num_ranks)
+    assert done.returncode != 0
+    there = f"the newest saved state is {tmp_path}/000001-step-1" if saves else "there is no saved"
+    lines = [line for line in done.stderr.splitlines() if "nothing was saved" in line]
+    assert len(lines) == (num_ranks or 1)
+    for line in lines:
+        assert f"nothing was saved in {tmp_path}, where {there}" in line
+        assert "KeyError: 'boom'" in line
+    assert sum(line.startswith("procpipe: rank 0 ends, because rank 1") for line in lines) == (
+        num_ranks is not None
+    )
