@@ -21,6 +21,7 @@ from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.skip.skippable import declared
+from procpipe.state_dicts import PartOfStateDict
 from procpipe.torch_internals import compile_in_place
 
 
@@ -78,6 +79,28 @@ class LocalLayers(nn.Sequential):
         """
         found = super().named_parameters(prefix, recurse, remove_duplicate)
         return self._tied.renamed(found, prefix) if remove_duplicate else found
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the values of this stage's layers, under the full model's keys.
+
+        Only on the stage that is the whole model are these all of the model's. On any other they
+        are a part, and what is returned cannot be pickled: ``torch.save`` would write a part of a
+        model. ``procpipe.state.save`` saves a run, ``procpipe.state.export`` a model's weights, and
+        ``dict(stage.state_dict())`` can be pickled. Copying and loading work. Does not communicate.
+
+        Args:
+            args: as in torch, deprecated there: ``destination``, ``prefix``, ``keep_vars``.
+            options: ``destination``, ``prefix`` and ``keep_vars``, as in torch. A ``destination``
+                is returned itself, and can be pickled.
+
+        Source: ``torch.nn.Module.state_dict``.
+        """
+        if self._cut.elsewhere and not args and options.get("destination") is None:
+            part = PartOfStateDict()
+            part.holder = self._grid.name_of(self._grid.rank)
+            part._metadata = OrderedDict()  # type: ignore[attr-defined]
+            options["destination"] = part
+        return super().state_dict(*args, **options)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -197,7 +220,9 @@ class LocalLayers(nn.Sequential):
         """Refuse to be copied or pickled: a copy would not be connected to the other ranks."""
         raise TypeError(
             "a Stage cannot be copied or pickled, as it is one end of connected processes: copy "
-            "its state_dict(), whose keys are the full model's"
+            "its state_dict(), which has this stage's part of the model; save the run by "
+            "procpipe.state.save(folder, stage, optimizer), or the model's weights by "
+            "procpipe.state.export(folder, stage), on every rank"
         )
 
 

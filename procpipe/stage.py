@@ -62,8 +62,8 @@ class Stage(Gradients):
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
     calls. It holds only its own layers, under their names in the full model, so ``parameters()``
-    is what this process's optimizer needs and ``state_dict()`` has the full model's keys. Started
-    without a launcher, it is the whole model in one stage.
+    is what this process's optimizer needs, and ``state_dict()`` is this stage's part of the
+    model's. Started without a launcher, it is the whole model in one stage.
 
     Building it does not communicate, unless it fails or rank 0 is to find a balance; the first
     call connects the processes.

@@ -30,8 +30,9 @@ def balance_by_time(
 ) -> list[int]:
     """Balance a model by the seconds of its layers' forward and backward.
 
-    Runs in this process only, and blocks. Seconds differ from run to run, so processes that must
-    agree use the balance that one of them found.
+    Runs in this process only, and blocks. Seconds differ from process to process, so ranks that
+    each call it may get different balances, which is an error in their first call of the stage. In
+    a script that every rank runs, use ``Stage(model, balance="time", sample=x)``: rank 0 measures.
 
     Args:
         partitions: their number, from 1 to the number of layers.

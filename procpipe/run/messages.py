@@ -153,7 +153,16 @@ def compare_facts(
             if theirs.get(name) != ours:
                 ranks = numbers[0], numbers[rank]
                 differences.append(_difference(name, ours, theirs.get(name), *ranks))
+    if any(theirs.get("balance") != facts[0].get("balance") for theirs in facts):
+        differences.append(_ONE_BALANCE)
     return differences
+
+
+_ONE_BALANCE = (
+    "give every rank the same balance; balance_by_time() and other measurements differ from rank "
+    'to rank, so use Stage(model, balance="time", sample=x), or "size": rank 0 measures, and all '
+    "ranks use its balance"
+)
 
 
 def _difference(name: str, ours: Any, theirs: Any, first: int, rank: int) -> str:

@@ -588,6 +588,7 @@ def test_ranks_disagree(ranks):
         assert failure.type == "DisagreementError", str(outcome)
         assert failure.is_a("ValueError")
         assert "balance is [2, 2, 2] on rank 0 and [1, 2, 3] on rank 1" in failure.text
+        assert failure.text.count('Stage(model, balance="time", sample=x)') == 1
         assert "chunks is 3 on rank 0 and 2 on rank 1" in failure.text
         assert "checkpoint is 'always' on rank 0 and 'never' on rank 2" in failure.text
         assert "a layer of the model is" in failure.text

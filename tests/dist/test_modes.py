@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 import random
 import re
 from itertools import product
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from procpipe import Remote, Stage, is_checkpointing, is_recomputing
 from tests.cases import pairs
@@ -852,6 +855,58 @@ BALANCES = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3], [1, 1, 1,
 @BALANCES
 def test_state_dicts(ranks, balance):
     ranks(len(balance)).run(check_state, balance, world=False).values()
+
+
+def save_wrongly(bare):
+    """All ways to pickle a stage's state dict raise; what does not pickle it works."""
+    model = make_model()
+    with stage_of(bare, "save wrongly", model, [3, len(model) - 3]) as stage:
+        part = stage.state_dict()
+        for value in (part, part.copy(), copy.copy(part), copy.deepcopy(part), {"model": part}):
+            for save in (torch.save, pickle.dump):
+                with pytest.raises(
+                    TypeError, match=r"state\.save.*state\.export.* dict\("
+                ) as caught:
+                    save(value, io.BytesIO())
+                assert f"{len(part)} values of stage {bare.rank} (rank {bare.rank})" in str(
+                    caught.value
+                )
+        with pytest.raises(TypeError, match=r"state\.save.*state\.export"):
+            torch.save(stage, io.BytesIO())
+        torch.save(dict(part), io.BytesIO())
+
+        for copied in (part.copy(), copy.copy(part), copy.deepcopy(part), dict(part)):
+            assert list(copied) == list(part)
+            assert all(torch.equal(copied[key], part[key]) for key in part)
+        for copied in (part.copy(), copy.copy(part), copy.deepcopy(part)):
+            assert copied._metadata == part._metadata
+        shapes = tree_map(lambda tensor: tensor.shape, part)
+        assert shapes == {key: value.shape for key, value in part.items()}
+        for strict in (True, False):
+            assert not stage.load_state_dict(copy.deepcopy(part), strict=strict).missing_keys
+            assert not stage[:].load_state_dict(part, strict=strict).missing_keys
+        assert list(stage.state_dict(prefix="a.")) == [f"a.{key}" for key in part]
+        of_parameters = stage.state_dict(keep_vars=True)
+        assert all(of_parameters[key] is value for key, value in stage[:].named_parameters())
+        mine: dict[str, Any] = {}
+        assert stage.state_dict(destination=mine) is mine
+
+
+def test_a_part_of_a_model_is_not_pickled(ranks):
+    ranks(2).run(save_wrongly, world=False).values()
+
+
+def save_whole(bare):
+    """A stage that is the whole model, here of each of two replicas, is pickled as any module."""
+    with stage_of(bare, "whole", make_model(), None, replicas=2) as stage:
+        file = io.BytesIO()
+        torch.save(stage.state_dict(), file)
+        file.seek(0)
+        assert list(torch.load(file)) == list(make_model().state_dict())
+
+
+def test_a_state_dict_of_the_whole_model_is_pickled(ranks):
+    ranks(2).run(save_whole, world=False).values()
 
 
 def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(ranks):
