@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 import shlex
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from procpipe.launch.main import main
 from procpipe.plan.schedules.interleaved import interleaved
@@ -136,6 +139,77 @@ def test_the_loop_prints_what_the_ordinary_loop_prints() -> None:
     assert re.fullmatch(r"(epoch \d  loss \d\.\d{4}  accuracy \d\.\d{3}\n){5}", expected)
     for num_ranks in (None, 2):
         assert run_forked(with_stages, num_ranks=num_ranks).check().stdout == expected
+
+
+# -- docs/your_model.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_a_class_kept_as_it_is_trains_the_same_over_stages(
+    num_ranks: int | None, tmp_path: Path
+) -> None:
+    of_gpt, ordinary, with_stages, back, *_ = python_blocks(YOUR_MODEL)
+
+    def program(code: str) -> str:
+        for name in ("exported", "model.pt"):
+            code = code.replace(f'"{name}"', repr(str(tmp_path / name)))
+        return IN_FLOAT64 + code.replace("from gpt import GPT\n", of_gpt)
+
+    expected = run_forked(program(ordinary)).check().stdout
+    done = run_forked(program(with_stages), num_ranks=num_ranks).check()
+
+    assert done.stdout == expected
+    assert re.fullmatch(r"(loss \d\.\d{4}\n){10}", expected)
+    exported = [load_file(file) for file in (tmp_path / "exported").glob("*.safetensors")]
+    assert len(exported) == (num_ranks or 1)
+    names: dict[str, Any] = {}
+    exec(of_gpt, names)
+    gpt, plain = (names["GPT"]().double() for _ in range(2))
+    gpt.load_state_dict({key: value for part in exported for key, value in part.items()})
+    plain.load_state_dict(torch.load(tmp_path / "model.pt"))
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(gpt(tokens), plain(tokens), rtol=1e-9, atol=1e-9)
+    run_forked(program(back)).check()
+
+
+def test_the_page_says_how_many_lines_change() -> None:
+    _, ordinary, with_stages, *_ = python_blocks(YOUR_MODEL)
+    lines = difflib.unified_diff(ordinary.splitlines(), with_stages.splitlines(), "-", "+", n=0)
+    changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+    assert f"`diff plain.py train.py` has {len(changed)} changed lines" in YOUR_MODEL.read_text()
+
+
+#: In the place of ``Stage``: the plain model, over whole mini-batches.
+PLAIN_MODEL = """
+class Stage(nn.Sequential):
+    def __init__(self, model, balance=None, *, chunks, loss_fn):
+        super().__init__(*model)
+        self.loss_fn = loss_fn
+
+    def step(self, *inputs, target=None):
+        *inputs, target = inputs if target is None else (*inputs, target)
+        first, *others = self
+        value = first(*inputs)
+        for layer in others:
+            value = layer(value)
+        loss = self.loss_fn(value, target)
+        loss.backward()
+        return loss
+
+    batches, print = staticmethod(iter), staticmethod(print)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("at", [4, 5], ids=["a mask passed along", "skip tensors"])
+def test_values_passed_along_and_skips_give_the_plain_models_losses(at: int) -> None:
+    program = IN_FLOAT64 + python_blocks(YOUR_MODEL)[at]
+    plain = program.replace("from procpipe import Stage\n", PLAIN_MODEL)
+    expected = run_forked(plain).check().stdout
+    assert len(re.findall(r" \d+\.\d{4}\n", expected)) >= 2
+    for num_ranks in (None, 2):
+        assert run_forked(program, num_ranks=num_ranks).check().stdout == expected
 
 
 # -- docs/coming_from.md -------------------------------------------------------------------------
