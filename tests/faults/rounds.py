@@ -133,7 +133,8 @@ class Round:
     @property
     def has_ties(self) -> bool:
         """Whether the first and the last layer share a weight."""
-        return self.seed % 2 == 1 and self.when != START
+        # Before the second call stages compare their copies, which no rank may miss.
+        return self.seed % 2 == 1 and self.when not in (START, TRANSFER)
 
     @property
     def timeout_s(self) -> float:
@@ -201,7 +202,7 @@ def _draw(chance: random.Random, what: str, launcher: str) -> Round:
     if where in ("forward", "recompute", "backward", "loss"):
         micro_batch = chance.randrange(1 if when == TRANSFER else 0, chunks)
     steps = {START: [-1], SAVING: range(1, num_steps - 1), CLOSE: [num_steps - 1]}
-    needs_step = where == "loss" or what == "catch"
+    needs_step = where == "loss" or what == "catch" or replicas > 1
     return Round(
         seed=chance.randrange(1 << 30),
         launcher=launcher,
