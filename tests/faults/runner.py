@@ -184,31 +184,36 @@ class Job:
         """Read what the launcher wrote."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
-    def left(self) -> Iterator[str]:
+    def left(self) -> list[str]:
         """Wait until nothing of the job is there; name what stays."""
         deadline_s = time.monotonic() + VANISH_TIMEOUT_S
-        while (processes := self.processes()) and time.monotonic() < deadline_s:
+        # A process that ends under load may still have its sockets, but no environment.
+        while (left := [*self._left()]) and time.monotonic() < deadline_s:
             time.sleep(_LOOK_EVERY_S)
+        return left
+
+    def _left(self) -> Iterator[str]:
+        processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
-        yield from self._held_by_others({process.pid for process in processes})
+        if not processes:
+            yield from self._held_by_others()
         for path in sorted((self._folder / "tmp").rglob("*")):
             name = str(path.relative_to(self._folder / "tmp"))
             if path.is_file() and "torchelastic" not in name:  # torchrun's own are not ours
                 yield f"temporary file {name}"
 
-    def _held_by_others(self, ours: set[int]) -> Iterator[str]:
-        """Name sockets and memory of the job that a process has which is none of its own."""
+    def _held_by_others(self) -> Iterator[str]:
+        """Name sockets and memory of the job that are there when its processes are not."""
         held = {
             name for path in self._folder.glob("held.*") for name in json.loads(path.read_text())
         }
-        young = [
-            process.pid
-            for process in psutil.process_iter()
-            if process.pid not in ours and process.create_time() > self._start_s - 1.0
-        ]
-        names = {pid: held_by(pid) for pid in young}
+        names = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.create_time() > self._start_s - 1.0:
+                    names[process.pid] = held_by(process.pid)
         for pid, theirs in names.items():
             yield from (f"{name} in process {pid}" for name in theirs & held)
         in_use = set().union(*names.values())
