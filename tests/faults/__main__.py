@@ -1,6 +1,6 @@
 """Faults in real jobs, round after round: each must end in time, with the right report.
 
-    python -m tests.faults --rounds 100 [--seed S] [--first K] [--verbose]
+    python -m tests.faults --rounds 100 [--seed S] [--first K] [--verbose] [--fresh]
     python -m tests.faults --rounds 0 --repeat-correct 100
 
 A round is one job with one fault, drawn from the seed and its number. The exit code is 1 if any
@@ -27,14 +27,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--short", action="store_true", help="the rounds of make test")
+    parser.add_argument("--fresh", action="store_true", help="start new interpreters, no forks")
     parser.add_argument("--repeat-correct", type=int, default=0, help="one job without a fault")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds a round")
     parser.add_argument("--verbose", action="store_true", help="print a line a round")
     options = parser.parse_args()
     find_launch()
-    command = f"python -m tests.faults --seed {options.seed}{' --short' * options.short}"
+    command = f"python -m tests.faults --seed {options.seed}"
+    command += " --short" * options.short + " --fresh" * options.fresh
     rounds = Rounds(
-        fresh=not options.short,
+        fresh=options.fresh,
         is_verbose=options.verbose,
         command=command,
         time_limit_s=options.time_limit,

@@ -36,7 +36,7 @@ from tests.faults.rounds import CLOSE, NONE, PROCPIPE_RUN, START, Ending, Round,
 
 #: A round that takes longer is a hang. A quiet one takes 0.5 to 12 s, and 40 s where torchrun
 #: waits half a minute before it kills a stopped rank.
-TIME_LIMIT_S = 120.0
+TIME_LIMIT_S = 300.0
 
 #: How long processes may take to vanish after the launcher, or all ranks, have ended.
 VANISH_TIMEOUT_S = 10.0
@@ -246,6 +246,7 @@ def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) 
         left = [*job.left(), *_shared_left(shared_before)]
     finally:
         job.kill()
+    fault_s, job_s = _times(folder, start_s + duration_s)
     saved = [int(path.read_text() or 0) for path in folder.glob("saved.*")]
     loaded_step, wrong_values = _compare(round_, folder)
     return Ending(
@@ -254,7 +255,8 @@ def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) 
         launcher_output=job.launcher_output(),
         duration_s=duration_s,
         has_struck=(folder / "struck").exists(),
-        fault_s=_fault_s(folder),
+        fault_s=fault_s,
+        job_s=job_s,
         left=tuple(left),
         saved_step=max(saved, default=0),
         loaded_step=loaded_step,
@@ -274,12 +276,14 @@ def _shared_left(before: set[str]) -> Iterator[str]:
                 yield f"/dev/shm/{name}"
 
 
-def _fault_s(folder: Path) -> float | None:
-    """Return the seconds from the fault to the end of the last script that noted its own."""
-    with contextlib.suppress(OSError, ValueError):
-        ended_ns = [int(path.read_text()) for path in folder.glob("ended.*")]
-        return (max(ended_ns) - int((folder / "struck").read_text())) / 1e9
-    return None
+def _times(folder: Path, end_s: float) -> tuple[float | None, float]:
+    """Return the seconds from the fault to the end of the last script, and to that of the job."""
+    try:
+        struck_s = int((folder / "struck").read_text()) / 1e9
+    except OSError:
+        return None, 0.0
+    ended_s = [int(path.read_text()) / 1e9 for path in folder.glob("ended.*")]
+    return (max(ended_s) - struck_s if ended_s else None), end_s - struck_s
 
 
 def _compare(round_: Round, folder: Path) -> tuple[int, list[str]]:

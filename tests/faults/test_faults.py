@@ -20,7 +20,7 @@ from tests.faults.runner import Job, Rounds, ending_of
 NUM_ROUNDS = 8
 
 #: A short round takes 0.5 to 10 s on quiet cores.
-TIME_LIMIT_S = 90.0
+TIME_LIMIT_S = 120.0
 
 
 @pytest.mark.dist
