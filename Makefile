@@ -5,7 +5,7 @@
 # make types    check types
 # make bench    compare with peers, side by side
 # make gpu-hour test and measure on this machine's GPUs, in 8 minutes
-# make soak     inject random faults into real runs for some minutes
+# make soak     run 100 rounds of the fault test, and kill and resume real runs
 # make versions run the tests under each supported torch and Python (30 GB, hours)
 # make clean    remove everything that make has made
 #
@@ -65,7 +65,7 @@ gpu-hour:
 	$(PYTHON) -m benchmarks gpu $(GPU_HOUR)
 
 soak: .venv/dev.stamp
-	$(BIN)/python -m benchmarks.soak --rounds 60 --repeat-correct 100
+	$(BIN)/python -m tests.faults --fresh --rounds 100 --repeat-correct 100
 	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
 
 versions: .venv/versions.stamp

@@ -142,7 +142,7 @@ class Stage(Gradients):
 
     Attributes:
         balance: number of layers in each partition, a list of int.
-        chunks: see above; rank 0's counts.
+        chunks: see above; rank 0's counts, and in ``batches(sharded=True)`` that of each reader.
         checkpoint: see above; rank 0's counts.
 
     Raises:
@@ -469,7 +469,7 @@ class Stage(Gradients):
             target,
             total,
             accumulate,
-            chunks=checked_chunks(self.chunks) if self.rank == 0 else 1,
+            chunks=checked_chunks(self.chunks) if self._grid.stage == 0 else 1,
             checkpoint=self.checkpoint,
             is_training=self.training,
             reduces=not self._keeps_own,

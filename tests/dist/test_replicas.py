@@ -445,6 +445,22 @@ def check_sharded_on_some_ranks(bare):
         assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
 
 
+def check_shares_are_scattered(bare):
+    sizes = []
+
+    def loss_of(output, target):
+        sizes.append(len(target))
+        return F.mse_loss(output, target)
+
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.randn(6, 3), torch.zeros(6, 2))]
+    options = {"replicas": 2, "chunks": 3, "loss_fn": loss_of, "checkpoint": "never"}
+    with stage_of(bare, "scattered", layers, [1, 1], **options) as stage:
+        for input, target in stage.batches(items, sharded=True):
+            stage.step(input, target)
+    assert sizes == [2, 2, 2] * (bare.rank % 2)
+
+
 def check_fetch_of_shares(bare):
     layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     shares = [(torch.ones(4, 3), torch.full((4, 2), float(bare.rank)))] * (1 + bare.rank // 2)
@@ -557,6 +573,7 @@ def check_unscale(bare):
     [
         *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
         *(check_two_loops, check_sharded_on_some_ranks, check_fetch_of_shares),
+        check_shares_are_scattered,
         *(
             check_reentrant,
             check_loop_left,

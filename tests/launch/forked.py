@@ -1,4 +1,4 @@
-"""Lets ``procpipe doctor``, ``plan --check`` and the soak test start their ranks as forks.
+"""Lets ``procpipe doctor`` and ``plan --check`` start their ranks as forks.
 
 That saves seconds.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO
 
 import pytest
@@ -16,15 +15,12 @@ from procpipe.launch import start_ranks
 from tests.dist.forks import Forked, fork_server
 
 
-def start_as_forks(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, module: ModuleType = start_ranks
-) -> None:
+def start_as_forks(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     """Start torchrun, and so many of its ranks, as forks: tests/dist/launchers.py.
 
     Args:
         monkeypatch: undoes it.
         num_ranks: how many of its ranks are forks.
-        module: what starts torchrun, by its function ``_start``.
     """
 
     def start(arguments: list[str], environment: dict[str, str], log: BinaryIO) -> Forked:
@@ -34,4 +30,4 @@ def start_as_forks(
                 arguments, env=environment, cwd=Path.cwd(), files=files, num_ranks=num_ranks
             )
 
-    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(start_ranks, "_start", start)

@@ -1,0 +1,163 @@
+"""Which rounds are drawn, and that each kind of wrong ending is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from tests.faults.rounds import (
+    LAUNCHERS,
+    NONE,
+    PAIRS,
+    PROCPIPE_RUN,
+    TORCHRUN,
+    TRANSFER,
+    WHATS,
+    Ending,
+    draw,
+    expected_of,
+    faults_of,
+)
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def test_a_round_depends_on_seed_and_number_only():
+    rounds = [draw(1, number) for number in range(100)]
+
+    assert rounds == [draw(1, number) for number in range(100)]
+    assert rounds != [draw(2, number) for number in range(100)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hundred_rounds_have_each_pair_of_what_and_launcher(seed):
+    counts = Counter((r.what, r.launcher) for r in (draw(seed, n) for n in range(100)))
+
+    assert set(counts) == set(PAIRS)
+    assert len(PAIRS) == len(WHATS) * len(LAUNCHERS) - 1
+
+
+def test_short_rounds_are_mostly_without_a_launcher():
+    rounds = [draw(1, number, short=True) for number in range(8)]
+
+    assert Counter(r.launcher for r in rounds) == {NONE: 4, TORCHRUN: 2, PROCPIPE_RUN: 2}
+    assert len({(r.what, r.launcher) for r in rounds}) == 8
+    many = [draw(seed, number, short=True) for seed in range(300) for number in range(8)]
+    slow = {(r.what, r.launcher) for r in many if r.what == "stop for good"}
+    assert {r.what for r in many} == set(WHATS)
+    assert slow == {("stop for good", NONE)}
+
+
+def test_all_places_are_drawn_and_none_that_cannot_be():
+    rounds = [draw(7, number) for number in range(5000)]
+
+    assert {(r.what, r.when) for r in rounds} == {(w, t) for w, ts in WHATS.items() for t in ts}
+    assert {(r.num_stages, r.replicas) for r in rounds} >= {(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)}
+    for r in rounds:
+        stage = r.origin % r.num_stages
+        assert 0 <= r.origin < r.num_ranks <= 4
+        assert r.where != "loader" or stage == 0
+        assert r.where != "loss" or stage == r.num_stages - 1
+        waiting = [rank for rank in range(r.num_ranks) if r.waits_for(rank)]
+        assert len(waiting) == (r.when == TRANSFER and r.where != "any moment")
+        if r.when == TRANSFER and r.where == "forward":
+            assert waiting[0] // r.num_stages == r.origin // r.num_stages
+            assert r.micro_batch >= 1
+
+
+# -- judging -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raised():
+    """A layer of rank 1 of 3 raises."""
+    return dataclasses.replace(
+        draw(1, 0),
+        what="raise in forward",
+        when="in a task",
+        where="forward",
+        launcher=NONE,
+        num_stages=3,
+        replicas=1,
+        origin=1,
+    )
+
+
+REPORT = """Traceback (most recent call last):
+FaultError: fault in forward
+procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer 'l2' (FaultyLayer)
+"""
+VICTIM = "procpipe: rank {} ends, because rank 1 failed in step(): FaultError: fault in forward\n"
+OUTPUTS = VICTIM.format(0), REPORT, VICTIM.format(2)
+OTHER = "procpipe: rank 0 ends, because rank 2 failed in step(): FaultError: fault in forward\n"
+
+
+def test_an_expected_ending_has_no_faults(raised):
+    assert faults_of(raised, Ending((1, 1, 1), OUTPUTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"codes": (), "duration_s": 90.0}, "a hang: it has not ended in 90 s"),
+        ({"codes": (1, 1, 0)}, "exit code 0 of rank 2"),
+        ({"outputs": ("", "", "")}, "0 tracebacks, not 1"),
+        ({"outputs": (REPORT, REPORT, "")}, "2 tracebacks, not 1"),
+        ({"outputs": (REPORT, "", "")}, "'FaultError: fault in forward' is not printed"),
+        ({"outputs": (OTHER, REPORT, VICTIM.format(2))}, "rank 2 is named"),
+        ({"has_struck": False}, "the fault did not happen"),
+        ({"fault_s": 16.0}, "the last script ended 16.0 s after the fault"),
+        ({"left": ("process 7: python",)}, "left: process 7: python"),
+        ({"saved_step": 2, "loaded_step": 1}, "step 2 was saved, and 1 is loaded"),
+        ({"wrong_values": ("losses.0",)}, "wrong values: losses.0"),
+    ],
+)
+def test_a_wrong_ending_is_noticed(raised, changed, fault):
+    assert fault in faults_of(raised, Ending(**{"codes": (1, 1, 1), "outputs": OUTPUTS} | changed))
+
+
+def test_the_rank_that_torchrun_names_is_checked(raised):
+    round_ = dataclasses.replace(raised, launcher=TORCHRUN)
+    report = "Root Cause (first observed failure):\n[0]:\n  rank      : {} (local_rank: 0)\n"
+
+    def faults(code=1, text=""):
+        return faults_of(round_, Ending((code,), OUTPUTS, text))
+
+    assert faults(text=report.format(1)) == []
+    assert faults(text=report.format(2)) == ["torchrun names rank 2"]
+    assert faults() == ["torchrun names no rank"]
+    assert "exit code 0 of a job that must fail" in faults(0)
+
+
+def test_the_one_report_of_procpipe_run_is_checked(raised):
+    round_ = dataclasses.replace(raised, launcher=PROCPIPE_RUN)
+    report = (
+        f"{VICTIM.format(0)}Traceback (most recent call last):\nprocpipe: rank {{}} failed in …"
+    )
+
+    def faults(text):
+        return faults_of(round_, Ending((1,), OUTPUTS, text))
+
+    assert faults(report.format(1)) == []
+    assert faults(report.format(2)) == ["procpipe run names rank 2"]
+    assert faults(report.format(1) + REPORT) == ["2 tracebacks on the screen, not 1"]
+
+
+def test_a_job_that_must_end_well_may_not_report_a_failure(raised):
+    round_ = dataclasses.replace(raised, what="fork")
+    quiet = ("", "", "")
+
+    assert expected_of(round_).is_well
+    assert faults_of(round_, Ending((0, 0, 0), quiet)) == []
+    assert faults_of(round_, Ending((0, -6, 0), quiet)) != []
+    assert faults_of(round_, Ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
+    assert faults_of(round_, Ending((0, 0, 0), (REPORT, "", ""))) == ["1 tracebacks, not 0"]
+
+
+def test_after_a_kill_at_any_moment_the_job_may_have_been_over(raised):
+    round_ = dataclasses.replace(raised, what="kill", when=TRANSFER, where="any moment")
+
+    assert faults_of(round_, Ending((0, 0, 0), ("", "", ""), has_struck=False)) == []
+    assert faults_of(round_, Ending((0, 0, 0), ("", "", ""))) != []
