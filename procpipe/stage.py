@@ -407,7 +407,7 @@ class Stage(Gradients):
             given,
             target,
             total,
-            chunks=checked_chunks(self.chunks) if self.rank == 0 else 1,
+            chunks=checked_chunks(self.chunks) if self._grid.stage == 0 else 1,
             checkpoint=self.checkpoint,
             is_training=self.training,
             reduces=not self._keeps_own,

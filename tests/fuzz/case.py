@@ -215,6 +215,11 @@ class Case:
         return _written(self)
 
 
+def is_training(act: str) -> bool:
+    """Return whether a call with a mini-batch is made in training mode."""
+    return act not in ("evaluate", "output in eval")
+
+
 def draw(seed: int, number: int) -> Case:
     """Draw a case; the same for the same seed and number."""
     chance = random.Random(f"{seed}/{number}")

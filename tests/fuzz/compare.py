@@ -24,11 +24,11 @@ from torch import Tensor
 from procpipe import RemoteStageError, Stage, state
 from tests.dist.stages import assert_same
 from tests.dist.worker import BareWorld
-from tests.fuzz.case import BETWEEN, Case, Run
+from tests.fuzz.case import BETWEEN, Call, Case, Run, is_training
 from tests.fuzz.data import Batch, mapped, own_loss
 from tests.fuzz.hooks import Hooks
-from tests.fuzz.oracle import Oracle
-from tests.fuzz.pipeline import ACCUMULATES, as_passed, stage_for
+from tests.fuzz.oracle import SEVERAL, TOTAL, Oracle
+from tests.fuzz.pipeline import as_passed, stage_for, supported
 from tests.fuzz.training import MAX_NORM, Training
 
 #: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
@@ -83,31 +83,53 @@ def run_case(
     torch.set_default_dtype(torch.float64)
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message)
-    oracle = Oracle(truth or case)
+    case, truth = supported(case), supported(truth or case)
+    oracle = Oracle(truth)
     for r, run in enumerate(case.runs):
         with _those_with_a_stage(bare, f"{name} run {r}", run) as world:
-            if world is not None:
-                is_last = r == len(case.runs) - 1
-                _run_one(world, f"{name} run {r}", case, r, oracle, folder, is_saved=not is_last)
+            oracle.begin(run)
+            if world is None:
+                for number, call in enumerate(run.calls):
+                    _expect(oracle, case, run, call, 10 * r + number)
+            else:
+                _run_one(world, f"{name} run {r}", case, r, oracle, folder)
 
 
 def _run_one(
-    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str, *, is_saved: bool
+    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str
 ) -> None:
     run = case.runs[r]
     with stage_for(bare, name, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
         if r > 0:
             comparison.load(folder, r)
-        for number, (act, sizes) in enumerate(run.calls):
+        for number, call in enumerate(run.calls):
             try:
-                comparison.call(act, sizes, 10 * r + number)
+                comparison.call(call, 10 * r + number)
             except Exception as error:
-                error.add_note(f"in call {number}, {act} {sizes}, of run {r} on rank {bare.rank}")
+                error.add_note(f"in call {number}, {call}, of run {r} on rank {bare.rank}")
                 raise
         comparison.compare_hooks()
-        if is_saved:
+        if r < len(case.runs) - 1:
             comparison.save(folder, r)
+
+
+def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> None:
+    """Do a call on the oracle alone, on a rank without a stage."""
+    act, numbers = call
+    if act not in BETWEEN:
+        for shares in _rounds(case, run, numbers, number):
+            oracle.call(act, shares)
+    elif act == "chunks" or act.startswith("zero") or oracle.has_gradients():
+        oracle.between(act, numbers)
+
+
+def _rounds(case: Case, run: Run, sizes: tuple[int, ...], number: int) -> list[list[Batch]]:
+    """Return the mini-batches of a call, each a share for each replica."""
+    return [
+        [Batch.of(case, 10 * number + k, r, size) for r, size in enumerate(of_replicas)]
+        for k, of_replicas in enumerate(run.rounds(sizes))
+    ]
 
 
 @contextmanager
@@ -146,8 +168,6 @@ class Comparison:
         self._tolerance = TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
         if case.is_exact:
             self._tolerance = 0.0
-        oracle.chunks = run.chunks
-        oracle.is_reversed = run.schedule == "gpipe"
         self._hooks = Hooks(case, stage, oracle.model) if case.has_hooks else None
 
     def save(self, folder: str, r: int) -> None:
@@ -161,60 +181,38 @@ class Comparison:
         saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
         assert saved.step == r - 1, saved
         assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
-        self._oracle.model.zero_grad()
-        self._oracle.training.renew_scaler()
         self._compare_state()
 
-    def call(self, act: str, sizes: tuple[int, ...], number: int) -> None:
+    def call(self, call: Call, number: int) -> None:
         """Run one call on both and compare; ``number`` makes its data differ from others'."""
-        if act == "chunks":
-            self._stage.chunks = self._oracle.chunks = sizes[0]
-        elif act in BETWEEN:
-            self._between(act, sizes)
-        else:
-            rounds = [
-                [
-                    Batch.of(self._case, 10 * number + k, replica, size)
-                    for replica, size in enumerate(of_replicas)
-                ]
-                for k, of_replicas in enumerate(self._run.rounds(sizes))
-            ]
-            for module in self._both:
-                module.train(act not in ("evaluate", "output in eval"))
+        act, numbers = call
+        if act not in BETWEEN:
+            self._stage.train(is_training(act))
             with torch.set_grad_enabled("without grad" not in act):
-                self._mini_batches(act, rounds)
+                self._mini_batches(act, _rounds(self._case, self._run, numbers, number))
+        elif act == "chunks":
+            (self._stage.chunks,) = numbers
+            self._oracle.between(act, numbers)
+        elif act.startswith("zero") or self._oracle.has_gradients():  # else a scaler would refuse
+            name = self._oracle.overflowing(numbers) if act == "overflow" else ""
+            found, expected = self._training.do(act, name), self._oracle.between(act, numbers)
+            self._compare(found, expected, "norm", tolerance=self._tolerance or TOLERANCE)
         self._compare_state()
-
-    def _between(self, act: str, numbers: tuple[int, ...]) -> None:
-        ours, theirs = self._training, self._oracle.training
-        trained = [(n, p) for n, p in theirs.module.named_parameters() if p.grad is not None]
-        if act == "update":
-            if trained:  # a scaler refuses to step without gradients
-                ours.update()
-                theirs.update()
-        elif act == "clip":
-            if trained:
-                found, expected = ours.clip(), theirs.clip()
-                self._compare(found, expected, "norm", tolerance=self._tolerance or TOLERANCE)
-        elif act == "overflow":
-            if trained:
-                for training in (ours, theirs):
-                    training.overflow(trained[numbers[0] % len(trained)][0])
-        else:
-            for module in self._both:
-                module.zero_grad(set_to_none=act == "zero")
 
     def _mini_batches(self, act: str, rounds: list[list[Batch]]) -> None:
-        stage = self._stage
         if act.startswith("output"):
-            found = stage.fetch(stage(*as_passed(rounds[0][0]).inputs, **rounds[0][0].named))
-            self._compare(found, self._oracle.output(rounds[0][0]), "output")
+            self._output(act, rounds[0])
         elif act.startswith("loss"):
-            self._own_loss(act, rounds[0][0])
+            self._own_loss(act, rounds[0])
         elif act == "loop" or self._run.replicas > 1:
             self._loop(act, rounds)
         else:
             self._step(act, rounds[0], as_passed(rounds[0][0]))
+
+    def _output(self, act: str, shares: list[Batch]) -> None:
+        passed = as_passed(shares[0])
+        found = self._stage.fetch(self._stage(*passed.inputs, **passed.named))
+        self._compare(found, self._oracle.call(act, shares).output, "output")
 
     def _loop(self, act: str, rounds: list[list[Batch]]) -> None:
         """Step in a loop over the loaders of all replicas."""
@@ -222,23 +220,19 @@ class Comparison:
         is_first = stage.rank % self._run.num_stages == 0
         loader = [_item(shares[replica]) for shares in rounds if shares[replica].num_samples]
         items = stage.batches(loader if is_first else None, sharded=stage.replicas > 1)
-        num_items = 0
         for shares, item in zip(rounds, items, strict=True):
-            num_items += 1
             self._step(act, shares, _from_item(item, has_target=shares[0].target is not None))
-        assert num_items == len(rounds)
 
     def _step(self, act: str, shares: list[Batch], passed: Batch) -> None:
-        stage, own = self._stage, shares[self._stage.replica]
+        stage = self._stage
         inputs, named, target = passed.inputs, passed.named, passed.target
-        options: dict[str, Any] = {}
-        expected_options: dict[str, Any] = {}
         if act == "step for inputs":
-            _require_gradients(own)
-        elif act == "step with total":
-            options["total_weight"] = expected_options["total"] = 12.0
-        elif act == "step of several" and ACCUMULATES:
-            options["accumulate"] = expected_options["accumulate"] = 4
+            shares[stage.replica].require_gradients()
+        options: dict[str, Any] = {}
+        if act == "step with total":
+            options["total_weight"] = TOTAL
+        elif act == "step of several":
+            options["accumulate"] = SEVERAL
         with stage.no_sync() if act == "step unsynced" else nullcontext():
             if act == "step on rank 0" and stage.rank != 0:
                 found = stage.step()
@@ -249,26 +243,30 @@ class Comparison:
             else:
                 found = stage.step(*inputs, target=target, **named, **options)
         self._is_synced = act != "step unsynced" or stage.replicas == 1
-        self._check_nothing_held()
-        ours = _take_gradients(own)
-        self._compare(found, self._oracle.step(shares, **expected_options), "loss")
-        self._compare_gradients_of_inputs(ours, own)
+        self._compare_call(act, shares, found)
 
-    def _own_loss(self, act: str, batch: Batch) -> None:
-        stage = self._stage
+    def _own_loss(self, act: str, shares: list[Batch]) -> None:
         if act == "loss for inputs":
-            _require_gradients(batch)
-        passed = as_passed(batch)
-        output = stage(*passed.inputs, **passed.named)
+            shares[0].require_gradients()
+        passed = as_passed(shares[0])
+        output = self._stage(*passed.inputs, **passed.named)
         loss = own_loss(self._case, output, passed.target)
-        scaler = self._training.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        self._check_nothing_held()
-        ours = _take_gradients(batch)
-        expected_output, expected = self._oracle.loss(batch)
-        self._compare(stage.fetch(loss), expected, "loss")
-        self._compare(stage.fetch(output), expected_output, "output")
-        self._compare_gradients_of_inputs(ours, batch)
+        self._training.scaled(loss).backward()
+        self._compare_call(act, shares, loss, output)
+
+    def _compare_call(self, act: str, shares: list[Batch], loss: Any, output: Any = None) -> None:
+        """Do a call on the oracle, after that on the stage, and compare what both give."""
+        stage = self._stage
+        held = stage.statistics().held_bytes
+        assert held == 0, f"{held} bytes are held after the call"
+        own = shares[stage.replica].take_gradients()
+        expected = self._oracle.call(act, shares)
+        if output is not None:
+            loss = stage.fetch(loss)
+            self._compare(stage.fetch(output), expected.output, "output")
+        self._compare(loss, expected.loss, "loss")
+        if stage.rank % self._run.num_stages == 0:
+            self._compare(own, expected.gradients[stage.replica], "gradient of the input")
 
     # -- comparing ------------------------------------------------------------------------------
 
@@ -276,15 +274,6 @@ class Comparison:
         """Compare how often each hook ran."""
         if self._hooks is not None:
             self._hooks.compare(is_counted=self._run.replicas == 1)
-
-    def _compare_gradients_of_inputs(self, ours: list[Tensor | None], batch: Batch) -> None:
-        if self._stage.rank % self._run.num_stages == 0:
-            expected = [tensor.grad for tensor in batch.floats()]
-            self._compare(ours, expected, "gradient of the input")
-
-    def _check_nothing_held(self) -> None:
-        held = self._stage.statistics().held_bytes
-        assert held == 0, f"{held} bytes are held after the call"
 
     def _compare_state(self) -> None:
         stage, plain = self._stage, self._oracle.model
@@ -331,18 +320,6 @@ def _from_item(item: Any, *, has_target: bool) -> Batch:
         named = {name: value for name, value in item.items() if name != "target"}
         return Batch((), named, item.get("target"))
     return Batch(item[:-1], {}, item[-1]) if has_target else Batch(item)
-
-
-def _require_gradients(batch: Batch) -> None:
-    for tensor in batch.floats():
-        tensor.requires_grad_()
-
-
-def _take_gradients(batch: Batch) -> list[Tensor | None]:
-    taken = [tensor.grad for tensor in batch.floats()]
-    for tensor in batch.floats():
-        tensor.grad = None
-    return taken
 
 
 def _finite(tensor: Tensor) -> Tensor:

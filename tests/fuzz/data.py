@@ -80,7 +80,21 @@ class Batch:
 
     def floats(self) -> list[Tensor]:
         """List the floating tensors among the inputs that are split."""
-        return [tensor for tensor in _tensors((self.inputs, self.named)) if tensor.is_floating_point()]
+        tensors: list[Tensor] = []
+        mapped(tensors.append, (self.inputs, self.named))
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+    def require_gradients(self) -> None:
+        """Let backward passes give these tensors gradients."""
+        for tensor in self.floats():
+            tensor.requires_grad_()
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Return their gradients, and leave none."""
+        taken = [tensor.grad for tensor in self.floats()]
+        for tensor in self.floats():
+            tensor.grad = None
+        return taken
 
 
 def _target_of(
@@ -121,7 +135,9 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         if case.loss == "classes":  # class 0 may weigh nothing
             return F.cross_entropy(scores, target, ignore_index=0 if case.is_weighted else IGNORED)
         if case.loss == "nested":
-            loss: Tensor = F.mse_loss(scores * target["scale"].tensor, target["y"])
+            scale = target["scale"]
+            scale = getattr(scale, "tensor", scale)
+            loss: Tensor = F.mse_loss(scores * scale, target["y"])
             return loss * target["more"][0]
         return F.mse_loss(scores, target)
 
@@ -158,12 +174,6 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([mapped(function, child) for child in value])
     return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(found.append, value)
-    return found
 
 
 def _part(value: Any, span: slice) -> Any:

@@ -11,40 +11,97 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.fuzz.case import Case
+from tests.fuzz.case import Case, Run, is_training
 from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, mapped, own_loss, scores_of
 from tests.fuzz.layers import build
 from tests.fuzz.training import MAX_NORM, Training
 
+#: The ``total_weight`` of "step with total", and ``accumulate`` of "step of several".
+TOTAL, SEVERAL = 12.0, 4
+
+
+@dataclass
+class Expected:
+    """What a call gives.
+
+    Attributes:
+        loss: 0-dim, or None.
+        output: of the model, or None.
+        gradients: of the floating inputs of each replica.
+    """
+
+    loss: Tensor | None = None
+    output: Any = None
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+
 
 class Oracle:
-    """The plain model of a case, called as a stage is.
+    """The plain model of a case, for which :meth:`call` does what a run's ranks do together.
 
     Attributes:
         model: the model.
         training: its optimizer and more.
-        chunks: the micro-batches of each replica's share.
-        is_reversed: whether micro-batches go backward in reverse order.
     """
 
     def __init__(self, case: Case) -> None:
         self.model = build(case)
         self.training = Training(self.model, case, self._clip)
-        self.chunks = 1
-        self.is_reversed = True
         self._case = case
+        self.begin(case.runs[0])
         self._loss_fn = loss_fn_of(case)
         self._weight = loss_weight_of(case)
 
-    def step(self, shares: list[Batch], total: float | None = None, accumulate: int = 1) -> Tensor:
+    def begin(self, run: Run) -> None:
+        """Begin a run, which has neither gradients nor a scaler's intermediate state."""
+        self._chunks, self._is_reversed = run.chunks, run.schedule == "gpipe"
+        self.model.zero_grad()
+        self.training.renew_scaler()
+
+    def between(self, act: str, numbers: tuple[int, ...]) -> Tensor | None:
+        """Do what a run does between mini-batches; return the norm of gradients it has clipped."""
+        if act == "chunks":
+            (self._chunks,) = numbers
+        else:
+            return self.training.do(act, self.overflowing(numbers) if act == "overflow" else "")
+        return None
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient."""
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def overflowing(self, numbers: tuple[int, ...]) -> str:
+        """Return the name of a parameter with a gradient, chosen by a number."""
+        named = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        return named[numbers[0] % len(named)]
+
+    def call(self, act: str, shares: list[Batch]) -> Expected:
+        """Do what a run does with a mini-batch, given that of each replica."""
+        self.model.train(is_training(act))
+        with torch.set_grad_enabled("without grad" not in act):
+            for batch in shares if act.endswith("for inputs") else ():
+                batch.require_gradients()
+            found = Expected()
+            if act.startswith("output"):
+                found.output = self._output(shares[0])
+            elif act.startswith("loss"):
+                found.output, found.loss = self._own_loss(shares[0])
+            else:
+                total = TOTAL if act == "step with total" else None
+                divisor = SEVERAL if act == "step of several" else 1
+                found.loss = self._step(shares, total, divisor)
+        found.gradients = [batch.take_gradients() for batch in shares]
+        return found
+
+    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> Tensor:
         """Do what ``stage.step`` does, given the batch of each replica."""
-        parts = [batch.parts(self.chunks) for batch in shares]
+        parts = [batch.parts(self._chunks) for batch in shares]
         flat = [part for of_replica in parts for part in of_replica]
         with torch.set_grad_enabled(self.model.training and torch.is_grad_enabled()):
             outputs = self._forward(parts)
@@ -53,32 +110,32 @@ class Oracle:
                 for output, part in zip(outputs, flat, strict=True)
             ]
             weighted = [
-                loss * (share / accumulate)
+                loss * (share / divisor)
                 if share
                 else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
                 for output, loss, share in zip(
                     outputs, losses, self._shares(flat, total), strict=True
                 )
             ]
-        for loss in reversed(weighted) if self.is_reversed else weighted:
+        for loss in reversed(weighted) if self._is_reversed else weighted:
             if loss.requires_grad:
-                (loss * self.training.scale).backward()
+                self.training.scaled(loss).backward()
         result = weighted[0].detach()
         for loss in weighted[1:]:
             result = result + loss.detach()
         return result
 
-    def output(self, batch: Batch) -> Any:
+    def _output(self, batch: Batch) -> Any:
         """Do what ``stage(input)`` does."""
-        output = self._joined(self._forward([batch.parts(self.chunks)]))
+        output = self._joined(self._forward([batch.parts(self._chunks)]))
         return mapped(lambda tensor: tensor.detach(), output)
 
-    def loss(self, batch: Batch) -> tuple[Any, Tensor]:
+    def _own_loss(self, batch: Batch) -> tuple[Any, Tensor]:
         """Do ``stage(input)`` and the user's own loss, backward; return output and loss.
 
         The graph is cut at the outputs, so that the micro-batches go backward in reverse.
         """
-        outputs = self._forward([batch.parts(self.chunks)])
+        outputs = self._forward([batch.parts(self._chunks)])
         pairs: list[list[tuple[Tensor, Tensor]]] = []
 
         def cut(tensor: Tensor) -> Tensor:
@@ -93,7 +150,7 @@ class Oracle:
         output = self._joined(leaves)
         loss = own_loss(self._case, output, batch.target)
         if loss.requires_grad:
-            (loss * self.training.scale).backward()
+            self.training.scaled(loss).backward()
         for of_micro_batch in reversed(pairs):
             ready = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
             if ready:

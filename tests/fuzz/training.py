@@ -83,17 +83,35 @@ class Training:
             state = self.scaler.state_dict()
             self.scaler = GradScaler("cpu")
             self.scaler.load_state_dict(state)
+            self.scaled(torch.ones(()))  # torch makes the tensor of the scale in the first call
         self._is_unscaled = False
 
-    def clip(self) -> Tensor:
-        """Clip the gradients; return their norm."""
-        if self.scaler is not None and not self._is_unscaled:
-            self.scaler.unscale_(self.optimizer)
-            self._is_unscaled = True
-        return self._clip()
+    def scaled(self, loss: Any) -> Any:
+        """Multiply a loss by the scale."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def update(self) -> None:
-        """Let the optimizer and the scheduler do a step; the scaler may leave out the first."""
+    def do(self, act: str, name: str = "") -> Tensor | None:
+        """Do what a script does between mini-batches; return the norm of "clip".
+
+        ``name`` is that of the parameter of which "overflow" sets a gradient's value to inf.
+        """
+        if act == "update":
+            self._update()
+        elif act == "clip":
+            if self.scaler is not None and not self._is_unscaled:
+                self.scaler.unscale_(self.optimizer)
+                self._is_unscaled = True
+            return self._clip()
+        elif act == "overflow":
+            parameter = dict(self.module.named_parameters()).get(name)
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad[(0,) * parameter.dim()] = torch.inf
+        else:
+            self.module.zero_grad(set_to_none=act == "zero")
+        return None
+
+    def _update(self) -> None:
+        """Let optimizer and scheduler do a step; the scaler may leave out that of the first."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -102,12 +120,6 @@ class Training:
             self._is_unscaled = False
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def overflow(self, name: str) -> None:
-        """Set a value of the gradient of one parameter to inf, if it is here."""
-        gradient = dict(self.module.named_parameters()).get(name, torch.empty(0)).grad
-        if gradient is not None:
-            gradient[(0,) * gradient.dim()] = torch.inf
 
 
 def _optimizer(module: nn.Module, case: Case, *, factor: float) -> Optimizer:
