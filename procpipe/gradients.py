@@ -168,7 +168,7 @@ class StageScaler(CheckedScaler):
                 raise DisagreementError(differences)
         if not of_ranks:
             return {}
-        result = torch.tensor(max(of_ranks))
+        result = torch.tensor(max(of_ranks), dtype=torch.float32)  # as torch makes it
         # From pinned memory update() copies it to the scale's device without waiting.
         result = result.pin_memory() if zero.device.type == "cuda" else result
         return {result.device: result}

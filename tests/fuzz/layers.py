@@ -1,27 +1,26 @@
-"""The layers that the fuzzer's words stand for; any of them may follow any other.
+"""The layers that the fuzzer's words stand for, in plain torch; any of them may follow any other.
 
 A layer may return anything that can be sent: views, tuples, dicts, integers, ``None``. The next
 layer first folds that into one tensor ``(batch, time, 8)``, to which every returned value
 contributes. All is float64, and no output depends on random numbers.
+
+Layers that stash and pop are here what any model may have; pipeline.py makes skippable ones.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.fuzz_cases import Case
-from procpipe import is_recomputing
-from procpipe.skip import Namespace, pop, skippable, stash
-
-__all__ = ["TIME", "WIDTH", "build", "fold"]
+from tests.fuzz.case import Case
 
 WIDTH, TIME, NUM_CLASSES = 8, 6, 3
 
@@ -34,6 +33,8 @@ def fold(value: Any) -> Tensor:
     if isinstance(value, tuple) and isinstance(value[0], str):  # "transposed"
         return fold(value[1].transpose(1, 2))
     x, *leaves = _leaves(value)
+    if x.dim() == 4:  # "conv2d": (batch, 4, 2, time)
+        x = x.flatten(1, 2).transpose(1, 2)
     for k, leaf in enumerate(leaves, 1):
         if isinstance(leaf, Tensor):
             places = torch.linspace(0.5, 1.5, leaf.numel())  # so that order matters
@@ -43,43 +44,54 @@ def fold(value: Any) -> Tensor:
     return folded
 
 
-def build(case: Case) -> nn.Sequential:
-    """Build a case's model, the same each time."""
+def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.Sequential:
+    """Build a case's model, the same each time.
+
+    ``make_skip(layer, num_pops)`` returns what takes the place of a plain layer that stashes or
+    pops a value, which is popped so many times.
+    """
     torch.manual_seed(case.seed)
+    place: dict[int, Any] = {}
     layers: list[nn.Module] = []
-    namespaces: dict[str, Namespace] = {}
-    starts = [sum(case.balance[:j]) for j in range(len(case.balance))]
     before = "affine" if case.inputs == "one" else ""
-    for k, written in enumerate(case.words):
-        word = written.rstrip("*")
-        layer = _skip(case, word, namespaces) if "." in word else LAYERS[word]()
-        if word == "relu_" and before not in SAFE:
+    for written, kind in zip(case.words, case.kinds, strict=True):
+        name, _, number = kind.partition(".")
+        num_pops = case.kinds.count(f"pop.{number}")
+        if not number:
+            layer = LAYERS[kind]()
+        elif f"stash.{number}" in case.kinds and num_pops:
+            plain = Stash(int(number), place) if name == "stash" else Pop(int(number), place)
+            layer = plain if make_skip is None else make_skip(plain, num_pops)
+        else:  # the case has only half the pair
+            layer = LAYERS["linear"]()
+        if kind == "relu_" and before not in SAFE:
             layer = nn.Sequential(LAYERS["affine"](), layer)
-        if word == "tied":
-            _tie(layer, layers[max(start for start in starts if start <= k) :])
-        layers.append(layer.requires_grad_(word == written))
-        before = word
+        if kind == "tied":
+            _tie(layer, layers)
+        layers.append(layer.requires_grad_(kind == written))
+        before = kind
+    head = Head(case.head)
+    may_freeze = any(p.requires_grad for layer in layers for p in layer.parameters())
+    head.requires_grad_(not (may_freeze and case.words[-1].endswith("*")))
     if case.inputs == "ids":
-        layers[0] = nn.Sequential(nn.Embedding(WIDTH, WIDTH), layers[0])
-    elif case.inputs == "several":
+        table = nn.Embedding(WIDTH, WIDTH)
+        layers[0] = nn.Sequential(table, layers[0])
+        if case.is_head_tied:
+            head.f.weight = table.weight
+    elif case.inputs != "one":
         layers[0] = Joining(layers[0])
-    may_freeze = any(
-        parameter.requires_grad for layer in layers for parameter in layer.parameters()
-    )
-    head = Head(case.head == "dict")
-    layers.append(head.requires_grad_(not (may_freeze and case.words[-1].endswith("*"))))
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(*layers, head).double()
 
 
 class Joining(nn.Module):
-    """Gives a layer one tensor made of several inputs."""
+    """Gives a layer one tensor made of several inputs, some of them by name."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.layer(fold(inputs))
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.layer(fold((inputs, named)))
 
 
 class Layer(nn.Module):
@@ -96,17 +108,19 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The last layer: scores of classes, alone or beside other values."""
+    """The last layer: scores of classes for each sample or time, alone or beside other values."""
 
-    def __init__(self, is_dict: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.f = nn.Linear(WIDTH, NUM_CLASSES)
-        self.is_dict = is_dict
+        self.f = nn.Linear(WIDTH, WIDTH)  # square, so that it may be an embedding's, too
+        self.kind = kind
 
     def forward(self, value: Any) -> Any:
         x = fold(value)
-        scores = self.f(x.mean(1))
-        if not self.is_dict:
+        if self.kind == "tokens" and x.shape[1] < TIME:
+            x = x.repeat(1, TIME // x.shape[1], 1)
+        scores = self.f(x if self.kind == "tokens" else x.mean(1))[..., :NUM_CLASSES]
+        if self.kind != "dict":
             return scores
         extra = [x[:, 0], (scores[:, ::2],)]
         ids = scores.argmax(1)
@@ -137,26 +151,40 @@ class Scale(torch.autograd.Function):
 _scaled: Callable[..., tuple[Tensor, Tensor]] = Scale.apply
 
 
-class Pop(nn.Module):
-    """Adds the value that was stashed under its name; ``_skip`` makes it skippable."""
-
-    def forward(self, value: Any) -> Generator[Any, Any, Any]:
-        skip = yield pop("skip")
-        return 0.9 * fold((fold(value), skip))  # so that two cannot be exchanged
-
-
 class Stash(nn.Module):
-    """Stashes a value computed from its input, and passes its input on."""
+    """Computes a value for a later layer from its input, and passes its input on.
 
-    def __init__(self, kind: int) -> None:
+    ``place`` is where that layer takes it from; ``number`` says what it is.
+    """
+
+    def __init__(self, number: int, place: dict[int, Any]) -> None:
         super().__init__()
-        self.f = _linear() if kind not in (2, 3, 4) else None
-        self.kind = kind
+        self.f = _linear() if number not in (2, 3, 4) else None
+        self.number, self.place = number, place
 
-    def forward(self, value: Any) -> Generator[Any, Any, Any]:
+    def forward(self, value: Any) -> Any:
         x = fold(value)
-        yield stash("skip", STASHED[self.kind](self.f, x))
+        self.place[self.number] = self.made(x)
         return x
+
+    def made(self, x: Tensor) -> Tensor | None:
+        """Return what is stashed."""
+        return STASHED[self.number](self.f, x)
+
+
+class Pop(nn.Module):
+    """Adds a value that was stashed."""
+
+    def __init__(self, number: int, place: dict[int, Any]) -> None:
+        super().__init__()
+        self.number, self.place = number, place
+
+    def forward(self, value: Any) -> Any:
+        return self.joined(value, self.place[self.number])
+
+    def joined(self, value: Any, skip: Any) -> Tensor:
+        """Return the output, so that two skip tensors cannot be exchanged."""
+        return 0.9 * fold((fold(value), skip))
 
 
 class Counting(Layer):
@@ -180,21 +208,27 @@ class Counting(Layer):
 
 
 class Drawing(Layer):
-    """Draws random numbers; a recomputation has to draw those of the first forward.
+    """Draws random numbers; a recomputation has to draw those of the first forward, and only it.
 
     The output does not depend on them, as the plain model draws other numbers.
     """
 
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
-        self.own = torch.Generator()
-        self.drawn: set[tuple[float, ...]] = set()
+        self.is_repeating: Callable[[], bool] = bool  # pipeline.py says when
+        self.drawn: set[Any] = set()
+        self.repeated: set[Any] = set()
 
     def forward(self, value: Any) -> Any:
-        own = torch.rand((), generator=self.own).item()
-        drawn = (torch.rand(()).item(), random.random(), float(np.random.randn()), own)
-        assert not is_recomputing() or drawn in self.drawn, "recomputed with other random numbers"
-        self.drawn.add(drawn)
+        mask = tuple(F.dropout(torch.ones(40), 0.5).tolist())
+        drawn = (mask, torch.rand(()).item(), random.random(), float(np.random.randn()))
+        if self.is_repeating():
+            assert drawn in self.drawn, "recomputed with other random numbers"
+            assert drawn not in self.repeated, "two recomputed with the same random numbers"
+            self.repeated.add(drawn)
+        else:
+            assert drawn not in self.drawn, "drew the same random numbers twice"
+            self.drawn.add(drawn)
         return super().forward(value)
 
 
@@ -206,6 +240,17 @@ def _across(module: nn.Module, x: Tensor) -> Tensor:
     """Apply a module that takes ``(batch, channels, time)``."""
     result: Tensor = module(x.transpose(1, 2)).transpose(1, 2)
     return result
+
+
+def _image(x: Tensor) -> Tensor:
+    """Make ``(batch, 4, 2, time)`` in the memory format ``channels_last``."""
+    image = x.transpose(1, 2).unflatten(1, (4, 2))
+    return image.contiguous(memory_format=torch.channels_last)
+
+
+def _conv2d() -> nn.Module:
+    conv = nn.Conv2d(4, 4, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Layer(lambda s, x: s.conv(_image(x)), conv=conv)
 
 
 def _norm(norm: nn.Module) -> Layer:
@@ -244,6 +289,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "conv": lambda: Layer(
         lambda s, x: _across(s.conv, x), conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
     ),
+    "conv2d": _conv2d,
+    "batchnorm2d": lambda: Layer(lambda s, x: s.norm(_image(x)), norm=nn.BatchNorm2d(4)),
     "attention": lambda: Layer(
         lambda s, x: s.attention(x, x, x),
         attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
@@ -270,6 +317,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "tuple": _linked(lambda f, x: (f(x), x)),
     "list": _linked(lambda f, x: [x, (f(x), [], None), 0.5, True]),
     "dict": _linked(lambda f, x: {"x": f(x), "none": None, 3: [x * 2, {}], "unused": f(x).exp()}),
+    "nested": _linked(
+        lambda f, x: {
+            "a": [(f(x), {"b": (x, []), "word": "of any kind"}), None],
+            "c": ({}, ({"d": {"e": [x.mean(1), 2]}}, True)),
+        }
+    ),
     "ids": _linked(lambda f, x: (f(x), x.argmax(-1), x > 0, (x * 9).to(torch.int8))),
     "detached": _linked(lambda f, x: (y := f(x), y.detach(), x.detach().mean())),
     "empty": _linked(lambda f, x: (f(x), x[:, :0], f(x)[..., :0], x.mean())),
@@ -308,34 +361,18 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
 
 
 def _leaves(value: Any) -> list[Any]:
-    """List the tensors and numbers of a nested value, without those under "unused"."""
+    """List the tensors and numbers of a nested value, without words and those under "unused"."""
     if isinstance(value, dict):
         return [leaf for key in value if key != "unused" for leaf in _leaves(value[key])]
     if isinstance(value, (tuple, list)):
         return [leaf for child in value for leaf in _leaves(child)]
-    return [] if value is None else [value]
+    value = getattr(value, "tensor", value)  # one that is not split
+    return [] if value is None or isinstance(value, str) else [value]
 
 
-def _skip(case: Case, word: str, namespaces: dict[str, Namespace]) -> nn.Module:
-    """Make a layer that stashes or pops, or a plain layer if the case has only half the pair."""
-    name, _, number = word.partition(".")
-    words = [written.rstrip("*") for written in case.words]
-    num_pops = words.count(f"pop.{number}")
-    if f"stash.{number}" not in words or not num_pops:
-        return LAYERS["linear"]()
-    declare: Any = (
-        skippable(stash={"skip": num_pops}) if name == "stash" else skippable(pop=["skip"])
-    )
-    base: Any = Stash if name == "stash" else Pop
-    made = declare(type(base.__name__, (base,), {}))
-    layer = made(int(number) % len(STASHED)) if name == "stash" else made()
-    isolated: nn.Module = layer.isolate(namespaces.setdefault(number, Namespace()))
-    return isolated
-
-
-def _tie(layer: nn.Module, candidates: list[nn.Module]) -> None:
-    """Give a layer the weight of the last plain layer of its partition, if there is one."""
-    for candidate in reversed(candidates):
+def _tie(layer: nn.Module, before: list[nn.Module]) -> None:
+    """Give a layer the weight of the last plain layer before it, if there is one."""
+    for candidate in reversed(before):
         if isinstance(candidate, Layer) and type(getattr(candidate, "f", None)) is nn.Linear:
             layer.f.weight = candidate.f.weight  # type: ignore[union-attr]
             return

@@ -1,0 +1,341 @@
+"""Runs cases on the ranks of a pool: each call on the stage and on the oracle, then compared.
+
+After each call it compares the loss, the output, every gradient, parameter and buffer of the
+stage, the inputs' gradients, options of the optimizer, and at the end how often hooks ran. Every
+bit must be equal where additions are in the same order and factors are laid out alike
+(``Case.is_exact``); otherwise the tolerance is 1e-12 of the largest number compared, or 1e-10
+behind norms, which divide rounding errors by small deviations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe import RemoteStageError, Stage, state
+from tests.dist.stages import assert_same
+from tests.dist.worker import BareWorld
+from tests.fuzz.case import BETWEEN, Call, Case, Run, is_training
+from tests.fuzz.data import Batch, mapped, own_loss
+from tests.fuzz.hooks import Hooks
+from tests.fuzz.oracle import SEVERAL, TOTAL, Oracle
+from tests.fuzz.pipeline import as_passed, stage_for, supported
+from tests.fuzz.training import MAX_NORM, Training
+
+#: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
+TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
+
+#: Smaller numbers count as this: a gradient through two norms may be rounding only.
+FLOOR = 1e-2
+
+#: Warnings that cases are expected to give.
+EXPECTED = (
+    "Full backward hook is firing",  # at a model's first layer
+    "Detected call of `lr_scheduler.step\\(\\)`",  # a scaler has left out the first update
+    "loss_weight is 0 for every micro-batch",
+)
+
+#: How long a rank without a stage waits for a run of the others.
+TIMEOUT_S = 30.0
+
+
+def run_cases(bare: BareWorld, cases: Iterable[Case], folder: str) -> list[str | None]:
+    """Run cases one after another on each rank; return the fault of each, or None.
+
+    The fault is empty if another rank failed.
+    """
+    faults: list[str | None] = []
+    for number, case in enumerate(cases):
+        faults.append(None)
+        try:
+            run_case(bare, f"case {number}", case, f"{folder}/{number}")
+        except RemoteStageError:
+            faults[-1] = ""
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            notes = getattr(error, "__notes__", [])
+            text = f"{type(error).__name__}: {error}"
+            faults[-1] = "\n".join([text, *notes, f"raised in {where.filename}:{where.lineno}"])
+    return faults
+
+
+def run_case(
+    bare: BareWorld, name: str, case: Case, folder: str, *, truth: Case | None = None
+) -> None:
+    """Run one case; a difference raises an ``AssertionError``, other errors are passed on.
+
+    Args:
+        bare: this rank.
+        name: of the case, another for each.
+        case: what is run.
+        folder: for saved state; another for each case.
+        truth: what the oracle runs; a different case shows that the comparison can fail.
+    """
+    torch.set_default_dtype(torch.float64)
+    for message in EXPECTED:
+        warnings.filterwarnings("ignore", message)
+    case, truth = supported(case), supported(truth or case)
+    oracle = Oracle(truth)
+    for r, run in enumerate(case.runs):
+        with _those_with_a_stage(bare, f"{name} run {r}", run) as world:
+            oracle.begin(run)
+            if world is None:
+                for number, call in enumerate(run.calls):
+                    _expect(oracle, case, run, call, 10 * r + number)
+            else:
+                _run_one(world, f"{name} run {r}", case, r, oracle, folder)
+
+
+def _run_one(
+    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str
+) -> None:
+    run = case.runs[r]
+    with stage_for(bare, name, case, run, is_new=r == 0) as stage:
+        comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
+        if r > 0:
+            comparison.load(folder, r)
+        for number, call in enumerate(run.calls):
+            try:
+                comparison.call(call, 10 * r + number)
+            except Exception as error:
+                error.add_note(f"in call {number}, {call}, of run {r} on rank {bare.rank}")
+                raise
+        comparison.compare_hooks()
+        if r < len(case.runs) - 1:
+            comparison.save(folder, r)
+
+
+def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> None:
+    """Do a call on the oracle alone, on a rank without a stage."""
+    act, numbers = call
+    if act not in BETWEEN:
+        for shares in _rounds(case, run, numbers, number):
+            oracle.call(act, shares)
+    elif act == "chunks" or act.startswith("zero") or oracle.has_gradients():
+        oracle.between(act, numbers)
+
+
+def _rounds(case: Case, run: Run, sizes: tuple[int, ...], number: int) -> list[list[Batch]]:
+    """Return the mini-batches of a call, each a share for each replica."""
+    return [
+        [Batch.of(case, 10 * number + k, r, size) for r, size in enumerate(of_replicas)]
+        for k, of_replicas in enumerate(run.rounds(sizes))
+    ]
+
+
+@contextmanager
+def _those_with_a_stage(bare: BareWorld, name: str, run: Run) -> Iterator[BareWorld | None]:
+    """Yield this rank among those that have a stage in a run; on others None, and wait for them.
+
+    Raises:
+        RemoteStageError: on others, if the run fails.
+    """
+    n = run.num_ranks
+    if bare.rank >= n:
+        yield None
+        bare.store.wait([f"{name} ended"], timedelta(seconds=TIMEOUT_S))
+        if bare.store.get(f"{name} ended") != b"well":
+            raise RemoteStageError(f"{name} has failed on the ranks that have a stage")
+        return
+    end = "badly"
+    try:
+        yield dataclasses.replace(bare, num_ranks=n, devices=bare.devices[:n])
+        end = "well"
+    finally:
+        if bare.rank == 0:
+            bare.store.set(f"{name} ended", end)
+
+
+class Comparison:
+    """One run on one rank: its stage, and the oracle beside it."""
+
+    def __init__(self, stage: Stage, oracle: Oracle, case: Case, run: Run, *, is_new: bool) -> None:
+        self._stage, self._oracle, self._case, self._run = stage, oracle, case, run
+        self._both = (stage, oracle.model)
+        self._training = Training(
+            stage, case, lambda: stage.clip_grad_norm_(MAX_NORM), stage.scaler, is_new=is_new
+        )
+        self._is_synced = True
+        self._tolerance = TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
+        if case.is_exact:
+            self._tolerance = 0.0
+        self._hooks = Hooks(case, stage, oracle.model) if case.has_hooks else None
+
+    def save(self, folder: str, r: int) -> None:
+        """Save the run for the next one; also what is not an object with a state."""
+        extra = {**self._training.state, "progress": {"run": r, "losses": [0.5, None]}}
+        state.save(folder, self._stage, self._training.optimizer, extra=extra, step=r)
+
+    def load(self, folder: str, r: int) -> None:
+        """Resume what the run before this has saved."""
+        extra = {**self._training.state, "progress": {}}
+        saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
+        assert saved.step == r - 1, saved
+        assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
+        self._compare_state()
+
+    def call(self, call: Call, number: int) -> None:
+        """Run one call on both and compare; ``number`` makes its data differ from others'."""
+        act, numbers = call
+        if act not in BETWEEN:
+            self._stage.train(is_training(act))
+            with torch.set_grad_enabled("without grad" not in act):
+                self._mini_batches(act, _rounds(self._case, self._run, numbers, number))
+        elif act == "chunks":
+            (self._stage.chunks,) = numbers
+            self._oracle.between(act, numbers)
+        elif act.startswith("zero") or self._oracle.has_gradients():  # else a scaler would refuse
+            name = self._oracle.overflowing(numbers) if act == "overflow" else ""
+            found, expected = self._training.do(act, name), self._oracle.between(act, numbers)
+            self._compare(found, expected, "norm", tolerance=self._tolerance or TOLERANCE)
+        self._compare_state()
+
+    def _mini_batches(self, act: str, rounds: list[list[Batch]]) -> None:
+        if act.startswith("output"):
+            self._output(act, rounds[0])
+        elif act.startswith("loss"):
+            self._own_loss(act, rounds[0])
+        elif act == "loop" or self._run.replicas > 1:
+            self._loop(act, rounds)
+        else:
+            self._step(act, rounds[0], as_passed(rounds[0][0]))
+
+    def _output(self, act: str, shares: list[Batch]) -> None:
+        passed = as_passed(shares[0])
+        found = self._stage.fetch(self._stage(*passed.inputs, **passed.named))
+        self._compare(found, self._oracle.call(act, shares).output, "output")
+
+    def _loop(self, act: str, rounds: list[list[Batch]]) -> None:
+        """Step in a loop over the loaders of all replicas."""
+        stage, replica = self._stage, self._stage.replica
+        is_first = stage.rank % self._run.num_stages == 0
+        loader = [_item(shares[replica]) for shares in rounds if shares[replica].num_samples]
+        items = stage.batches(loader if is_first else None, sharded=stage.replicas > 1)
+        for shares, item in zip(rounds, items, strict=True):
+            self._step(act, shares, _from_item(item, has_target=shares[0].target is not None))
+
+    def _step(self, act: str, shares: list[Batch], passed: Batch) -> None:
+        stage = self._stage
+        inputs, named, target = passed.inputs, passed.named, passed.target
+        if act == "step for inputs":
+            shares[stage.replica].require_gradients()
+        options: dict[str, Any] = {}
+        if act == "step with total":
+            options["total_weight"] = TOTAL
+        elif act == "step of several":
+            options["accumulate"] = SEVERAL
+        with stage.no_sync() if act == "step unsynced" else nullcontext():
+            if act == "step on rank 0" and stage.rank != 0:
+                found = stage.step()
+            elif act == "step with last target" and stage.rank != stage.placement[-1]:
+                found = stage.step(*inputs, target=None, **named)
+            elif len(inputs) == 1 and not named and act != "step named":
+                found = stage.step(*inputs, *([] if target is None else [target]), **options)
+            else:
+                found = stage.step(*inputs, target=target, **named, **options)
+        self._is_synced = act != "step unsynced" or stage.replicas == 1
+        self._compare_call(act, shares, found)
+
+    def _own_loss(self, act: str, shares: list[Batch]) -> None:
+        if act == "loss for inputs":
+            shares[0].require_gradients()
+        passed = as_passed(shares[0])
+        output = self._stage(*passed.inputs, **passed.named)
+        loss = own_loss(self._case, output, passed.target)
+        self._training.scaled(loss).backward()
+        self._compare_call(act, shares, loss, output)
+
+    def _compare_call(self, act: str, shares: list[Batch], loss: Any, output: Any = None) -> None:
+        """Do a call on the oracle, after that on the stage, and compare what both give."""
+        stage = self._stage
+        held = stage.statistics().held_bytes
+        assert held == 0, f"{held} bytes are held after the call"
+        own = shares[stage.replica].take_gradients()
+        expected = self._oracle.call(act, shares)
+        if output is not None:
+            loss = stage.fetch(loss)
+            self._compare(stage.fetch(output), expected.output, "output")
+        self._compare(loss, expected.loss, "loss")
+        if stage.rank % self._run.num_stages == 0:
+            self._compare(own, expected.gradients[stage.replica], "gradient of the input")
+
+    # -- comparing ------------------------------------------------------------------------------
+
+    def compare_hooks(self) -> None:
+        """Compare how often each hook ran."""
+        if self._hooks is not None:
+            self._hooks.compare(is_counted=self._run.replicas == 1)
+
+    def _compare_state(self) -> None:
+        stage, plain = self._stage, self._oracle.model
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        if self._is_synced:
+            found = {name: p.grad for name, p in stage.named_parameters()}
+            ours = {name: expected[name] for name in found}
+            self._compare(found, ours, "gradients", scale=_largest(expected))
+        state = plain.state_dict()
+        found = dict(stage.state_dict())
+        self._compare(found, {key: state[key] for key in found}, "state")
+        ours_and_theirs = self._training, self._oracle.training
+        options, expected_options = (training.options() for training in ours_and_theirs)
+        assert options == expected_options, f"options of groups: {options}, not {expected_options}"
+        scale, expected_scale = (training.scale for training in ours_and_theirs)
+        assert scale == expected_scale, f"scale: {scale}, not {expected_scale}"
+
+    def _compare(
+        self,
+        found: Any,
+        expected: Any,
+        what: str,
+        *,
+        scale: float | None = None,
+        tolerance: float | None = None,
+    ) -> None:
+        tolerance = self._tolerance if tolerance is None else tolerance
+        scale = max(_largest(expected) if scale is None else scale, FLOOR)
+        found, expected = mapped(_finite, found), mapped(_finite, expected)
+        assert_same(found, expected, what, tolerance, scale)
+
+
+def _item(batch: Batch) -> Any:
+    """Return a mini-batch as an item of a loader."""
+    passed = as_passed(batch)
+    if passed.named:
+        return passed.named | ({} if passed.target is None else {"target": passed.target})
+    return passed.inputs if passed.target is None else (*passed.inputs, passed.target)
+
+
+def _from_item(item: Any, *, has_target: bool) -> Batch:
+    """Return what ``step`` takes of an item of a loader, or of an item of placeholders."""
+    if isinstance(item, dict):
+        named = {name: value for name, value in item.items() if name != "target"}
+        return Batch((), named, item.get("target"))
+    return Batch(item[:-1], {}, item[-1]) if has_target else Batch(item)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Replace inf and NaN by numbers, so that they can be compared."""
+    if not tensor.is_floating_point() or tensor.isfinite().all():
+        return tensor
+    return tensor.nan_to_num(nan=77.0, posinf=78.0, neginf=-78.0)
+
+
+def _largest(value: Any) -> float:
+    """Return the largest finite number in a nested value."""
+    found = [0.0]
+
+    def look(tensor: Tensor) -> None:
+        finite = tensor.detach().double()[tensor.isfinite()]
+        found.append(finite.abs().max().item() if finite.numel() else 0.0)
+
+    mapped(look, value)
+    return max(found)

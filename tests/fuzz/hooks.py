@@ -1,0 +1,70 @@
+"""Counts how often hooks run on the modules and parameters of both models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from procpipe import Stage, is_recomputing
+from tests.fuzz.case import Case
+
+#: Layers whose linear module gets a hook of its backward pass.
+WITH_BACKWARD = ("linear", "twice", "tuple", "custom", "head")
+
+
+class Hooks:
+    """Hooks on a stage and on the plain model; some of them change gradients."""
+
+    def __init__(self, case: Case, stage: Stage, plain: nn.Module) -> None:
+        self._stage = stage
+        self._words = [*case.kinds, "head"]
+        self._handles: list[Any] = []
+        # What layers or replicas share has a part of its gradient at a time.
+        names = Counter(id(p) for _, p in plain.named_parameters(remove_duplicate=False))
+        self._shared = {name for name, p in plain.named_parameters() if names[id(p)] > 1}
+        self._counts = self._registered(stage), self._registered(plain)
+
+    def compare(self, *, is_counted: bool) -> None:
+        """Remove the hooks; compare how often each ran. The plain model has those of all stages."""
+        for handle in self._handles:
+            handle.remove()
+        ours, expected = self._counts
+        names = dict(self._stage.named_modules()) | dict(self._stage.named_parameters())
+        expected = Counter({key: n for key, n in expected.items() if key.split(" ")[0] in names})
+        assert not is_counted or ours == expected, (
+            f"hooks ran {ours - expected} too often, {expected - ours} too few"
+        )
+
+    def _registered(self, module: nn.Module) -> Counter[str]:
+        counts: Counter[str] = Counter()
+
+        def count(name: str, what: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                if what != "forward" or not is_recomputing():
+                    counts[f"{name} {what}"] += 1
+
+            return hook
+
+        found = self._handles
+        for name, child in module.named_modules():
+            if isinstance(child, nn.Linear) and name.endswith("f"):
+                found.append(child.register_forward_hook(count(name, "forward")))
+                if self._word(name) in WITH_BACKWARD:
+                    hook = count(name, "backward")
+                    found.append(child.register_full_backward_hook(hook))
+        for name, parameter in module.named_parameters():
+            # A weight that is also passed on is added up in both tasks of a split backward pass.
+            is_one = name not in self._shared and self._word(name) != "weight"
+            if parameter.requires_grad and is_one:
+                if self._stage.replicas == 1:  # as above
+                    hook = count(name, "accumulated")
+                    found.append(parameter.register_post_accumulate_grad_hook(hook))
+                if len(name) % 2:
+                    found.append(parameter.register_hook(lambda gradient: gradient * 0.5))
+        return counts
+
+    def _word(self, name: str) -> str:
+        return self._words[int(name.split(".")[0])]

@@ -1,0 +1,256 @@
+"""What the fuzzer compares with: the plain model in one process, over the same micro-batches.
+
+Uses no code of procpipe: a mini-batch is scattered by ``torch.chunk``, each micro-batch's loss
+counts by its share, and gradients add up in the schedule's order: all forward first, then backward
+in order, or in reverse as fill and drain does. Replicas are more micro-batches of one mini-batch,
+except that each begins with the same buffers, and those of the first remain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tests.fuzz.case import Case, Run, is_training
+from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, mapped, own_loss, scores_of
+from tests.fuzz.layers import build
+from tests.fuzz.training import MAX_NORM, Training
+
+#: The ``total_weight`` of "step with total", and ``accumulate`` of "step of several".
+TOTAL, SEVERAL = 12.0, 4
+
+
+@dataclass
+class Expected:
+    """What a call gives.
+
+    Attributes:
+        loss: 0-dim, or None.
+        output: of the model, or None.
+        gradients: of the floating inputs of each replica.
+    """
+
+    loss: Tensor | None = None
+    output: Any = None
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+
+
+class Oracle:
+    """The plain model of a case, for which :meth:`call` does what a run's ranks do together.
+
+    Attributes:
+        model: the model.
+        training: its optimizer and more.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.model = build(case)
+        self.training = Training(self.model, case, self._clip)
+        self._case = case
+        self.begin(case.runs[0])
+        self._loss_fn = loss_fn_of(case)
+        self._weight = loss_weight_of(case)
+
+    def begin(self, run: Run) -> None:
+        """Begin a run, which has neither gradients nor a scaler's intermediate state."""
+        self._chunks, self._is_reversed = run.chunks, run.schedule == "gpipe"
+        self.model.zero_grad()
+        self.training.renew_scaler()
+
+    def between(self, act: str, numbers: tuple[int, ...]) -> Tensor | None:
+        """Do what a run does between mini-batches; return the norm of gradients it has clipped."""
+        if act == "chunks":
+            (self._chunks,) = numbers
+        else:
+            return self.training.do(act, self.overflowing(numbers) if act == "overflow" else "")
+        return None
+
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has a gradient."""
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def overflowing(self, numbers: tuple[int, ...]) -> str:
+        """Return the name of a parameter with a gradient, chosen by a number."""
+        named = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        return named[numbers[0] % len(named)]
+
+    def call(self, act: str, shares: list[Batch]) -> Expected:
+        """Do what a run does with a mini-batch, given that of each replica."""
+        self.model.train(is_training(act))
+        with torch.set_grad_enabled("without grad" not in act):
+            for batch in shares if act.endswith("for inputs") else ():
+                batch.require_gradients()
+            found = Expected()
+            if act.startswith("output"):
+                found.output = self._output(shares[0])
+            elif act.startswith("loss"):
+                found.output, found.loss = self._own_loss(shares[0])
+            else:
+                total = TOTAL if act == "step with total" else None
+                divisor = SEVERAL if act == "step of several" else 1
+                found.loss = self._step(shares, total, divisor)
+        found.gradients = [batch.take_gradients() for batch in shares]
+        return found
+
+    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> Tensor:
+        """Do what ``stage.step`` does, given the batch of each replica."""
+        parts = [batch.parts(self._chunks) for batch in shares]
+        flat = [part for of_replica in parts for part in of_replica]
+        with torch.set_grad_enabled(self.model.training and torch.is_grad_enabled()):
+            outputs = self._forward(parts)
+            losses = [
+                self._loss_fn(output) if part.target is None else self._loss_fn(output, part.target)
+                for output, part in zip(outputs, flat, strict=True)
+            ]
+            weighted = [
+                loss * (share / divisor)
+                if share
+                else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
+                for output, loss, share in zip(
+                    outputs, losses, self._shares(flat, total), strict=True
+                )
+            ]
+        for loss in reversed(weighted) if self._is_reversed else weighted:
+            if loss.requires_grad:
+                self.training.scaled(loss).backward()
+        result = weighted[0].detach()
+        for loss in weighted[1:]:
+            result = result + loss.detach()
+        return result
+
+    def _output(self, batch: Batch) -> Any:
+        """Do what ``stage(input)`` does."""
+        output = self._joined(self._forward([batch.parts(self._chunks)]))
+        return mapped(lambda tensor: tensor.detach(), output)
+
+    def _own_loss(self, batch: Batch) -> tuple[Any, Tensor]:
+        """Do ``stage(input)`` and the user's own loss, backward; return output and loss.
+
+        The graph is cut at the outputs, so that the micro-batches go backward in reverse.
+        """
+        outputs = self._forward([batch.parts(self._chunks)])
+        pairs: list[list[tuple[Tensor, Tensor]]] = []
+
+        def cut(tensor: Tensor) -> Tensor:
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            pairs[-1].append((tensor, leaf))
+            return leaf
+
+        leaves = []
+        for output in outputs:
+            pairs.append([])
+            leaves.append(mapped(cut, output))
+        output = self._joined(leaves)
+        loss = own_loss(self._case, output, batch.target)
+        if loss.requires_grad:
+            self.training.scaled(loss).backward()
+        for of_micro_batch in reversed(pairs):
+            ready = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
+            if ready:
+                roots, gradients = zip(*ready, strict=True)
+                torch.autograd.backward(roots, gradients)
+        return mapped(lambda tensor: tensor.detach(), output), loss.detach()
+
+    def _clip(self) -> Tensor:
+        gradients = [p for p in self.model.parameters() if p.grad is not None]
+        return nn.utils.clip_grad_norm_(gradients, MAX_NORM)
+
+    def _forward(self, parts: list[list[Batch]]) -> list[Any]:
+        """Return the outputs of the micro-batches of all replicas."""
+        modules = {m: dict(m.named_buffers(recurse=False)) for m in self.model.modules()}
+        before = {m: _clones(buffers) for m, buffers in modules.items()}
+        first: dict[nn.Module, dict[str, Tensor]] = {}
+        outputs = []
+        with self._deferring():
+            for of_replica in parts:
+                outputs += [self._run(part) for part in of_replica]
+                if len(parts) > 1:
+                    now = {m: dict(m.named_buffers(recurse=False)) for m in modules}
+                    first = first or now
+                    for module, buffers in before.items():
+                        _set_buffers(module, _clones(buffers))
+            for module, buffers in first.items():
+                _set_buffers(module, buffers)
+        return outputs
+
+    def _run(self, part: Batch) -> Any:
+        first, *rest = self.model
+        # A first layer that changes its input in place must not change the mini-batch.
+        args, named = mapped(lambda tensor: tensor.clone(), (part.inputs, part.named))
+        value = first(*args, **named)
+        for layer in rest:
+            value = layer(value)
+        return value
+
+    def _shares(self, parts: list[Batch], total: float | None) -> list[float]:
+        weights: list[float] = [part.num_samples for part in parts]
+        if self._weight is not None:
+            weights = [float(self._weight(part.target)) for part in parts]
+        total = math.fsum(weights) if total is None else total
+        return [weight / total if total else 0.0 for weight in weights]
+
+    def _joined(self, outputs: list[Any]) -> Any:
+        """Put the micro-batches' outputs together."""
+        if len(outputs) == 1 or self._case.head != "dict":
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        of_key = {key: [output[key] for output in outputs] for key in outputs[0]}
+        first, second = zip(*of_key["l"], strict=True)
+        return {
+            "scores": torch.cat(of_key["scores"]),
+            "ids": torch.cat(of_key["ids"]),
+            "mean": torch.stack(of_key["mean"]),
+            "none": None,
+            "n": of_key["n"],
+            "l": [torch.cat(first), (torch.cat([pair[0] for pair in second]),)],
+        }
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """Update running statistics once, by the whole mini-batch, if the case defers it."""
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        if not self._case.is_deferred or not self.model.training:
+            norms = []
+        seen: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
+        handles = [
+            norm.register_forward_pre_hook(lambda norm, args: seen[norm].append(args[0].detach()))
+            for norm in norms
+        ]
+        # Each forward updates copies, since autograd may have saved the buffers.
+        buffers = [dict(norm.named_buffers()) for norm in norms]
+        for norm, of_norm in zip(norms, buffers, strict=True):
+            _set_buffers(norm, _clones(of_norm))
+        yield
+        for norm, handle, of_norm in zip(norms, handles, buffers, strict=True):
+            handle.remove()
+            _set_buffers(norm, of_norm)
+            _update(norm, torch.cat([x.flatten(2) for x in seen[norm]]))
+
+
+@torch.no_grad()
+def _update(norm: _BatchNorm, x: Tensor) -> None:
+    """Update running statistics as ``nn.BatchNorm1d`` does for a whole mini-batch."""
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    factor = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.item()
+    for running, new in (
+        (norm.running_mean, x.mean((0, 2))),
+        (norm.running_var, x.var((0, 2), unbiased=True)),
+    ):
+        assert running is not None
+        running.mul_(1 - factor).add_(new * factor)
+
+
+def _clones(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items()}
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(module, name, buffer)

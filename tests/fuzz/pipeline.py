@@ -1,0 +1,103 @@
+"""A case as procpipe has it: the same layers and batches, with skip tensors and a Stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from procpipe import NoChunk, Stage, is_recomputing
+from procpipe.skip import Namespace, pop, skippable, stash
+from tests.dist.stages import stage_of, two_at_a_time
+from tests.dist.worker import BareWorld
+from tests.fuzz.case import PAIRS, Case, Run
+from tests.fuzz.data import Batch, Whole, loss_fn_of, loss_weight_of
+from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
+
+def supported(case: Case) -> Case:
+    """Return a case without the calls that this ``Stage`` does not have."""
+    if "accumulate" in inspect.signature(Stage.step).parameters:
+        return case
+    text = repr(case).replace("step of several", "step")
+    return eval(text, {"Case": Case, "Run": Run})  # type: ignore[no-any-return]
+
+
+def stage_for(
+    bare: BareWorld, name: str, case: Case, run: Run, *, is_new: bool
+) -> AbstractContextManager[Stage]:
+    """Return the stage of a run, to be entered; unless it is new, it has other values."""
+    model = _model(case if is_new else dataclasses.replace(case, seed=case.seed + 1))
+    return stage_of(
+        bare,
+        name,
+        model,
+        run.balance,
+        replicas=run.replicas,
+        chunks=run.chunks,
+        checkpoint=run.checkpoint,
+        schedule=two_at_a_time if run.schedule == PAIRS else run.schedule,
+        transport=run.transport,
+        loss_fn=loss_fn_of(case),
+        loss_weight=loss_weight_of(case),
+        deferred_batch_norm=case.is_deferred,
+        check_tied=True,
+    )
+
+
+def as_passed(batch: Batch) -> Batch:
+    """Return a mini-batch with what is not split as a stage takes it."""
+    return Batch(
+        _no_chunk(batch.inputs), _no_chunk(batch.named), _no_chunk(batch.target), batch.num_samples
+    )
+
+
+def _no_chunk(value: Any) -> Any:
+    if isinstance(value, Whole):
+        return NoChunk(value.tensor)
+    if isinstance(value, dict):
+        return {key: _no_chunk(child) for key, child in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_no_chunk(child) for child in value])
+    return value
+
+
+def _model(case: Case) -> nn.Sequential:
+    namespaces: dict[int, Namespace] = {}
+
+    def make_skip(plain: Stash | Pop, num_pops: int) -> nn.Module:
+        is_stash = isinstance(plain, Stash)
+        declare: Any = skippable(stash={"skip": num_pops}) if is_stash else skippable(pop=["skip"])
+        base: Any = _Stashing if is_stash else _Popping
+        layer = declare(type(base.__name__, (base,), {}))(plain)
+        isolated: nn.Module = layer.isolate(namespaces.setdefault(plain.number, Namespace()))
+        return isolated
+
+    model = build(case, make_skip)
+    for module in model.modules():
+        if isinstance(module, Drawing):
+            module.is_repeating = is_recomputing
+    return model
+
+
+class _Stashing(Stash):
+    def __init__(self, plain: Stash) -> None:
+        nn.Module.__init__(self)
+        self.f, self.number = plain.f, plain.number
+
+    def forward(self, value: Any) -> Generator[Any, Any, Any]:
+        x = fold(value)
+        yield stash("skip", self.made(x))
+        return x
+
+
+class _Popping(Pop):
+    def __init__(self, plain: Pop) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, value: Any) -> Generator[Any, Any, Any]:
+        skip = yield pop("skip")
+        return self.joined(value, skip)
