@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,9 +94,7 @@ def run_case(
                 _run_one(world, f"{name} run {r}", case, r, oracle, folder)
 
 
-def _run_one(
-    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str
-) -> None:
+def _run_one(bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str) -> None:
     run = case.runs[r]
     with stage_for(bare, name, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)

@@ -67,4 +67,4 @@ class Hooks:
         return counts
 
     def _word(self, name: str) -> str:
-        return self._words[int(name.split(".")[0])]
+        return self._words[int(name.split(".", maxsplit=1)[0])]

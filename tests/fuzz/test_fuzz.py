@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
 from benchmarks.fuzz import smallest
 from benchmarks.fuzz_cases import ACTS, SCHEDULES, WORDS, Case, draw, simpler
 from benchmarks.fuzz_layers import LAYERS
 from benchmarks.fuzz_run import run_case, run_cases
+
 from tests.dist.report import RanksFailedError
 
 SEED, NUM_CASES = 11, 40
