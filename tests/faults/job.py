@@ -79,6 +79,7 @@ class Fault:
             "kill": signal.SIGKILL,
             "stop": signal.SIGSTOP,
             "stop for good": signal.SIGSTOP,
+            "SIGTERM": signal.SIGTERM,
         }
         what = self.round.what
         if what in signals:
@@ -184,7 +185,8 @@ class Progress:
     def state_dict(self) -> dict[str, int]:
         """Return the number of steps, or fail."""
         self._fault.strike("state_dict")
-        return {"step": self._fault.step + 1}
+        self.step = self._fault.step + 1
+        return {"step": self.step}
 
     def load_state_dict(self, values: dict[str, int]) -> None:
         """Take over the number of steps."""
@@ -261,7 +263,8 @@ def run_rank(round_: Round, folder: Path) -> None:
     fault.strike("built")
     optimizer, progress = optimizer_of(stage), Progress(fault)
     saving: state.Saving | None = None
-    for step, batch in enumerate(stage.batches(loader_of(fault), sharded=True)):
+    stop_on = {"stop_on": (signal.SIGTERM,)} if round_.what == "SIGTERM" else {}
+    for step, batch in enumerate(stage.batches(loader_of(fault), sharded=True, **stop_on)):
         fault.step = step
         fault.wait()
         fault.strike("between")
@@ -284,11 +287,10 @@ def run_rank(round_: Round, folder: Path) -> None:
         fault.strike("saved")
         if step == 0:
             fault.note_held("first")
-    fault.step = round_.num_steps - 1
     fault.strike("close")
     if saving is not None:
         saving.wait()
-        (folder / f"saved.{rank}").write_text(str(round_.num_steps))
+        (folder / f"saved.{rank}").write_text(str(progress.step))
     stage.close()
     fault.strike("closed")
 

@@ -9,9 +9,12 @@ have the next ones, in another order.
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from dataclasses import dataclass
+
+from procpipe import Stage
 
 START, BETWEEN, TASK, TRANSFER, SAVING, CLOSE = TIMES = (
     *("start", "between steps", "in a task", "in a transfer"),
@@ -39,6 +42,8 @@ WHATS: dict[str, tuple[str, ...]] = {
     "kill beside a child": TIMES,
     "kill the launcher": (BETWEEN, TASK, SAVING),
 }
+if "stop_on" in inspect.signature(Stage.batches).parameters:
+    WHATS["SIGTERM"] = (BETWEEN, TASK)  # on which the loop ends everywhere
 
 TORCHRUN, PROCPIPE_RUN, NONE = LAUNCHERS = "torchrun", "procpipe run", "none"
 
@@ -188,7 +193,9 @@ def draw(seed: int, number: int, *, short: bool = False) -> Round:
 
 
 def _draw(chance: random.Random, what: str, launcher: str) -> Round:
-    when = chance.choice(WHATS[what])
+    # Before the ranks are connected, only a launcher is sure to detect the end of a process.
+    is_late = what.startswith("kill") and launcher == NONE
+    when = chance.choice([time for time in WHATS[what] if time != START or not is_late])
     where = _drawn_place(chance, what, when, launcher)
     num_stages, replicas = chance.choice([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)])
     needs_peer = when == TRANSFER or what == "call another method"
@@ -244,7 +251,7 @@ def _drawn_place(chance: random.Random, what: str, when: str, launcher: str) -> 
     elif what == "raise in script" and when == TRANSFER:
         places = ["between"]
     elif when == START and (what == "fork" or launcher == NONE) and own != "script":
-        places = ["built"]  # before that, only a launcher detects the end of a process
+        places = ["built"]  # an end before that looks like a late start
     elif when == SAVING and what == "catch":
         places = ["state_dict"]
     return chance.choice([p for p in places if is_signal or p not in ANY_MOMENT])
@@ -259,6 +266,7 @@ class Expected:
         reporter: the rank that prints the report; None if other ranks do.
         named: the rank that every report must name; None where that may be any.
         words: what must be printed.
+        told: what every other rank must print, where no launcher may end it before.
         num_tracebacks: how many all ranks together print; -1 for any number.
         is_root_cause: whether torchrun can find that rank, by its exit code or its error.
         may_end_well: ranks that may have exit code 0 in a job that fails.
@@ -268,6 +276,7 @@ class Expected:
     reporter: int | None = None
     named: int | None = None
     words: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     num_tracebacks: int = 0
     is_root_cause: bool = True
     may_end_well: frozenset[int] = frozenset()
@@ -278,8 +287,9 @@ def expected_of(round_: Round) -> Expected:
     what, origin = round_.what, round_.origin
     nobody: frozenset[int] = frozenset()
     all_but_origin = frozenset(range(round_.num_ranks)) - {origin}
+    cause = f"because rank {origin} "
     at_end = all_but_origin if round_.when == CLOSE else nobody  # they may have ended before
-    if what in ("nothing", "fork") or (what == "exit" and round_.when == CLOSE):
+    if what in ("nothing", "fork", "SIGTERM") or (what == "exit" and round_.when == CLOSE):
         return Expected(True)
     if what == "stop":
         is_reported = round_.when not in (START, CLOSE) and round_.where not in ANY_MOMENT
@@ -289,26 +299,26 @@ def expected_of(round_: Round) -> Expected:
     if what == "kill the launcher":
         return Expected(False, num_tracebacks=-1)
     if what.startswith("kill"):
-        words = ("ended without a message",) if not at_end else ()
-        if round_.launcher != NONE:
-            words = ()  # the launcher may end the other ranks before they notice it
-        return Expected(False, None, origin, words, may_end_well=at_end)
+        told = () if at_end else (cause, "ended without a message")
+        return Expected(False, None, origin, (), told, may_end_well=at_end)
     if what == "exit" and round_.where in ("forward", "backward", "loss", "state_dict"):
         words = (f"rank {origin} failed", "SystemExit")
-        return Expected(False, None, origin, words, 0, False, frozenset({origin}))
+        told = (f"{cause}failed", "SystemExit")
+        return Expected(False, None, origin, words, told, 0, False, frozenset({origin}))
     if what in ("exit", "leave the loop"):
-        return Expected(False, None, origin, (), 0, False, frozenset({origin}))
+        return Expected(False, None, origin, (), (cause,), 0, False, frozenset({origin}))
     if what == "call another method":
         if origin == 0:
-            return Expected(False, None, None, ("while rank 0 is in clip_grad_norm_()",), -1)
+            return Expected(False, None, None, ("while rank 0 is in clip_grad_norm_()",), (), -1)
         words = (f"rank {origin} is in clip_grad_norm_() while rank 0 is in ",)
-        return Expected(False, origin, origin, words, 1)
+        return Expected(False, origin, origin, words, (f"{cause}failed",), 1)
     words = (f"FaultError: fault in {round_.where}",)
     if what == "catch":
         words += ("StageClosedError",)
     elif round_.where in ("forward", "recompute", "backward", "loss"):
         words += (f"(rank {origin}), task ", f"stage {origin % round_.num_stages}")
-    return Expected(False, origin, origin, words, 1, may_end_well=at_end)
+    told = () if at_end else (f"{cause}failed", "FaultError: fault in ")
+    return Expected(False, origin, origin, words, told, 1, may_end_well=at_end)
 
 
 @dataclass(frozen=True)
@@ -327,6 +337,7 @@ class Ending:
         left: the processes, memory, sockets and temporary files that are left.
         saved_step: after how many steps a rank has noted the end of a save; 0 for none.
         loaded_step: after how many steps the newest saved state that loads was made; 0 for none.
+        steps: how many steps each rank has made.
         wrong_values: which values differ from those of the plain model.
     """
 
@@ -340,6 +351,7 @@ class Ending:
     left: tuple[str, ...] = ()
     saved_step: int = 0
     loaded_step: int = 0
+    steps: tuple[int, ...] = ()
     wrong_values: tuple[str, ...] = ()
 
 
@@ -360,6 +372,10 @@ def faults_of(round_: Round, ending: Ending) -> list[str]:
     faults += [f"wrong values: {each}" for each in ending.wrong_values]
     if ending.loaded_step < ending.saved_step:
         faults.append(f"step {ending.saved_step} was saved, and {ending.loaded_step} is loaded")
+    if expected.is_well and any(step != ending.loaded_step for step in ending.steps):
+        faults.append(f"the ranks made {ending.steps} steps, and {ending.loaded_step} are saved")
+    if expected.is_well and round_.what != "SIGTERM" and ending.loaded_step != round_.num_steps:
+        faults.append(f"{ending.loaded_step} steps are saved, not {round_.num_steps}")
     limit_s = KILL_LIMIT_S if round_.what.startswith("kill") else EXCEPTION_LIMIT_S
     if not round_.what.startswith("stop") and (ending.fault_s or 0.0) > limit_s:
         faults.append(f"the last script ended {ending.fault_s:.1f} s after the fault")
@@ -398,6 +414,10 @@ def _faults_of_reports(round_: Round, expected: Expected, ending: Ending) -> lis
     source = output if expected.reporter is None else ending.outputs[expected.reporter]
     source = _PLACE.sub("", source)
     faults += [f"{word!r} is not printed" for word in expected.words if word not in source]
+    for rank, text in enumerate(ending.outputs if round_.launcher == NONE else ()):
+        missing = [word for word in expected.told if word not in _PLACE.sub("", text)]
+        if rank != round_.origin:
+            faults += [f"rank {rank} does not print {word!r}" for word in missing]
     named = {int(rank) for rank in re.findall(r"because rank (\d+)", output)}
     if expected.named is not None:
         faults += [f"rank {rank} is named" for rank in sorted(named - {expected.named})]

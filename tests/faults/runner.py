@@ -260,6 +260,7 @@ def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) 
         left=tuple(left),
         saved_step=max(saved, default=0),
         loaded_step=loaded_step,
+        steps=tuple(len(path.read_text().split()) for path in folder.glob("losses.*")),
         wrong_values=tuple(wrong_values),
     )
 

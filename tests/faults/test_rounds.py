@@ -107,6 +107,7 @@ def test_an_expected_ending_has_no_faults(raised):
         ({"outputs": (REPORT, REPORT, "")}, "2 tracebacks, not 1"),
         ({"outputs": (REPORT, "", "")}, "'FaultError: fault in forward' is not printed"),
         ({"outputs": (OTHER, REPORT, VICTIM.format(2))}, "rank 2 is named"),
+        ({"outputs": (*OUTPUTS[:2], "")}, "rank 2 does not print 'because rank 1 failed'"),
         ({"has_struck": False}, "the fault did not happen"),
         ({"fault_s": 16.0}, "the last script ended 16.0 s after the fault"),
         ({"left": ("process 7: python",)}, "left: process 7: python"),
@@ -149,15 +150,26 @@ def test_a_job_that_must_end_well_may_not_report_a_failure(raised):
     round_ = dataclasses.replace(raised, what="fork")
     quiet = ("", "", "")
 
+    well = Ending((0, 0, 0), quiet, steps=(3, 3, 3), loaded_step=3)
+    round_ = dataclasses.replace(round_, num_steps=3)
+
     assert expected_of(round_).is_well
-    assert faults_of(round_, Ending((0, 0, 0), quiet)) == []
-    assert faults_of(round_, Ending((0, -6, 0), quiet)) != []
-    assert faults_of(round_, Ending((0, 0, 0), ("", "procpipe: rank 1 left early", ""))) != []
-    assert faults_of(round_, Ending((0, 0, 0), (REPORT, "", ""))) == ["1 tracebacks, not 0"]
+    assert faults_of(round_, well) == []
+    made = dataclasses.replace(well, steps=(3, 2, 3))
+    assert faults_of(round_, made) == ["the ranks made (3, 2, 3) steps, and 3 are saved"]
+    early = dataclasses.replace(well, steps=(2, 2, 2), loaded_step=2)
+    assert faults_of(round_, early) == ["2 steps are saved, not 3"]
+    assert faults_of(round_, dataclasses.replace(well, codes=(0, -6, 0))) != []
+    left = dataclasses.replace(well, outputs=("", "procpipe: rank 1 left early", ""))
+    assert faults_of(round_, left) == ["a rank of a job that ended well reports a failure"]
+    printed = dataclasses.replace(well, outputs=(REPORT, "", ""))
+    assert faults_of(round_, printed) == ["1 tracebacks, not 0"]
 
 
 def test_after_a_kill_at_any_moment_the_job_may_have_been_over(raised):
     round_ = dataclasses.replace(raised, what="kill", when=TRANSFER, where="any moment")
 
-    assert faults_of(round_, Ending((0, 0, 0), ("", "", ""), has_struck=False)) == []
-    assert faults_of(round_, Ending((0, 0, 0), ("", "", ""))) != []
+    over = Ending((0, 0, 0), ("", "", ""), has_struck=False, loaded_step=round_.num_steps)
+
+    assert faults_of(round_, over) == []
+    assert faults_of(round_, dataclasses.replace(over, has_struck=True)) != []
