@@ -292,12 +292,13 @@ def test_torch_autograd_backward() -> None:
 
 
 def test_values_that_no_rank_has_together() -> None:
-    output = a_remote(calls := Calls())
-    target = Remote(0, "entry 1 of the mini-batch", None, others=[3], here=1)
-    for result in (F.mse_loss(output, target), F.mse_loss(target, output), target[output > 0]):
+    output: Any = a_remote(calls := Calls())
+    target: Any = Remote(0, "entry 1 of the mini-batch", None, others=[3], here=1)
+    results: Any = (F.mse_loss(output, target), F.mse_loss(target, output), target[output > 0])
+    for result in results:
         assert result.rank == 3
         assert "the output of stage(input)" in str(result)
-    F.mse_loss(target.view(-1, output.size(1)), output).backward()  # type: ignore[arg-type]
+    F.mse_loss(target.view(-1, output.size(1)), output).backward()
     assert calls.count == 1
     assert (target + target).rank == 0
 

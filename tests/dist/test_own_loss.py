@@ -192,7 +192,7 @@ def read_own(world: Any, what: str) -> int:
     stage, num_calls = make_stage(world), 0
     own = torch.Generator().manual_seed(world.rank if what != "equal" else 0)
     for _ in range(9):
-        x = torch.randn(4, 6, generator=own, dtype=torch.float64)
+        x: Any = torch.randn(4, 6, generator=own, dtype=torch.float64)
         if world.rank > 0:
             if what == "size":
                 x = x[:3]
