@@ -22,6 +22,7 @@ from procpipe.run.control import Agree
 #: What a user gives: signals such as ``signal.SIGTERM``.
 Signals = Collection[int]
 
+_ALL = frozenset(signal.Signals)
 _NEVER = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -94,7 +95,7 @@ def checked_signals(stop_on: Any) -> list[signal.Signals]:
         RuntimeError: this is not the main thread.
     """
     if not isinstance(stop_on, (tuple, list, set, frozenset)) or not all(
-        isinstance(number, int) and number in signal.Signals and not isinstance(number, bool)
+        isinstance(number, int) and number in _ALL and not isinstance(number, bool)
         for number in stop_on
     ):
         raise TypeError(

@@ -56,7 +56,7 @@ def check_stop(bare, who, num_replicas, sharded):
         signal_self()  # does nothing, in the middle of a save
         signal_self(signal.SIGINT)
         assert not list(stage.batches(ITEMS, stop_on=STOP_ON, sharded=sharded))  # the next epoch
-        assert stage.step(*ITEMS[0]) is not None
+        stage.step(torch.ones(4, 3), torch.ones(4, 1))  # other calls still work
     assert [signal.getsignal(number) for number in STOP_ON] == before  # once it is closed
 
 
@@ -94,6 +94,7 @@ def check_mismatch(bare, of_ranks):
         error = RemoteStageError if bare.rank == 0 else CallMismatchError
         with pytest.raises(error, match=message):
             list(stage.batches(ITEMS, stop_on=of_ranks[bare.rank]))
+            stage.step(*ITEMS[0])  # rank 0 may have read all items before it is told
 
 
 def test_ranks_with_other_signals(ranks):
@@ -196,8 +197,6 @@ def scripts(tmp_path, rank, pid="os.getpid()"):
     place = "        optimizer.step()\n"
     assert place in code
     more = SIGNALLED.replace("RANK", str(rank)).replace("PID", pid)
-    if pid != "os.getpid()":  # its signal may come some items later
-        code = code.replace("range(3)", "range(3)")
     return code, code.replace(place, place + more)
 
 
@@ -227,7 +226,7 @@ def test_a_signal_to_the_launcher(tmp_path, launcher):
         assert ended.returncode == 1
         assert "SignalException" in ended.stderr
     else:
-        with started("-n", "2", script=signalled) as run:
+        with started("-n", "2", "--view", "off", script=(signalled,)) as run:
             done = run.wait()
         assert done.code == 128 + signal.SIGTERM
         assert "ended by SIGTERM" in done.err
