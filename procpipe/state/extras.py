@@ -64,6 +64,25 @@ def load_extra(extra: Extra, name: str, value: Any) -> None:
         extra[name] = value
 
 
+def difference_of_groups(ours: Any, theirs: Any, rank: int) -> str:
+    """Describe the first group in which a rank's scheduler differs from rank 0's; "" if none."""
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        return ""
+    for name in ("base_lrs", "_last_lr"):
+        one, other = ours.get(name), theirs.get(name)
+        if not isinstance(one, list) or not isinstance(other, list):
+            continue
+        if len(one) != len(other):
+            return (
+                f" (the optimizer has {len(one)} groups on rank 0 and {len(other)} on rank {rank}: "
+                "give all ranks as many, some of them empty)"
+            )
+        for g, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return f" ({name} of group {g} is {a} on rank 0 and {b} on rank {rank})"
+    return ""
+
+
 def differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
     """Return whether two values have different forms or tensors, or numbers if these may not."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):

@@ -243,8 +243,9 @@ class _Loading:
         what = "other learning rates" if is_scheduler else "other tensors"
         return [
             f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0, so it "
-            f"can be loaded only on {self.saved.num_stages} stages with the balance they had; "
-            "leave it out, with strict=False"
+            f"can be loaded only on {self.saved.num_stages} stages with the balance they had"
+            f"{extras.difference_of_groups(read[first], read[key], rank)}; leave it out, with "
+            "strict=False"
             for rank, key in copies.items()
             if extras.differs(read[first], read[key], may_numbers=not is_scheduler)
         ][:1]
