@@ -204,8 +204,10 @@ class Case:
             or self.inputs == "images"
             or any(run.replicas > 1 for run in self.runs)
             or (is_tied and any(len(run.balance) > 1 for run in self.runs))
-            or (is_tied or "twice" in kinds)
-            and any(run.schedule in ("zb-h1", "zb-v") for run in self.runs)
+            or (
+                (is_tied or "twice" in kinds)
+                and any(run.schedule in ("zb-h1", "zb-v") for run in self.runs)
+            )
             or any(_adds_before_loss_is_known(run) for run in self.runs)
         )
         return not inexact

@@ -18,6 +18,7 @@ from tests.fuzz.case import PAIRS, Case, Run
 from tests.fuzz.data import Batch, Whole, loss_fn_of, loss_weight_of
 from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
 
+
 def supported(case: Case) -> Case:
     """Return a case without the calls that this ``Stage`` does not have."""
     if "accumulate" in inspect.signature(Stage.step).parameters:
