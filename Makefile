@@ -5,6 +5,7 @@
 # make types    check types
 # make bench    compare with peers, side by side
 # make gpu-hour test and measure on this machine's GPUs, in 8 minutes
+# make fuzz     compare random cases with the plain model: make fuzz SEED=1 CASES=2000
 # make soak     run 100 rounds of the fault test, and kill and resume real runs
 # make versions run the tests under each supported torch and Python (30 GB, hours)
 # make clean    remove everything that make has made
@@ -12,7 +13,7 @@
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types bench gpu-hour soak versions clean
+.PHONY: help demo test test-gpu lint types bench gpu-hour fuzz soak versions clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -22,6 +23,7 @@ PYTHON := python3
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python
 CUDA_BIN := .venv-cuda/bin
 SEED ?= 0
+CASES ?= 300
 SEES_GPUS := import sys, pytest, pytest_timeout, torch; sys.exit(not torch.cuda.is_available())
 NO_COMPILER := make test-gpu: no GPU was found, and to emulate some needs the C++ compiler g++ \
 (Debian, Ubuntu: apt-get install g++)
@@ -63,6 +65,9 @@ bench: .venv/peers.stamp
 # With the Python that is there, since such a machine may have no network: see docs/benchmarks.md.
 gpu-hour:
 	$(PYTHON) -m benchmarks gpu $(GPU_HOUR)
+
+fuzz: .venv/test.stamp
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --cases $(CASES)
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m tests.faults --fresh --rounds 100 --repeat-correct 100

@@ -1,8 +1,7 @@
 """``python -m benchmarks PART …``; ``python -m benchmarks all`` is what ``make bench`` runs.
 
 ``python -m benchmarks published`` runs the published experiments, scaled to two cores;
-``python -m benchmarks fuzz`` compares random cases with the plain model; ``python -m benchmarks
-gpu`` is what ``make gpu-hour`` runs on a machine with a GPU.
+``python -m benchmarks gpu`` is what ``make gpu-hour`` runs on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ PUBLISHED = [
     "ablation",
 ]
 
-#: A test, not a figure.
-TESTS = ["fuzz"]
-
 #: Several parts under one name.
 GROUPS = {"all": QUICK, "published": PUBLISHED}
 
@@ -58,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return hour.main(words[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    modules = {part: importlib.import_module(f"benchmarks.{part}") for part in [*QUICK, *TESTS]}
+    modules = {part: importlib.import_module(f"benchmarks.{part}") for part in QUICK}
     modules |= {part: importlib.import_module(f"benchmarks.published.{part}") for part in PUBLISHED}
     for part, module in modules.items():
         summary = (module.__doc__ or "").splitlines()[0]

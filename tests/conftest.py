@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ settings.load_profile("tests")
 DIST = Path(devices.__file__).parent
 
 NUM_LEFT_OUT = pytest.StashKey[int]()
+
+#: The seed of the random cases of tests/fuzz, another one in each run.
+FUZZ_SEED = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The usual 700 starts 10,000 collections in a run. The last test of each file ends with one.
     gc.set_threshold(50_000)
     forks.find_launch()
+    config.stash[FUZZ_SEED] = int(os.environ.get("PROCPIPE_FUZZ_SEED") or random.randrange(10**6))
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
     devices.seed_only_cpu()
     if is_wanted(config):
@@ -121,6 +126,12 @@ def pytest_unconfigure() -> None:
     """
     if "triton" in sys.modules:
         gc.unfreeze()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Return the line that names the seed of tests/fuzz."""
+    seed = config.stash[FUZZ_SEED]
+    return f"random cases of seed {seed}; to repeat them: PROCPIPE_FUZZ_SEED={seed}"
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

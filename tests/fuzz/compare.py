@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -47,6 +48,10 @@ EXPECTED = (
 TIMEOUT_S = 30.0
 
 
+class EndedElsewhere(Exception):
+    """A run has failed on other ranks, where this one has no stage."""
+
+
 def run_cases(bare: BareWorld, cases: Iterable[Case], folder: str) -> list[str | None]:
     """Run cases one after another on each rank; return the fault of each, or None.
 
@@ -57,7 +62,7 @@ def run_cases(bare: BareWorld, cases: Iterable[Case], folder: str) -> list[str |
         faults.append(None)
         try:
             run_case(bare, f"case {number}", case, f"{folder}/{number}")
-        except RemoteStageError:
+        except (RemoteStageError, EndedElsewhere):
             faults[-1] = ""
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -86,15 +91,19 @@ def run_case(
     oracle = Oracle(truth)
     for r, run in enumerate(case.runs):
         with _those_with_a_stage(bare, f"{name} run {r}", run) as world:
-            oracle.begin(run)
+            oracle.begin(truth.runs[r])
+            hooks = Hooks(case, run, oracle.model, oracle.model)
             if world is None:
                 for number, call in enumerate(run.calls):
                     _expect(oracle, case, run, call, 10 * r + number)
+                hooks.remove()
             else:
-                _run_one(world, f"{name} run {r}", case, r, oracle, folder)
+                _run_one(world, f"{name} run {r}", case, r, oracle, hooks, folder)
 
 
-def _run_one(bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, folder: str) -> None:
+def _run_one(
+    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, hooks: Hooks, folder: str
+) -> None:
     run = case.runs[r]
     with stage_for(bare, name, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
@@ -106,7 +115,7 @@ def _run_one(bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, fol
             except Exception as error:
                 error.add_note(f"in call {number}, {call}, of run {r} on rank {bare.rank}")
                 raise
-        comparison.compare_hooks()
+        comparison.compare_hooks(hooks.remove())
         if r < len(case.runs) - 1:
             comparison.save(folder, r)
 
@@ -134,14 +143,14 @@ def _those_with_a_stage(bare: BareWorld, name: str, run: Run) -> Iterator[BareWo
     """Yield this rank among those that have a stage in a run; on others None, and wait for them.
 
     Raises:
-        RemoteStageError: on others, if the run fails.
+        EndedElsewhere: on others, if the run fails.
     """
     n = run.num_ranks
     if bare.rank >= n:
         yield None
         bare.store.wait([f"{name} ended"], timedelta(seconds=TIMEOUT_S))
         if bare.store.get(f"{name} ended") != b"well":
-            raise RemoteStageError(f"{name} has failed on the ranks that have a stage")
+            raise EndedElsewhere(f"{name} has failed on the ranks that have a stage")
         return
     end = "badly"
     try:
@@ -165,7 +174,7 @@ class Comparison:
         self._tolerance = TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
         if case.is_exact:
             self._tolerance = 0.0
-        self._hooks = Hooks(case, stage, oracle.model) if case.has_hooks else None
+        self._hooks = Hooks(case, run, stage, oracle.model)
 
     def save(self, folder: str, r: int) -> None:
         """Save the run for the next one; also what is not an object with a state."""
@@ -267,10 +276,14 @@ class Comparison:
 
     # -- comparing ------------------------------------------------------------------------------
 
-    def compare_hooks(self) -> None:
-        """Compare how often each hook ran."""
-        if self._hooks is not None:
-            self._hooks.compare(is_counted=self._run.replicas == 1)
+    def compare_hooks(self, expected: Counter[str]) -> None:
+        """Compare how often each hook ran; the plain model has those of all stages and replicas."""
+        ours = self._hooks.remove()
+        names = dict(self._stage.named_modules()) | dict(self._stage.named_parameters())
+        expected = Counter({key: n for key, n in expected.items() if key.split(" ")[0] in names})
+        assert self._run.replicas > 1 or ours == expected, (
+            f"hooks ran {ours - expected} too often, {expected - ours} too few"
+        )
 
     def _compare_state(self) -> None:
         stage, plain = self._stage, self._oracle.model

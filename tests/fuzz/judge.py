@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,8 +20,8 @@ AT_ONCE = 20
 TIMEOUT_S = 100.0
 WORLD_TIMEOUT_S = 20.0
 
-#: How often a case that fails is run again to make it smaller.
-MAX_TRIES = 80
+#: How often a case that fails is run again to make it smaller, and for how long.
+MAX_TRIES, MAX_S = 80, 60.0
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,9 +78,12 @@ def together(cases: Mapping[int, Case]) -> Iterator[list[int]]:
 
 
 def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Return the smallest case that still fails, found in a limited number of tries."""
+    """Return the smallest case that still fails, found in a limited number of tries and time."""
+    end_s = time.monotonic() + MAX_S
     num_tries, smaller = 0, simpler(case)
-    while (tried := next(smaller, None)) is not None and num_tries < MAX_TRIES:
+    while (tried := next(smaller, None)) is not None:
+        if num_tries == MAX_TRIES or time.monotonic() > end_s:
+            break
         if tried != case:
             num_tries += 1
             if fails(tried):

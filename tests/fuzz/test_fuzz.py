@@ -1,90 +1,202 @@
-"""A few cases of the fuzzer, the same each time; and its detection of differences."""
+"""New random cases in each run; and the fuzzer's own: what it draws, detects and prints.
+
+``PROCPIPE_FUZZ_SEED`` makes a run draw the cases of that seed; the first lines of each run name it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
-from benchmarks.fuzz import smallest
-from benchmarks.fuzz_cases import ACTS, SCHEDULES, WORDS, Case, draw, simpler
-from benchmarks.fuzz_layers import LAYERS
-from benchmarks.fuzz_run import run_case, run_cases
 
+from tests.conftest import FUZZ_SEED
+from tests.dist.pool import Pool
 from tests.dist.report import RanksFailedError
+from tests.fuzz.case import (
+    ACTS,
+    BETWEEN,
+    GROUPS,
+    INPUTS,
+    LOSSES,
+    SCHEDULES,
+    WORDS,
+    Case,
+    Run,
+    draw,
+    simpler,
+)
+from tests.fuzz.compare import run_case
+from tests.fuzz.judge import ROOT, explain, judge, smallest, together
+from tests.fuzz.layers import LAYERS
 
-SEED, NUM_CASES = 11, 40
-
-DRAWN = [draw(SEED, number) for number in range(NUM_CASES)]
+NUM_CASES = 60
 
 #: On two ranks, with every kind of layer whose results must be the same to the last bit.
 EXACT = Case(
     seed=3,
     layers="linear stash.0 relu_ dict counting checkpoint pop.0 ids",
-    balance=(3, 6),
-    num_ranks=2,
-    chunks=3,
-    schedule="1f1b",
-    checkpoint="always",
+    runs=(
+        Run(
+            balance=(3, 6),
+            num_stages=2,
+            chunks=3,
+            schedule="1f1b",
+            checkpoint="always",
+            calls=(("step", (7,)), ("update", ()), ("step", (5,))),
+        ),
+    ),
     loss="classes",
-    calls=("step:7", "update", "step:5"),
+)
+
+#: One that saves on one stage and resumes on two replicas of two.
+RESUMED = Case(
+    seed=4,
+    layers="tied linear tied",
+    runs=(
+        Run(balance=(4,), calls=(("step", (5,)), ("clip", ()), ("update", ()))),
+        Run(
+            balance=(3, 1),
+            num_stages=2,
+            replicas=2,
+            chunks=2,
+            calls=(("loop", (3, 4, 0, 2)), ("update", ())),
+        ),
+    ),
+    scheduler="steps",
+    scale=8.0,
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_random_cases_equal_the_plain_model(ranks, num_ranks):
-    cases = [case for case in DRAWN if case.num_ranks == num_ranks]
-    stories = ranks(num_ranks).run(run_cases, cases, world=False).values()
-    for case, of_ranks in zip(cases, zip(*stories, strict=True), strict=True):
-        assert of_ranks == (None,) * num_ranks, case
+@pytest.fixture(scope="module")
+def pool():
+    made = Pool()
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(300)
+def test_random_cases_equal_the_plain_model(pool, request):
+    seed = request.config.stash[FUZZ_SEED]
+    cases = {number: draw(seed, number) for number in range(NUM_CASES)}
+    failed = []
+    for numbers in together(cases):
+        faults = judge(pool, [cases[number] for number in numbers])
+        failed += [pair for pair in zip(numbers, faults, strict=True) if pair[1] is not None]
+    if failed:
+        number, fault = failed[0]
+        others = [other for other, _ in failed[1:]]
+        text = explain(pool, seed, number, cases[number], fault)
+        pytest.fail(f"{text}\nother cases that fail: {others}", pytrace=False)
+
+
+def test_two_known_cases_equal_the_plain_model(pool):
+    assert judge(pool, [EXACT]) == [None]
+    assert judge(pool, [RESUMED]) == [None]
 
 
 def test_the_cases_cover_all_options():
-    assert {case.num_ranks for case in DRAWN} == {1, 2, 3, 4}
-    assert {case.schedule for case in DRAWN} == set(SCHEDULES)
-    assert 10 <= sum(case.is_exact for case in DRAWN) <= 30
-    many = [draw(0, number) for number in range(400)]
-    words = {word.rstrip("*") for case in many for word in case.words}
+    many = [draw(0, number) for number in range(1000)]
+    runs = [run for case in many for run in case.runs]
+    words = {kind for case in many for kind in case.kinds}
     assert {word for word in words if "." not in word} == set(WORDS) == set(LAYERS)
-    assert {call.partition(":")[0] for case in many for call in case.calls} == set(ACTS)
+    assert {act for run in runs for act, _ in run.calls} == ACTS
+    assert {run.schedule for run in runs} == set(SCHEDULES)
+    counts = Counter((run.num_stages, run.replicas) for run in runs)
+    assert set(counts) == {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)}
+    for name, values in (("inputs", INPUTS), ("loss", LOSSES), ("groups", GROUPS)):
+        assert {getattr(case, name) for case in many} == set(values)
+    assert 100 <= sum(case.is_exact for case in many) <= 500
+    assert sum(len(case.runs) > 1 and case.groups != "one" for case in many) > 50
+    ends_early = [
+        0 in sizes for run in runs for act, sizes in run.calls if act not in BETWEEN and sizes
+    ]
+    assert sum(ends_early) > 10
 
 
-def test_a_case_is_drawn_the_same_and_read_back():
-    for number, case in enumerate(DRAWN):
-        assert draw(SEED, number) == case
-        assert Case.from_text(case.to_text()) == case
-        assert sum(case.balance) == len(case.words) + 1
-    assert len(set(DRAWN)) == NUM_CASES
+def test_a_case_is_drawn_the_same_and_is_valid():
+    cases = [draw(5, number) for number in range(200)]
+    assert len(set(cases)) == 200
+    for number, case in enumerate(cases):
+        assert draw(5, number) == case
+        assert eval(str(case), {"Case": Case, "Run": Run}) == case
+        check_valid(case)
+
+
+def check_valid(case):
+    for run in case.runs:
+        assert sum(run.balance) == len(case.words) + 1
+        assert len(run.balance) % run.num_stages == 0
+        for act, sizes in run.calls:
+            assert act in BETWEEN or all(map(any, run.rounds(sizes)))
+    if case.is_head_tied:
+        assert case.inputs == "ids"
 
 
 @pytest.mark.parametrize(
     ("change", "truth", "message"),
     [
-        ({}, {}, ""),
+        ({}, {"loss": "tokens"}, "shape|size"),
         ({}, {"is_weighted": True}, "loss: off by"),
         ({}, {"schedule": "gpipe"}, "gradients.*: off by .*e-1[789]"),
         ({"layers": "batchnorm"}, {"is_deferred": True}, "state.*running_mean.*: off by"),
+        ({"layers": "linear"}, {"groups": "decay"}, "options of groups"),
     ],
 )
-def test_a_difference_is_detected(ranks, change, truth, message):
+def test_a_difference_is_detected(ranks, tmp_path, change, truth, message):
     assert EXACT.is_exact
-    case = EXACT
-    if change:
-        case = dataclasses.replace(EXACT, balance=(1, 1), **change)
-    truth = dataclasses.replace(case, **truth)
-    outcomes = ranks(2).run(run_case, "case", case, truth=truth, world=False)
-    if truth == case:
+    case = with_(EXACT, **change, balance=(1, 1)) if change else EXACT
+    if change or truth.get("loss") != "tokens":
+        ranks(2).run(run_case, "same", case, str(tmp_path / "same"), world=False).values()
+    outcomes = ranks(2).run(
+        run_case, "case", case, str(tmp_path), truth=with_(case, **truth), world=False
+    )
+    with pytest.raises(RanksFailedError, match=message):
         outcomes.values()
-    else:
-        with pytest.raises(RanksFailedError, match=message):
-            outcomes.values()
+
+
+def with_(case, **changes):
+    """Change fields of a case, or of its only run."""
+    of_run = {field.name for field in dataclasses.fields(Run)} & changes.keys()
+    run = dataclasses.replace(case.runs[0], **{name: changes.pop(name) for name in of_run})
+    return dataclasses.replace(case, runs=(run,), **changes)
 
 
 def test_a_case_that_fails_is_made_smaller():
-    large = [case for case in DRAWN if case.num_ranks == 4 and case.chunks > 2]
+    drawn = [draw(7, number) for number in range(100)]
+    large = [case for case in drawn if len(case.runs) == 2 and case.runs[1].replicas == 2]
     case = max(large, key=lambda case: len(case.words))
     for smaller in simpler(case):
-        assert sum(smaller.balance) == len(smaller.words) + 1
+        check_valid(smaller)
 
-    small = smallest(case, lambda tried: tried.chunks > 1 and len(tried.words) > 1)
-    assert (small.num_ranks, len(small.words), len(small.calls)) == (1, 2, 1)
-    assert small.chunks == case.chunks
+    small = smallest(case, lambda tried: len(tried.words) > 1 and "step" in str(tried.runs))
+    assert (small.num_ranks, len(small.words), len(small.runs)) == (1, 2, 1)
+    assert small.runs[0].checkpoint == "never"
+
+
+def test_a_failure_is_printed_as_a_script_that_repeats_it(pool, tmp_path):
+    wrong = dataclasses.replace(EXACT, layers="affine unknown", runs=(Run(balance=(1, 2)),) * 2)
+    (fault,) = judge(pool, [wrong])
+    text = explain(pool, 1, 2, wrong, fault)
+    assert "--seed 1 --case 2" in text
+    script = text[text.index('"""Case 2 of seed 1, made smaller."""') :]
+    path = tmp_path / "case.py"
+    path.write_text(script)
+    words = [sys.executable, path]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, ""), done
+    assert "rank 0: KeyError: 'unknown'" in done.stdout
+
+
+def test_the_oracle_imports_nothing_of_procpipe():
+    code = (
+        "import sys, tests.fuzz.oracle as oracle\n"
+        "from tests.fuzz.case import draw\n"
+        "oracle.Oracle(draw(0, 0))\n"
+        "assert 'torch' in sys.modules\n"
+        "print([name for name in sys.modules if name.partition('.')[0] == 'procpipe'])"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert found == "[]\n"
