@@ -88,13 +88,17 @@ def test_handlers_are_restored_after_a_loop(ranks, num_ranks):
     ranks(num_ranks).run(check_undisturbed, world=False).values()
 
 
+def _read_and_step(stage, stop_on):
+    list(stage.batches(ITEMS, stop_on=stop_on))
+    stage.step(*ITEMS[0])  # rank 0 may have read all items before it learns of that
+
+
 def check_mismatch(bare, of_ranks):
     message = "give the same signals on every rank"
     with open_stage(bare, "mismatch", bare.num_ranks) as stage:
         error = RemoteStageError if bare.rank == 0 else CallMismatchError
         with pytest.raises(error, match=message):
-            list(stage.batches(ITEMS, stop_on=of_ranks[bare.rank]))
-            stage.step(*ITEMS[0])  # rank 0 may have read all items before it is told
+            _read_and_step(stage, of_ranks[bare.rank])
 
 
 def test_ranks_with_other_signals(ranks):

@@ -48,7 +48,7 @@ EXPECTED = (
 TIMEOUT_S = 30.0
 
 
-class EndedElsewhere(Exception):
+class EndedElsewhereError(Exception):
     """A run has failed on other ranks, where this one has no stage."""
 
 
@@ -62,7 +62,7 @@ def run_cases(bare: BareWorld, cases: Iterable[Case], folder: str) -> list[str |
         faults.append(None)
         try:
             run_case(bare, f"case {number}", case, f"{folder}/{number}")
-        except (RemoteStageError, EndedElsewhere):
+        except (RemoteStageError, EndedElsewhereError):
             faults[-1] = ""
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -143,14 +143,14 @@ def _those_with_a_stage(bare: BareWorld, name: str, run: Run) -> Iterator[BareWo
     """Yield this rank among those that have a stage in a run; on others None, and wait for them.
 
     Raises:
-        EndedElsewhere: on others, if the run fails.
+        EndedElsewhereError: on others, if the run fails.
     """
     n = run.num_ranks
     if bare.rank >= n:
         yield None
         bare.store.wait([f"{name} ended"], timedelta(seconds=TIMEOUT_S))
         if bare.store.get(f"{name} ended") != b"well":
-            raise EndedElsewhere(f"{name} has failed on the ranks that have a stage")
+            raise EndedElsewhereError(f"{name} has failed on the ranks that have a stage")
         return
     end = "badly"
     try:
