@@ -34,7 +34,8 @@ from tests.fuzz.training import MAX_NORM, Training
 #: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
 
-#: Smaller numbers count as this: a gradient through two norms may be rounding only.
+#: Smaller numbers count as this, gradients times the scale of a ``GradScaler``: a gradient through
+#: two norms may be rounding only.
 FLOOR = 1e-2
 
 #: Warnings that cases are expected to give.
@@ -272,7 +273,8 @@ class Comparison:
             self._compare(stage.fetch(output), expected.output, "output")
         self._compare(loss, expected.loss, "loss")
         if stage.rank % self._run.num_stages == 0:
-            self._compare(own, expected.gradients[stage.replica], "gradient of the input")
+            theirs = expected.gradients[stage.replica]
+            self._compare(own, theirs, "gradient of the input", self._least(theirs))
 
     # -- comparing ------------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class Comparison:
         if self._is_synced:
             found = {name: p.grad for name, p in stage.named_parameters()}
             ours = {name: expected[name] for name in found}
-            self._compare(found, ours, "gradients", scale=_largest(expected))
+            self._compare(found, ours, "gradients", self._least(expected))
         state = plain.state_dict()
         found = dict(stage.state_dict())
         self._compare(found, {key: state[key] for key in found}, "state")
@@ -301,17 +303,22 @@ class Comparison:
         scale, expected_scale = (training.scale for training in ours_and_theirs)
         assert scale == expected_scale, f"scale: {scale}, not {expected_scale}"
 
+    def _least(self, gradients: Any) -> float:
+        """Return what a difference between gradients is measured by."""
+        return max(_largest(gradients), FLOOR * self._oracle.training.scale)
+
     def _compare(
         self,
         found: Any,
         expected: Any,
         what: str,
-        *,
         scale: float | None = None,
+        *,
         tolerance: float | None = None,
     ) -> None:
+        """Compare by a part of ``scale``, by default of the largest number expected."""
         tolerance = self._tolerance if tolerance is None else tolerance
-        scale = max(_largest(expected) if scale is None else scale, FLOOR)
+        scale = max(_largest(expected), FLOOR) if scale is None else scale
         found, expected = mapped(_finite, found), mapped(_finite, expected)
         assert_same(found, expected, what, tolerance, scale)
 
