@@ -156,7 +156,7 @@ class FaultyLayer(nn.Module):
         """Multiply by the weight, or fail."""
         self._fault.strike("recompute" if is_recomputing() else "forward")
         output = (input @ self.weight).tanh()
-        return FaultyBackward.apply(output, self._fault)  # type: ignore[no-any-return,no-untyped-call]
+        return FaultyBackward.apply(output, self._fault)  # type: ignore[no-any-return]
 
 
 class FaultyBackward(torch.autograd.Function):
@@ -196,10 +196,10 @@ class Progress:
 def model_of(fault: Fault) -> nn.Sequential:
     """Build two layers a stage."""
     numbers = range(2 * fault.round.num_stages)
-    layers = OrderedDict((f"l{k}", FaultyLayer(fault, k)) for k in numbers)
+    layers = [FaultyLayer(fault, k) for k in numbers]
     if fault.round.has_ties:
-        layers[f"l{len(layers) - 1}"].weight = layers["l0"].weight
-    return nn.Sequential(layers)
+        layers[-1].weight = layers[0].weight
+    return nn.Sequential(OrderedDict((f"l{k}", layers[k]) for k in numbers))
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -213,10 +213,11 @@ def shares_of(round_: Round) -> Iterator[list[tuple[Tensor, Tensor]]]:
     num_rows = round_.rows * round_.chunks
     for step in range(round_.num_steps):
         size = (2, num_rows - step % round_.chunks, WIDTH)
-        yield [
-            tuple(torch.randn(size, generator=generator, dtype=torch.float64))
+        pairs = [
+            torch.randn(size, generator=generator, dtype=torch.float64)
             for _ in range(round_.replicas)
-        ]  # type: ignore[misc]
+        ]
+        yield [(pair[0], pair[1]) for pair in pairs]
 
 
 def loader_of(fault: Fault) -> Iterator[tuple[Tensor, Tensor]]:

@@ -286,6 +286,8 @@ def expected_of(round_: Round) -> Expected:
     """Return how a round must end."""
     what, origin = round_.what, round_.origin
     nobody: frozenset[int] = frozenset()
+    words: tuple[str, ...]
+    told: tuple[str, ...]
     all_but_origin = frozenset(range(round_.num_ranks)) - {origin}
     cause = f"because rank {origin} "
     at_end = all_but_origin if round_.when == CLOSE else nobody  # they may have ended before

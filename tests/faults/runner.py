@@ -111,9 +111,11 @@ class Job:
                 )
             return subprocess.Popen(
                 [sys.executable, *words],
-                **dict(zip(("stdin", "stdout", "stderr"), files, strict=True)),  # type: ignore[call-overload]
                 cwd=ROOT,
                 env=env,
+                stdin=stdin,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
 
@@ -377,7 +379,8 @@ class Rounds:
         self.sums["wrong"] += bool(faults)
         self.sums["hangs"] += not ending.codes
         self.sums["struck"] += ending.has_struck
-        if ending.fault_s is not None and any(ending.codes):
+        is_stop = round_.what.startswith("stop")  # ends only after a timeout
+        if ending.fault_s is not None and any(ending.codes) and not is_stop:
             kind = "kill" if round_.what.startswith("kill") else "exception"
             self._ends_s.setdefault(f"{kind}, {round_.launcher}", []).append(ending.fault_s)
         if self._is_verbose:
