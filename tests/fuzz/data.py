@@ -138,7 +138,8 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
             scale = target["scale"]
             scale = getattr(scale, "tensor", scale)
             loss: Tensor = F.mse_loss(scores * scale, target["y"])
-            return loss * target["more"][0]
+            loss = loss * target["more"][0]
+            return loss
         return F.mse_loss(scores, target)
 
     return loss_fn

@@ -244,7 +244,7 @@ def _across(module: nn.Module, x: Tensor) -> Tensor:
 
 def _image(x: Tensor) -> Tensor:
     """Make ``(batch, 4, 2, time)`` in the memory format ``channels_last``."""
-    image = x.transpose(1, 2).unflatten(1, (4, 2))
+    image: Tensor = x.transpose(1, 2).unflatten(1, (4, 2))
     return image.contiguous(memory_format=torch.channels_last)
 
 

@@ -392,7 +392,7 @@ def test_compiled_attention():
 
     attention = Attention(8, 2)
     plain = copy.deepcopy(attention)
-    compile_in_place(attention, {"backend": backend})
+    compile_in_place(attention, {"backend": backend}, 1)
     partition = partition_of(nn.Sequential(Do(to_itself, attention)))
     for i in range(2):
         tasks = run_split(partition, ramp(5, 3, 8), i)

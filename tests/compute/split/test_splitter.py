@@ -638,7 +638,7 @@ def test_compiled_layers(how, linear):
     if how == "module":
         layer = torch.compile(linear, backend=backend)
     elif how == "method":
-        compile_in_place(linear, {"backend": backend})
+        compile_in_place(linear, {"backend": backend}, 1)
     else:
 
         def forward(layer, x):
