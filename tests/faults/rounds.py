@@ -9,12 +9,10 @@ have the next ones, in another order.
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 from dataclasses import dataclass
 
-from procpipe import Stage
 
 START, BETWEEN, TASK, TRANSFER, SAVING, CLOSE = TIMES = (
     *("start", "between steps", "in a task", "in a transfer"),
@@ -41,9 +39,8 @@ WHATS: dict[str, tuple[str, ...]] = {
     "fork": TIMES,
     "kill beside a child": TIMES,
     "kill the launcher": (BETWEEN, TASK, SAVING),
+    "SIGTERM": (BETWEEN, TASK),  # on which the loop ends everywhere
 }
-if "stop_on" in inspect.signature(Stage.batches).parameters:
-    WHATS["SIGTERM"] = (BETWEEN, TASK)  # on which the loop ends everywhere
 
 TORCHRUN, PROCPIPE_RUN, NONE = LAUNCHERS = "torchrun", "procpipe run", "none"
 

@@ -225,15 +225,18 @@ def is_training(act: str) -> bool:
 def draw(seed: int, number: int) -> Case:
     """Draw a case; the same for the same seed and number."""
     chance = random.Random(f"{seed}/{number}")
-    grids = [chance.choice(GRIDS) for _ in range(chance.choice((1, 1, 1, 1, 1, 2, 2, 3)))]
+    may_be_exact = chance.random() < 0.25  # a case of which every bit can be compared
+    choices = [grid for grid in GRIDS if grid[1] == 1 or not may_be_exact]
+    grids = [chance.choice(choices) for _ in range(chance.choice((1, 1, 1, 1, 1, 2, 2, 3)))]
     schedules = [chance.choice(tuple(SCHEDULES)) for _ in grids]
     num_partitions = [
         num_stages * chance.choice(SCHEDULES[schedule])
         for (num_stages, _), schedule in zip(grids, schedules, strict=True)
     ]
-    words = _words(chance, max(*num_partitions, chance.randint(3, 9)) - 1)
+    num_words = max(*num_partitions, chance.randint(3, 9)) - 1
+    words = _words(chance, num_words, may_be_exact=may_be_exact)
     loss = chance.choice(LOSSES)
-    inputs = chance.choice(("one", "ids", *INPUTS))
+    inputs = chance.choice(("one", "ids", *(INPUTS[:-1] if may_be_exact else INPUTS)))
     scale = chance.choice((0.0, 0.0, 0.0, 2.0**4, 2.0**10))
     return Case(
         seed=chance.randrange(1 << 20),
@@ -255,7 +258,7 @@ def draw(seed: int, number: int) -> Case:
         ),
         inputs=inputs,
         head=chance.choice(("tensor", "dict", "tokens")),
-        is_head_tied=inputs == "ids" and chance.random() < 0.5,
+        is_head_tied=inputs == "ids" and not may_be_exact and chance.random() < 0.5,
         loss=loss,
         optimizer=chance.choice(("sgd", "adamw")),
         groups=chance.choice(("one", *GROUPS)),
@@ -316,8 +319,9 @@ def _adds_before_loss_is_known(run: Run) -> bool:
     return False
 
 
-def _words(chance: random.Random, num_words: int) -> list[str]:
-    candidates = [word for word in WORDS if word not in INEXACT] if chance.random() < 0.3 else WORDS
+def _words(chance: random.Random, num_words: int, *, may_be_exact: bool) -> list[str]:
+    exact = [word for word in WORDS if word not in INEXACT and word != "tied"]
+    candidates = exact if may_be_exact else WORDS
     words = chance.choices(candidates, k=num_words)
     words = [word + "*" if chance.random() < 0.15 else word for word in words]
     if chance.random() < 0.2:  # whole stages are frozen
@@ -328,7 +332,8 @@ def _words(chance: random.Random, num_words: int) -> list[str]:
         ]
     places = list(range(num_words))
     chance.shuffle(places)
-    for skip in chance.sample(range(MAX_SKIPS), chance.choice((0, 0, 1, 2))):
+    skips = [k for k in range(MAX_SKIPS) if not (may_be_exact and f"stash.{k}" in INEXACT)]
+    for skip in chance.sample(skips, chance.choice((0, 0, 1, 2))):
         num_pops = chance.choice((1, 1, 2))
         chosen = sorted(places[: num_pops + 1])
         places = places[num_pops + 1 :]

@@ -28,7 +28,7 @@ from tests.fuzz.case import BETWEEN, Call, Case, Run, is_training
 from tests.fuzz.data import Batch, mapped, own_loss
 from tests.fuzz.hooks import Hooks
 from tests.fuzz.oracle import SEVERAL, TOTAL, Oracle
-from tests.fuzz.pipeline import as_passed, stage_for, supported
+from tests.fuzz.pipeline import as_passed, stage_for
 from tests.fuzz.training import MAX_NORM, Training
 
 #: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
@@ -88,7 +88,7 @@ def run_case(
     torch.set_default_dtype(torch.float64)
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message)
-    case, truth = supported(case), supported(truth or case)
+    truth = truth or case
     oracle = Oracle(truth)
     for r, run in enumerate(case.runs):
         with _those_with_a_stage(bare, f"{name} run {r}", run) as world:

@@ -137,9 +137,8 @@ def loss_fn_of(case: Case) -> Callable[..., Tensor]:
         if case.loss == "nested":
             scale = target["scale"]
             scale = getattr(scale, "tensor", scale)
-            loss: Tensor = F.mse_loss(scores * scale, target["y"])
-            loss = loss * target["more"][0]
-            return loss
+            factor: float = target["more"][0]
+            return factor * F.mse_loss(scores * scale, target["y"])
         return F.mse_loss(scores, target)
 
     return loss_fn

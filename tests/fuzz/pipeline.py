@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,14 +16,6 @@ from tests.dist.worker import BareWorld
 from tests.fuzz.case import PAIRS, Case, Run
 from tests.fuzz.data import Batch, Whole, loss_fn_of, loss_weight_of
 from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
-
-
-def supported(case: Case) -> Case:
-    """Return a case without the calls that this ``Stage`` does not have."""
-    if "accumulate" in inspect.signature(Stage.step).parameters:
-        return case
-    text = repr(case).replace("step of several", "step")
-    return eval(text, {"Case": Case, "Run": Run})  # type: ignore[no-any-return]
 
 
 def stage_for(
