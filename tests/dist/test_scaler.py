@@ -409,3 +409,19 @@ def test_a_scale_beyond_float16_overflows_only_if_the_scaled_gradient_does(ranks
     for scale, is_finite in ((2.0**17, True), (2.0**20, False)):
         outcomes = ranks(2).run(step_with_loss_in_float16, scale, world=False)
         assert outcomes.values() == [is_finite] * 2, scale
+
+
+def step_with_float64_by_default(bare):
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with stage_of(bare, "float64", model, [1, 1], loss_fn=F.mse_loss) as stage:
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        scaler = stage.scaler(GradScaler(bare.device.type, init_scale=4.0, growth_interval=1))
+        stage.step(torch.ones(2, 3), torch.ones(2, 3))
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+
+def test_a_scaler_works_with_float64_as_the_default_dtype(ranks):
+    assert ranks(2).run(step_with_float64_by_default, world=False).values() == [8.0, 8.0]
