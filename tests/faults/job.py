@@ -98,6 +98,9 @@ class Fault:
         lives = kills or self.round.lives
         pid = os.fork()
         if pid == 0:
+            kept = held_by("self") & unix_sockets() - self.inherited
+            if kept:
+                (self.folder / f"kept.{os.getpid()}").write_text(", ".join(sorted(kept)))
             if lives:
                 self._outlive_others()
                 os._exit(0)
@@ -378,6 +381,12 @@ def held_by(pid: int | str) -> set[str]:
             if "/memfd:" in line or "/dev/shm" in line:
                 names.add(f"memory:{line.split()[4]}")
     return names
+
+
+def unix_sockets() -> set[str]:
+    """Name all unix sockets of this host."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return {f"socket:[{line.split()[6]}]" for line in lines}
 
 
 def _wait_until(ready: Callable[[], bool], timeout_s: float) -> None:

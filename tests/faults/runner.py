@@ -201,6 +201,8 @@ class Job:
                 yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
         if not processes:
             yield from self._held_by_others()
+        for path in self._folder.glob("kept.*"):
+            yield f"in a forked child, sockets to other ranks: {path.read_text()}"
         for path in sorted((self._folder / "tmp").rglob("*")):
             name = str(path.relative_to(self._folder / "tmp"))
             if path.is_file() and "torchelastic" not in name:  # torchrun's own are not ours
@@ -218,6 +220,9 @@ class Job:
                     names[process.pid] = held_by(process.pid)
         for pid, theirs in names.items():
             yield from (f"{name} in process {pid}" for name in theirs & held)
+        for entry in os.scandir("/dev/shm"):
+            if f"memory:{entry.inode()}" in held:
+                yield entry.path
         in_use = set().union(*names.values())
         for name in held - in_use:
             if name.startswith("socket:") and name[8:-1] in _listening():
@@ -237,7 +242,6 @@ def _listening() -> set[str]:
 
 def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) -> Ending:
     """Run a round in an empty folder; return how it ended."""
-    shared_before = {entry.name for entry in os.scandir("/dev/shm")}
     start_s = time.monotonic()
     job = Job(round_, folder, fresh=fresh)
     try:
@@ -245,7 +249,7 @@ def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) 
         duration_s = time.monotonic() - start_s
         if not codes:
             job.abort()
-        left = [*job.left(), *_shared_left(shared_before)]
+        left = job.left()
     finally:
         job.kill()
     fault_s, job_s = _times(folder, start_s + duration_s)
@@ -265,18 +269,6 @@ def ending_of(round_: Round, folder: Path, *, fresh: bool, time_limit_s: float) 
         steps=tuple(len(path.read_text().split()) for path in folder.glob("losses.*")),
         wrong_values=tuple(wrong_values),
     )
-
-
-def _shared_left(before: set[str]) -> Iterator[str]:
-    """Name new files of /dev/shm that no process uses; other programs have theirs open."""
-    new = {entry.name: f"memory:{entry.inode()}" for entry in os.scandir("/dev/shm")}
-    for name in before:
-        new.pop(name, None)
-    if new:
-        used = set().union(*(held_by(process.pid) for process in psutil.process_iter()))
-        for name, key in new.items():
-            if key not in used and Path("/dev/shm", name).exists():
-                yield f"/dev/shm/{name}"
 
 
 def _times(folder: Path, end_s: float) -> tuple[float | None, float]:
