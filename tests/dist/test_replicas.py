@@ -654,21 +654,6 @@ def test_each_replica_reads_a_loader_of_its_own(ranks):
     ranks(4).run(check_sharded, world=False).values()
 
 
-def check_own_shares_are_scattered(bare):
-    options = {"replicas": 2, "chunks": 3, "checkpoint": "never", "loss_fn": mean_loss}
-    with stage_of(bare, "scattered", make_model(), [2, 4], **options) as stage:
-        sizes: list[int] = []
-        layer = next(stage.children())
-        layer.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-        for data in stage.batches([make_batch(6 + stage.replica, 1)], sharded=True):
-            stage.step(*data)
-        assert sizes == [[2, 2, 2], [3, 3, 1]][stage.replica]
-
-
-def test_each_replicas_own_share_is_scattered_into_chunks(ranks):
-    ranks(4).run(check_own_shares_are_scattered, world=False).values()
-
-
 def check_state(bare, folder):
     plain = make_model()
     for replicas in (2, 1, 4):  # saved on 2 x 2, loaded on 4 x 1 and 1 x 4

@@ -13,7 +13,6 @@ import random
 import re
 from dataclasses import dataclass
 
-
 START, BETWEEN, TASK, TRANSFER, SAVING, CLOSE = TIMES = (
     *("start", "between steps", "in a task", "in a transfer"),
     *("while saving", "at close"),
