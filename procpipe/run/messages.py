@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Where the last stage finds the target: sent along the target route, given to it by the user on
@@ -37,7 +37,7 @@ class BatchDetail:
 
     form: Any = None  # plain JSON, see ``run.batches``; None if the loader has ended
     #: The entries of the item that are sent to the last stage, by their indices, if any are.
-    delivered: Sequence[int] = ()
+    delivered: list[int] = field(default_factory=list)
     is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
     stop_on: str = ""  # the names of the signals on which the loop ends
     is_stopped: bool = False  # whether the loop ends because of one
