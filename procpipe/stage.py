@@ -238,7 +238,7 @@ class Stage(Gradients):
         self,
         *inputs: Any,
         target: Any = UNSET,
-        accumulate: int | None = None,
+        accumulate: Any = None,
         total_weight: Any = None,
         **named: Any,
     ) -> Tensor:

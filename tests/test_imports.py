@@ -74,7 +74,7 @@ MAY_IMPORT = {
     },
     "sharded": {"compute", "data", "errors", "model", "plan", "run", "torch_internals", "tree"},
     "state": {"run", "stage", "errors", "forks", "notes", "version"},
-    "hf": {"data", "losses", "skip", "stage", "state"},
+    "hf": {"data", "losses", "skip", "stage", "state", "torch_internals"},
 }
 
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.

@@ -69,7 +69,8 @@ class Resumable:
                         "its position would be that of neither"
                     )
         except Exception:  # of the loader: what it has given counts, until it begins anew
-            self._epoch = None
+            if self._epoch is this:
+                self._epoch = None
             raise
         finally:
             if self._epoch is this:

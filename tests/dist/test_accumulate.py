@@ -87,7 +87,7 @@ def check(bare, schedule, mode, is_reversed, num_partitions):
                     (part / n).backward()
                 expected = sum(part.detach() for part in parts) / n
                 # Rank 0's number counts.
-                number = n if bare.rank == 0 else "ignored"
+                number: Any = n if bare.rank == 0 else "ignored"
                 returned.append(stage.step(input, target, accumulate=number))
                 assert_same(returned[-1], expected, what)
                 assert_same_gradients(stage, plain)
@@ -115,7 +115,7 @@ def check_replicas(bare):
         plain = make_model()
         options: Any = {"chunks": 2, "schedule": "1f1b", "replicas": 2, "loss_fn": loss_fn}
         options["loss_weight"] = weigh
-        what = f"{loss_fn.__name__} {weigh} {sharded}"
+        what = f"{loss_fn.__name__} {weigh is not None} {sharded}"
         batches = make_batches(5, 8)[::2]  # of 8 samples: two for each of four micro-batches
         with stage_of(bare, what, plain, [2, 4], **options) as stage:
             loader = batches
@@ -131,6 +131,7 @@ def check_replicas(bare):
                 found = stage.step(*item, accumulate=3)
                 assert_same(found, loss.detach() / 3, what, 1e-12)
                 for name, parameter in stage.named_parameters():
+                    assert parameter.grad is not None
                     assert_same(parameter.grad.cpu(), plain.get_parameter(name).grad, what, 1e-12)
 
 

@@ -6,6 +6,7 @@ Truth is the plain model in float64, uncompiled.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import logging
 import os
@@ -14,6 +15,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -349,10 +351,12 @@ def test_more_layers_than_torch_compiles_versions(
 
         return call
 
+    batch: dict[str, Any]
+    loss_fn: Callable[..., Any]
     if kind == "llama":
         ids = torch.arange(36).reshape(4, 9) % 31
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        from procpipe.hf import causal_lm_loss as loss_fn
+        loss_fn = importlib.import_module("procpipe.hf").causal_lm_loss
     else:
         input, target = make_batch(4)
         loss_fn = F.mse_loss

@@ -724,7 +724,7 @@ def test_a_remote_value_is_read(ranks, how):
 
     failure = outcomes[0].error
     assert failure.type == "RemoteValueError"
-    assert "lives on rank 2 (the output of stage(input)): call stage.fetch(value)" in failure.text
+    assert "lives on rank 2 (the output of stage(input)): move this into loss_fn" in failure.text
     check_lost(outcomes, 0, "rank 0 has left the pipeline")
 
 

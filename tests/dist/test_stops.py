@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from procpipe import CallMismatchError, RemoteStageError, state
 from tests.dist.script import run_forked, run_script
@@ -143,7 +143,7 @@ def test_what_is_no_signal_to_stop_on(ranks, num_ranks):
     ranks(num_ranks).run(check_thread, world=False).values()
 
 
-class Interrupting:
+class Interrupting(Dataset[torch.Tensor]):
     """A dataset whose worker interrupts the whole group while an item is awaited."""
 
     def __init__(self, pid: int) -> None:

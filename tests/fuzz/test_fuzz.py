@@ -84,7 +84,7 @@ def test_random_cases_equal_the_plain_model(pool, request):
     failed = []
     for numbers in together(cases):
         faults = judge(pool, [cases[number] for number in numbers])
-        failed += [pair for pair in zip(numbers, faults, strict=True) if pair[1] is not None]
+        failed += [(number, fault) for number, fault in zip(numbers, faults, strict=True) if fault]
     if failed:
         number, fault = failed[0]
         others = [other for other, _ in failed[1:]]
@@ -179,6 +179,7 @@ def test_a_case_that_fails_is_made_smaller():
 def test_a_failure_is_printed_as_a_script_that_repeats_it(pool, tmp_path):
     wrong = dataclasses.replace(EXACT, layers="affine unknown", runs=(Run(balance=(1, 2)),) * 2)
     (fault,) = judge(pool, [wrong])
+    assert fault
     text = explain(pool, 1, 2, wrong, fault)
     assert "--seed 1 --case 2" in text
     script = text[text.index('"""Case 2 of seed 1, made smaller."""') :]

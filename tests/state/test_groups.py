@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import Stage, state
-from procpipe.state import groups
+from procpipe.state import groups, optimizers
 from tests.dist.stages import plain_step, stage_of
 
 #: In turn: processes, replicas, balance. The middle layers have no vectors, the last is the head.
@@ -54,7 +54,7 @@ def make_optimizer(module: nn.Module, kind: Any, scale: float = 1.0) -> torch.op
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [groups.options_of(group) for group in optimizer.param_groups]
+    return [optimizers.options_of(group) for group in optimizer.param_groups]
 
 
 def train(module, optimizer, scheduler, first):
