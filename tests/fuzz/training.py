@@ -104,7 +104,9 @@ class Training:
             return self._clip()
         elif act == "overflow":
             parameter = dict(self.module.named_parameters()).get(name)
-            if parameter is not None and parameter.grad is not None:
+            if self._is_unscaled:
+                pass  # the scaler has looked for an inf already
+            elif parameter is not None and parameter.grad is not None:
                 parameter.grad[(0,) * parameter.dim()] = torch.inf
         else:
             self.module.zero_grad(set_to_none=act == "zero")
