@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
@@ -44,6 +44,9 @@ from procpipe.tree import (
 )
 
 _NOTHING: Any = object()
+
+#: Said of entries that are not sent: they are not made of dense tensors and plain values.
+_CANNOT_TRAVEL = ", which cannot travel to other ranks"
 
 #: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
@@ -262,7 +265,7 @@ class Batches:
         for structure in (whole, *outer):
             leaves = [
                 Remote(0, name, None, others=[self._output_rank] * (k in have), here=self._rank)
-                for k, name in _names(structure)
+                for k, name in _names(structure, have)
             ]
             try:
                 item = unflatten(leaves, structure)
@@ -374,8 +377,11 @@ def _contents(value: Any) -> list[Any]:
     return [structure, *tensors, *versions]
 
 
-def _names(structure: Structure) -> Iterator[tuple[int, str]]:
-    """Yield the entry that each placeholder of an item belongs to, and what it stands for."""
+def _names(structure: Structure, have: Container[int]) -> Iterator[tuple[int, str]]:
+    """Yield the entry that each placeholder of an item belongs to, and what it stands for.
+
+    ``have``: the entries that are sent; the first of a tuple or list is not, as it is the input.
+    """
     if structure == TENSOR:
         yield 0, "the mini-batch"
         return
@@ -386,4 +392,6 @@ def _names(structure: Structure) -> Iterator[tuple[int, str]]:
             what = f"entry {k} of the mini-batch"
         elif name == "d":
             what = f"{keys[k]!r} of the mini-batch"
+        if k and k not in have:
+            what += _CANNOT_TRAVEL
         yield from [(k, what)] * num_tensors(entry)

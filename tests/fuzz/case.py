@@ -49,6 +49,8 @@ TRAINING = (
     "step of several",
     "step with total",
     "step unsynced",
+    "loss",
+    "loss for inputs",
     "loop",
 )
 TRAINING_ALONE = (
@@ -56,9 +58,11 @@ TRAINING_ALONE = (
     "step on rank 0",
     "step named",
     "step with last target",
-    "loss",
-    "loss for inputs",
+    "loss in a loop",
 )
+
+#: Those with several mini-batches.
+LOOPS = ("loop", "loss in a loop")
 
 #: The same in evaluation.
 EVALUATION = ("evaluate", "step without grad")
@@ -323,6 +327,9 @@ def _words(chance: random.Random, num_words: int, *, may_be_exact: bool) -> list
     exact = [word for word in WORDS if word not in INEXACT and word != "tied"]
     candidates = exact if may_be_exact else WORDS
     words = chance.choices(candidates, k=num_words)
+    if not may_be_exact and chance.random() < 0.15:  # several layers share one weight
+        for place in chance.sample(range(num_words), min(num_words, chance.choice((2, 3, 4)))):
+            words[place] = "tied"
     words = [word + "*" if chance.random() < 0.15 else word for word in words]
     if chance.random() < 0.2:  # whole stages are frozen
         first, last = sorted(chance.choices(range(num_words + 1), k=2))
@@ -360,7 +367,7 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
         if act == "step unsynced":  # its gradients are added up by the next call
             yield act, sizes()
             act = "step"
-        yield act, _of_a_loop(chance, replicas) if act == "loop" else sizes()
+        yield act, _of_a_loop(chance, replicas) if act in LOOPS else sizes()
         if is_scaled and chance.random() < 0.2:
             yield "overflow", (chance.randrange(100),)
         if chance.random() < 0.3:
@@ -385,7 +392,7 @@ def _with_run(case: Case, r: int, run: Run) -> Case:
 def _with_fewer_calls(run: Run) -> Iterator[Run]:
     for k, (act, sizes) in enumerate(run.calls):
         yield replace(run, calls=run.calls[:k] + run.calls[k + 1 :])
-        if act == "loop" and len(sizes) > run.replicas:
+        if act in LOOPS and len(sizes) > run.replicas:
             fewer = (act, sizes[run.replicas :])
             yield replace(run, calls=(*run.calls[:k], fewer, *run.calls[k + 1 :]))
 
@@ -401,7 +408,8 @@ def _on_fewer_ranks(run: Run) -> Iterator[Run]:
             for act, sizes in run.calls
         ]
         calls = [(act, tuple(filter(None, sizes))) for act, sizes in calls]
-        yield replace(run, replicas=1, calls=tuple(call for call in calls if call != ("loop", ())))
+        calls = [call for call in calls if call[1] or call[0] not in LOOPS]
+        yield replace(run, replicas=1, calls=tuple(calls))
     if run.num_stages > 1:
         num_left = len(run.balance) // run.num_stages * (run.num_stages - 1)
         balance = (*run.balance[: num_left - 1], sum(run.balance[num_left - 1 :]))

@@ -24,8 +24,8 @@ from torch import Tensor
 from procpipe import RemoteStageError, Stage, state
 from tests.dist.stages import assert_same
 from tests.dist.worker import BareWorld
-from tests.fuzz.case import BETWEEN, Call, Case, Run, is_training
-from tests.fuzz.data import Batch, mapped, own_loss
+from tests.fuzz.case import BETWEEN, LOOPS, Call, Case, Run, is_training
+from tests.fuzz.data import Batch, joined, mapped, own_loss, unwrapped
 from tests.fuzz.hooks import Hooks
 from tests.fuzz.oracle import SEVERAL, TOTAL, Oracle
 from tests.fuzz.pipeline import as_passed, stage_for
@@ -209,10 +209,10 @@ class Comparison:
     def _mini_batches(self, act: str, rounds: list[list[Batch]]) -> None:
         if act.startswith("output"):
             self._output(act, rounds[0])
-        elif act.startswith("loss"):
-            self._own_loss(act, rounds[0])
-        elif act == "loop" or self._run.replicas > 1:
+        elif act in LOOPS or self._run.replicas > 1:
             self._loop(act, rounds)
+        elif act.startswith("loss"):
+            self._own_loss(act, rounds[0], as_passed(rounds[0][0]))
         else:
             self._step(act, rounds[0], as_passed(rounds[0][0]))
 
@@ -222,13 +222,16 @@ class Comparison:
         self._compare(found, self._oracle.call(act, shares).output, "output")
 
     def _loop(self, act: str, rounds: list[list[Batch]]) -> None:
-        """Step in a loop over the loaders of all replicas."""
+        """Step, or compute an own loss, in a loop over the loaders of all replicas."""
         stage, replica = self._stage, self._stage.replica
         is_first = stage.rank % self._run.num_stages == 0
-        loader = [_item(shares[replica]) for shares in rounds if shares[replica].num_samples]
+        is_own = act.startswith("loss")
+        batches = [shares[replica] for shares in rounds if shares[replica].num_samples]
+        loader = [_item(batch, is_own=is_own) for batch in batches]
         items = stage.batches(loader if is_first else None, sharded=stage.replicas > 1)
+        call = self._own_loss if is_own else self._step
         for shares, item in zip(rounds, items, strict=True):
-            self._step(act, shares, _from_item(item, has_target=shares[0].target is not None))
+            call(act, shares, _from_item(item, has_target=shares[0].target is not None))
 
     def _step(self, act: str, shares: list[Batch], passed: Batch) -> None:
         stage = self._stage
@@ -252,12 +255,14 @@ class Comparison:
         self._is_synced = act != "step unsynced" or stage.replicas == 1
         self._compare_call(act, shares, found)
 
-    def _own_loss(self, act: str, shares: list[Batch]) -> None:
+    def _own_loss(self, act: str, shares: list[Batch], passed: Batch) -> None:
         if act == "loss for inputs":
-            shares[0].require_gradients()
-        passed = as_passed(shares[0])
+            shares[self._stage.replica].require_gradients()
         output = self._stage(*passed.inputs, **passed.named)
-        loss = own_loss(self._case, output, passed.target)
+        target = passed.target
+        if len(shares) > 1:  # which no rank has read whole
+            target = joined([share.target for share in shares])
+        loss = own_loss(self._case, output, target)
         self._training.scaled(loss).backward()
         self._compare_call(act, shares, loss, output)
 
@@ -323,12 +328,13 @@ class Comparison:
         assert_same(found, expected, what, tolerance, scale)
 
 
-def _item(batch: Batch) -> Any:
-    """Return a mini-batch as an item of a loader."""
+def _item(batch: Batch, *, is_own: bool) -> Any:
+    """Return a mini-batch as an item of a loader; ``is_own``: its target is for an own loss."""
     passed = as_passed(batch)
+    target = unwrapped(batch.target) if is_own else passed.target
     if passed.named:
-        return passed.named | ({} if passed.target is None else {"target": passed.target})
-    return passed.inputs if passed.target is None else (*passed.inputs, passed.target)
+        return passed.named | ({} if target is None else {"target": target})
+    return passed.inputs if target is None else (*passed.inputs, target)
 
 
 def _from_item(item: Any, *, has_target: bool) -> Batch:

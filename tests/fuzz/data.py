@@ -176,5 +176,26 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def joined(shares: list[Any]) -> Any:
+    """Join the tensors of nested values; what every micro-batch gets whole is the first's."""
+    first = shares[0]
+    if isinstance(first, Tensor):
+        return torch.cat(shares)
+    if isinstance(first, dict):
+        return {key: joined([share[key] for share in shares]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)([joined(list(children)) for children in zip(*shares, strict=True)])
+    return first
+
+
+def unwrapped(value: Any) -> Any:
+    """Replace what every micro-batch gets whole by its tensor."""
+    if isinstance(value, Whole):
+        return value.tensor
+    if isinstance(value, dict):
+        return {key: unwrapped(child) for key, child in value.items()}
+    return value
+
+
 def _part(value: Any, span: slice) -> Any:
     return mapped(lambda tensor: tensor[span], value)

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.fuzz.case import Case, Run, is_training
-from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, mapped, own_loss, scores_of
+from tests.fuzz.data import (
+    Batch,
+    joined,
+    loss_fn_of,
+    loss_weight_of,
+    mapped,
+    own_loss,
+    scores_of,
+)
 from tests.fuzz.layers import build
 from tests.fuzz.training import MAX_NORM, Training
 
@@ -91,7 +99,7 @@ class Oracle:
             if act.startswith("output"):
                 found.output = self._output(shares[0])
             elif act.startswith("loss"):
-                found.output, found.loss = self._own_loss(shares[0])
+                found.output, found.loss = self._own_loss(shares)
             else:
                 total = TOTAL if act == "step with total" else None
                 divisor = SEVERAL if act == "step of several" else 1
@@ -130,12 +138,14 @@ class Oracle:
         output = self._joined(self._forward([batch.parts(self._chunks)]))
         return mapped(lambda tensor: tensor.detach(), output)
 
-    def _own_loss(self, batch: Batch) -> tuple[Any, Tensor]:
+    def _own_loss(self, shares: list[Batch]) -> tuple[Any, Tensor]:
         """Do ``stage(input)`` and the user's own loss, backward; return output and loss.
+
+        The outputs of replicas are joined, and so are the targets.
 
         The graph is cut at the outputs, so that the micro-batches go backward in reverse.
         """
-        outputs = self._forward([batch.parts(self._chunks)])
+        outputs = self._forward([batch.parts(self._chunks) for batch in shares])
         pairs: list[list[tuple[Tensor, Tensor]]] = []
 
         def cut(tensor: Tensor) -> Tensor:
@@ -148,7 +158,7 @@ class Oracle:
             pairs.append([])
             leaves.append(mapped(cut, output))
         output = self._joined(leaves)
-        loss = own_loss(self._case, output, batch.target)
+        loss = own_loss(self._case, output, joined([share.target for share in shares]))
         if loss.requires_grad:
             self.training.scaled(loss).backward()
         for of_micro_batch in reversed(pairs):
