@@ -184,6 +184,22 @@ def test_a_loss_of_the_first_entry_says_which_ranks_have_what(
         assert "(input, target) or (x, x), or use loss_fn" in error
 
 
+def use_what_cannot_travel(world: Any) -> str:
+    stage = make_stage(world)
+    for x, rest in stage.batches([(X, {"y": Y, "name": object()})]):
+        try:
+            flat_cross_entropy(stage(x), rest["y"])
+        except RemoteValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_loss_of_what_cannot_travel_says_so(ranks: Any) -> None:
+    first, second = ranks(2).run(use_what_cannot_travel).values()
+    assert first == ""
+    assert "rank 0 (entry 1 of the mini-batch, which cannot travel to other ranks)" in second
+
+
 # -- each rank's own data ------------------------------------------------------------------------
 
 
