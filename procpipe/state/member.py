@@ -43,6 +43,11 @@ class Member:
     @classmethod
     def of(cls, module: nn.Module) -> Member:
         """Return the member that a module is."""
+        if isinstance(getattr(module, "_orig_mod", None), Stage):
+            raise TypeError(
+                "torch.compile(stage) hides that this is a stage: pass the stage itself here, and "
+                "compile its layers by stage.compile()"
+            )
         if not isinstance(module, Stage):
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))

@@ -65,13 +65,12 @@ TRAINING_ALONE = (
 LOOPS = ("loop", "loss in a loop")
 
 #: The same in evaluation.
-EVALUATION = ("evaluate", "step without grad")
-EVALUATION_ALONE = (*EVALUATION, "output in eval", "output without grad")
+EVALUATION = ("evaluate", "step without grad", "output in eval", "output without grad")
 
 #: What a case may call between mini-batches.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks", "overflow")
 
-ACTS = {*TRAINING_ALONE, *EVALUATION_ALONE, *BETWEEN}
+ACTS = {*TRAINING_ALONE, *EVALUATION, *BETWEEN}
 
 #: Layers without those that stash and pop; layers.py defines them.
 WORDS = [
@@ -137,10 +136,7 @@ class Run:
         return self.num_stages * self.replicas
 
     def rounds(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the numbers of samples of each mini-batch of a call, replica by replica.
-
-        A loop over loaders ends when the last of them ends; a loader that has ended gives 0.
-        """
+        """Return the numbers of samples of each mini-batch of a call, replica by replica."""
         return [*zip(*[iter(sizes)] * self.replicas, strict=True)]
 
 
@@ -269,7 +265,7 @@ def draw(seed: int, number: int) -> Case:
         scheduler=chance.choice(("none", "steps", "cycle")),
         scale=scale,
         is_weighted=loss in MAY_WEIGH and chance.random() < 0.5,
-        is_deferred=chance.random() < 0.3,
+        is_deferred=chance.random() < (0.5 if "batchnorm" in " ".join(words) else 0.1),
         has_hooks=chance.random() < 0.4,
     )
 
@@ -361,8 +357,8 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
     for k in range(chance.randint(1, 3)):
         if k and chance.random() < 0.3:
             yield "chunks", (chance.randint(1, 6),)
-        if chance.random() < 0.4:
-            yield chance.choice(EVALUATION if replicas > 1 else EVALUATION_ALONE), sizes()
+        if replicas == 1 and chance.random() < 0.4:
+            yield chance.choice(EVALUATION), sizes()
         act = chance.choice(TRAINING if replicas > 1 else TRAINING_ALONE)
         if act == "step unsynced":  # its gradients are added up by the next call
             yield act, sizes()
@@ -379,10 +375,8 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
 
 
 def _of_a_loop(chance: random.Random, replicas: int) -> tuple[int, ...]:
-    """Draw the sizes of a loop's mini-batches, where loaders may end at different times."""
-    lengths = [chance.randint(1, 3) for _ in range(replicas)]
-    rounds = range(max(lengths))
-    return tuple(chance.randint(1, 9) * (k < length) for k in rounds for length in lengths)
+    """Draw the sizes of a loop's mini-batches; all loaders end at the same time."""
+    return tuple(chance.randint(1, 9) for _ in range(chance.randint(1, 3) * replicas))
 
 
 def _with_run(case: Case, r: int, run: Run) -> Case:
@@ -403,13 +397,11 @@ def _on_fewer_ranks(run: Run) -> Iterator[Run]:
     The partitions of that stage are joined to the partition before them.
     """
     if run.replicas > 1:
-        calls = [
+        calls = tuple(
             (act, sizes[:: run.replicas] if act not in BETWEEN else sizes)
             for act, sizes in run.calls
-        ]
-        calls = [(act, tuple(filter(None, sizes))) for act, sizes in calls]
-        calls = [call for call in calls if call[1] or call[0] not in LOOPS]
-        yield replace(run, replicas=1, calls=tuple(calls))
+        )
+        yield replace(run, replicas=1, calls=calls)
     if run.num_stages > 1:
         num_left = len(run.balance) // run.num_stages * (run.num_stages - 1)
         balance = (*run.balance[: num_left - 1], sum(run.balance[num_left - 1 :]))

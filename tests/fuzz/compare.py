@@ -95,7 +95,7 @@ def run_case(
             oracle.begin(truth.runs[r])
             hooks = Hooks(case, run, oracle.model, oracle.model)
             if world is None:
-                for number, call in enumerate(run.calls):
+                for number, call in _calls_of(run, oracle):
                     _expect(oracle, case, run, call, 10 * r + number)
                 hooks.remove()
             else:
@@ -110,7 +110,7 @@ def _run_one(
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
         if r > 0:
             comparison.load(folder, r)
-        for number, call in enumerate(run.calls):
+        for number, call in _calls_of(run, oracle):
             try:
                 comparison.call(call, 10 * r + number)
             except Exception as error:
@@ -119,6 +119,14 @@ def _run_one(
         comparison.compare_hooks(hooks.remove())
         if r < len(case.runs) - 1:
             comparison.save(folder, r)
+
+
+def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
+    """Yield a run's calls with their numbers, until training diverges: roundings grow, too."""
+    for number, call in enumerate(run.calls):
+        if oracle.has_diverged():
+            return
+        yield number, call
 
 
 def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> None:
@@ -226,8 +234,7 @@ class Comparison:
         stage, replica = self._stage, self._stage.replica
         is_first = stage.rank % self._run.num_stages == 0
         is_own = act.startswith("loss")
-        batches = [shares[replica] for shares in rounds if shares[replica].num_samples]
-        loader = [_item(batch, is_own=is_own) for batch in batches]
+        loader = [_item(shares[replica], is_own=is_own) for shares in rounds]
         items = stage.batches(loader if is_first else None, sharded=stage.replicas > 1)
         call = self._own_loss if is_own else self._step
         for shares, item in zip(rounds, items, strict=True):
@@ -252,7 +259,8 @@ class Comparison:
                 found = stage.step(*inputs, *([] if target is None else [target]), **options)
             else:
                 found = stage.step(*inputs, target=target, **named, **options)
-        self._is_synced = act != "step unsynced" or stage.replicas == 1
+        if is_training(act):
+            self._is_synced = act != "step unsynced" or stage.replicas == 1
         self._compare_call(act, shares, found)
 
     def _own_loss(self, act: str, shares: list[Batch], passed: Batch) -> None:

@@ -34,6 +34,9 @@ from tests.fuzz.training import MAX_NORM, Training
 #: The ``total_weight`` of "step with total", and ``accumulate`` of "step of several".
 TOTAL, SEVERAL = 12.0, 4
 
+#: Parameters that reach this have diverged.
+LARGEST = 1e3
+
 
 @dataclass
 class Expected:
@@ -83,6 +86,10 @@ class Oracle:
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient."""
         return any(p.grad is not None for p in self.model.parameters())
+
+    def has_diverged(self) -> bool:
+        """Return whether updates have made a parameter very large; they begin at 1 or less."""
+        return not all(p.abs().max() < LARGEST for p in self.model.parameters())
 
     def overflowing(self, numbers: tuple[int, ...]) -> str:
         """Return the name of a parameter with a gradient, chosen by a number."""

@@ -62,7 +62,7 @@ RESUMED = Case(
             num_stages=2,
             replicas=2,
             chunks=2,
-            calls=(("loop", (3, 4, 0, 2)), ("update", ())),
+            calls=(("loop", (3, 4, 5, 2)), ("update", ())),
         ),
     ),
     scheduler="steps",
@@ -110,10 +110,10 @@ def test_the_cases_cover_all_options():
         assert {getattr(case, name) for case in many} == set(values)
     assert 100 <= sum(case.is_exact for case in many) <= 500
     assert sum(len(case.runs) > 1 and case.groups != "one" for case in many) > 50
-    ends_early = [
-        0 in sizes for run in runs for act, sizes in run.calls if act not in BETWEEN and sizes
-    ]
-    assert sum(ends_early) > 10
+    losses_of_two = [run.replicas == 2 and act == "loss" for run in runs for act, _ in run.calls]
+    assert sum(losses_of_two) > 10
+    assert sum(case.kinds.count("tied") > 2 for case in many) > 50
+    assert sum(case.is_deferred and "batchnorm" in case.kinds for case in many) > 50
 
 
 def test_a_case_is_drawn_the_same_and_is_valid():

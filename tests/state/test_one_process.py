@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from procpipe import SavedStateError, state
+from procpipe import SavedStateError, Stage, state
 from procpipe.state import generators, optimizers
 from procpipe.state.background import Saving
 from procpipe.state.member import Member
@@ -275,6 +275,17 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
     assert state.load(tmp_path, model).step is None
     with pytest.raises(ValueError, match="keep is 0"):
         state.save(tmp_path, model, keep=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # of torch's own, once imported
+def test_a_stage_that_torch_compile_wraps_is_refused(tmp_path):
+    """Symptom: state.export wrote one rank's part under ``_orig_mod.…``, without an error."""
+    wrapped: Any = torch.compile(Stage(nn.Sequential(nn.Linear(2, 2))))
+    calls: tuple[Any, ...] = state.export, state.save, state.load, state.load_weights
+    for call in calls:
+        with pytest.raises(TypeError, match=r"compile its layers by stage\.compile"):
+            call(tmp_path / "folder", wrapped)
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
