@@ -61,7 +61,7 @@ class Fault:
         number = self._calls[where, self.step] = self._calls.get((where, self.step), -1) + 1
         if self.step != round_.step:
             return
-        if where == "forward" and self.rank == round_.origin - 1 and number == 1:
+        if where == "forward" and 0 <= self.rank == round_.origin - 1 and number == 1:
             note(self.folder / "sent")  # what the micro-batch before this one has given
         if self.rank != round_.origin or where != round_.where or number != round_.micro_batch:
             return
