@@ -46,6 +46,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.chooser import Chooser, FixedSchedule
+from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
@@ -191,6 +192,7 @@ def found_balance(
     sample: Any,
     chunks: int,
     world: World,
+    control: Control,
     settings: Settings,
 ) -> list[int]:
     """Find a balance.
@@ -211,7 +213,7 @@ def found_balance(
         numbers = grid.numbers if grid.is_part else None
         check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
-        return agreed_balance(name, module, sample, chunks, world, num_partitions)
+        return agreed_balance(name, module, sample, chunks, world, control, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)
     if world.rank == 0:
         write_note(f"procpipe: {basis}")
@@ -238,6 +240,7 @@ def chooser_of(schedule: Schedule, limits_bytes: Sequence[int] | None) -> Choose
 
 def connect(
     world: World,
+    control: Control,
     settings: Settings,
     cut: Cut,
     layers: Mapping[str, nn.Module],
@@ -247,7 +250,7 @@ def connect(
     chunks: int,
     checkpoint: str,
 ) -> Pipeline:
-    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+    """Build this rank's part of the pipeline; every rank calls it, and it waits for all of them.
 
     ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
     user has set now.
@@ -290,7 +293,7 @@ def connect(
         placement=cut.placement,
         ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
-    wires = connect_wires(world, grid, routes, facts, settings.transport)
+    wires = connect_wires(world, control, grid, routes, facts, settings.transport)
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, grid, routes, chooser)
     replicas = connect_replicas(world, settings, cut, wires, layers)

@@ -47,7 +47,7 @@ from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_o
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
-from procpipe.run.control import Agree
+from procpipe.run.control import Agree, Control
 from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
@@ -65,8 +65,8 @@ class Stage(Gradients):
     is what this process's optimizer needs, and ``state_dict()`` is this stage's part of the
     model's. Started without a launcher, it is the whole model in one stage.
 
-    Building it does not communicate, unless it fails or rank 0 is to find a balance; the first
-    call connects the processes.
+    Building it connects the processes, and waits for all of them; the first call compares their
+    settings and opens the channels.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
@@ -77,7 +77,7 @@ class Stage(Gradients):
             an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
-            (then every rank waits for rank 0 here). If left out, each rank finds the same one from
+. If left out, each rank finds the same one from
             the layers' parameters and forward FLOPs (on the meta device: nothing is computed), or
             parameters alone where the layers cannot run there, and rank 0 prints it. Without a
             launcher it is checked, but all layers are in one partition.
@@ -188,6 +188,7 @@ class Stage(Gradients):
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
         try:
+            self._control = Control(self._world.connect())
             build.check(module, self._world)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
@@ -204,7 +205,7 @@ class Stage(Gradients):
             self._grid = self._settings.grid
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
-                    balance, module, sample, self.chunks, self._world, self._settings
+                    balance, module, sample, self.chunks, self._world, self._control, self._settings
                 )
             cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = cut.balance
@@ -534,6 +535,7 @@ class Stage(Gradients):
         try:
             pipeline = build.connect(
                 self._world,
+                self._control,
                 self._settings,
                 self._cut,
                 dict(self.named_children()),

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.channel.meta import Meta, allocate
-from procpipe.forks import give_up_in_children, keep_for_ever
+from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import gloo_options
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -51,7 +51,6 @@ class GlooGroup:
         before = _sockets()
         self.torchs: Any = gloo(store, rank, num_ranks, options)
         self._sockets = _sockets() - before
-        give_up_in_children(self)
 
     def close(self) -> None:
         """Drop the group; nothing may be under way."""

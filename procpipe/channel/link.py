@@ -133,7 +133,7 @@ class Sender:
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
         """Pass tensors to the transport; return its note for the receiver."""
-        self._mesh.check_process()
+        self._mesh.check_open()
         self.reap()
         try:
             pending, note = transport.post_send(tensors, self._peer, self._channel_id)
@@ -263,13 +263,9 @@ class Receiver:
                 )
         meta, tensors, wait = posted.popleft()
         if wait is not None:
-            self._mesh.check_process()
+            self._mesh.check_open()
             try:
-                if self._blocks:
-                    with self._mesh.native_waits.monitored(self._what):
-                        wait()
-                else:
-                    wait()
+                wait()
             except FileLimitError:
                 raise
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why

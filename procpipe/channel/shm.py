@@ -34,8 +34,6 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.meta import Meta, layout
-from procpipe.forks import give_up_in_children
-from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-slots"
 
@@ -65,15 +63,15 @@ class ShmTransport:
     max_posted = sys.maxsize
     inline_bytes = 1 << 13  # larger ones are copied less often through a slot
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        self._pids = dict(pids)
+    def __init__(self, own_file: int, files: Mapping[int, int]) -> None:
+        self._own_file = own_file
+        self._files = dict(files)
         self._file: _File | None = None
         self._end = 0
         self._slots: dict[tuple[int, int], list[_ShmSlot]] = {}
         self._dropped: dict[tuple[int, int], list[int]] = {}
         self._files_of: dict[int, _File] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
-        give_up_in_children(self)
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
@@ -103,7 +101,7 @@ class ShmTransport:
         slot = self._mapped.get((peer, start))
         if slot is None:
             if peer not in self._files_of:
-                self._files_of[peer] = _opened(self._pids[peer], descriptor, peer)
+                self._files_of[peer] = _File(os.dup(self._files[peer]))
             slot = self._mapped[peer, start] = _Mapped(self._files_of[peer], start, num_bytes)
         return slot.lend(meta), lambda: None  # they are there
 
@@ -142,8 +140,7 @@ class ShmTransport:
                 slot.discard_unused()
                 dropped.append(slot.start)
         if self._file is None:
-            with naming_file_limit("the shared memory of a rank's messages"):
-                self._file = _File(os.memfd_create(_NAME))
+            self._file = _File(os.dup(self._own_file))
         slot = _ShmSlot(self._file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
@@ -225,15 +222,6 @@ class _Mapped:
 
     def _take_back(self, lent: object) -> None:
         self._memory[_IN_USE] = 0
-
-
-def _opened(pid: int, descriptor: int, peer: int) -> _File:
-    """Open the file of a peer's slots; ``FileNotFoundError`` if a failed peer has closed it."""
-    path = f"/proc/{pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise FileNotFoundError(f"rank {peer} has closed its shared memory")
-    with naming_file_limit(f"the shared memory of rank {peer}"):
-        return _File(os.open(path, os.O_RDWR))
 
 
 def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:

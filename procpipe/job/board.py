@@ -124,6 +124,8 @@ class BoardReading:
 class Board:
     """One process's board: the end that writes, or one that reads."""
 
+    descriptor: int  # of its file, where this process writes it
+
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
         self._words = memoryview(page).cast("q")
@@ -139,9 +141,11 @@ class Board:
             os.ftruncate(descriptor, _SIZE_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             page = mmap.mmap(descriptor, _SIZE_BYTES)  # has a descriptor of its own
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
         board = cls(page)
+        board.descriptor = descriptor
         words = board._words
         words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
         words[_LAYER], words[_NUM_REPLICAS] = -1, 1
@@ -166,6 +170,11 @@ class Board:
         # A forked child has its parent's board open, too.
         found = [b for b in found if b._words[_MAGIC_AT] == _MAGIC and b._words[_PID] == pid]
         return max(found, key=lambda board: board._words[_WRITTEN_NS], default=None)
+
+    @classmethod
+    def opened(cls, descriptor: int) -> Board:
+        """Map the board of a process that has passed its descriptor."""
+        return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
 
     @classmethod
     def _opened(cls, path: str) -> Board:

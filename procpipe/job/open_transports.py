@@ -1,19 +1,20 @@
-"""The open transports of one rank: built, closed, and their waits for the device ended."""
+"""The open transports of one rank: built and closed."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
 from procpipe.forks import keep_for_ever
-from procpipe.job.device_waits import DeviceWaits, abort_all
-from procpipe.job.joining import Start
 from procpipe.job.transports import TransportChoice
 from procpipe.optional import needed
+
+if TYPE_CHECKING:
+    from procpipe.channel.store import MeshStore
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -23,27 +24,30 @@ _PART_TIMEOUT_S = 10.0
 class OpenTransports:
     """The transports between this rank and others.
 
-    ``pids`` holds the processes of peers whose open files this process may open, too.
+    ``memory`` is a descriptor of the file in which this rank's messages to ranks of its host are.
 
     Attributes:
-        caller: the thread that makes the calls of the pipeline.
-        mesh, device: set once the ranks are connected, before any transport is opened.
+        memory_of: the same of each other rank of this host, set once the ranks are connected.
         opened: those that are open.
-        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
-            for the device would never end.
     """
 
-    mesh: Mesh
-    device: torch.device
-
-    def __init__(self, start: Start, pids: Mapping[int, int]) -> None:
-        self.caller = threading.main_thread()
-        self._start = start
-        self._pids = pids
+    def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
+        self.memory_of: dict[int, int] = {}
         self.opened: list[Opened] = []
-        self._device_transports: list[OpenedDevice] = []
-        self._device_waits: DeviceWaits | None = None
-        self.is_device_stuck = False
+        self._mesh = mesh
+        self._device = device
+        self._memory = memory
+        self._of_device: list[OpenedDevice] = []
+        self._store: MeshStore | None = None
+
+    @property
+    def store(self) -> MeshStore:
+        """Where torch's groups find their processes; every rank opens it, once connected."""
+        if self._store is None:
+            from procpipe.channel.store import MeshStore
+
+            self._store = MeshStore(self._mesh)
+        return self._store
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
@@ -61,79 +65,55 @@ class OpenTransports:
         for name in sorted(by_name):  # all ranks build them in one order
             transport = self._new(name, by_name[name])
             for source, destination, _ in by_name[name]:
-                if self.mesh.rank in (source, destination):
-                    found[source + destination - self.mesh.rank] = transport
+                if self._mesh.rank in (source, destination):
+                    found[source + destination - self._mesh.rank] = transport
         return found
 
     def _new(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
-        mesh, start = self.mesh, self._start
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
-            return self._added(ShmTransport(self._pids))
+            shm = ShmTransport(self._memory, self.memory_of)
+            self.opened.append(shm)
+            return shm
         if name == "cuda_ipc":
             with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            cuda_ipc = CudaIpcTransport(Gpu(self.device), self._pids)
+            cuda_ipc = CudaIpcTransport(Gpu(self._device), self._memory, self.memory_of)
             self.add_of_device(cuda_ipc)
             return cuda_ipc
-        store = start.shared_store().under("transport/", check=mesh.poll)
-        if name == "nccl":
-            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
-                from procpipe.channel.nccl import NcclTransport
+        with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+            from procpipe.channel.nccl import NcclTransport
 
-            nccl = NcclTransport(mesh.rank, self.device)
-            self.add_of_device(nccl)
-            nccl.connect(store.bare(), channels)
-            return nccl
-        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
-            from procpipe.channel.gloo import GlooTransport
-
-        host = start.network_address or "127.0.0.1"
-        return self._added(
-            GlooTransport(store, mesh.rank, start.grid.num_ranks, mesh.timeout_s, host)
-        )
-
-    def _added(self, transport: Transport) -> Transport:
-        self.opened.append(transport)
-        return transport
+        nccl = NcclTransport(self._mesh.rank, self._device)
+        self.add_of_device(nccl)
+        nccl.connect(self.store, channels)
+        return nccl
 
     def add_of_device(self, transport: OpenedDevice) -> None:
-        """Add what a rank exchanges by its device, where a dead peer would leave transfers.
-
-        It is closed with the others.
-        """
-        self._device_transports.append(transport)
-        if self._device_waits is None:
-            self._device_waits = DeviceWaits(
-                self.mesh, self._device_transports, lambda: self.caller
-            )
+        """Add what a rank exchanges by its device; it is closed with the others."""
+        self._of_device.append(transport)
         self.opened.append(transport)
+
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not known to be over; safe in any thread."""
+        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
         for transport in self.opened:
             transport.drain()
 
-    def stop_watching_device(self) -> None:
-        """Stop interrupting waits for the device, as this rank fails or leaves."""
-        if self._device_waits is not None:
-            self._device_waits.close()
-            self._device_waits = None
-
-    def part(self) -> None:
-        """Wait a limited time for the other ranks to leave, if they may still use the device."""
-        if self._device_transports:
-            self.mesh.part(_PART_TIMEOUT_S)
+    def leave(self) -> None:
+        """Send a goodbye; if others may still use what this rank has open, wait for theirs."""
+        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
 
     def close(self) -> None:
-        """Close the transports; note whether transfers are left that could not be ended."""
-        self.is_device_stuck |= not abort_all(self._device_transports)
-        if self.is_device_stuck:
-            keep_for_ever([*self.opened])  # close() or their destructors would block
+        """Close the transports; after a failure those of the device stay as they are."""
+        if self._of_device and self._mesh.monitor.failure is not None:
+            keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
-        self._device_transports.clear()
         while self.opened:
             self.opened.pop().close()

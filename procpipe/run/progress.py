@@ -112,8 +112,6 @@ class Progress(Observer):
 
     def _begin_compiling(self, _: object) -> None:
         self._board.start_compiling()
-        self._mesh.send_busy(is_busy=True)
 
     def _end_compiling(self, _: object) -> None:
         self._board.end_compiling()
-        self._mesh.send_busy(is_busy=False)

@@ -1,17 +1,16 @@
 """Connects one rank to the others: sockets, what must agree, and a channel for each route.
 
-    1  a socket to each rank                               World.connect
-    2  the same pipeline? the same model and settings?     Control.agree
+    1  two sockets to each rank                            World.connect, in Stage()
+    2  the same model and settings?                        Control.agree
     3  which transports carry large tensors                agree_on_transports
     4  a channel for each route of the plan, and one between any two ranks beside the plan
 
-Every rank does the same in this order, and waits for all of them.
+Every rank does the same in this order, and waits for all of them; 2 to 4 in the first call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.data.minibatch import on_device
-from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
+from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.job.transports import Offer, TransportChoice, choose
 from procpipe.job.world import World
@@ -74,23 +73,24 @@ class Wires:
 
 
 def connect(
-    world: World, grid: Grid, routes: Routes, facts: dict[str, Any], transport: str | None = None
+    world: World,
+    control: Control,
+    grid: Grid,
+    routes: Routes,
+    facts: dict[str, Any],
+    transport: str | None = None,
 ) -> Wires:
-    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+    """Open this rank's channels to all others; every rank calls it, and it waits for all of them.
 
     ``facts`` must be the same on every rank, by name; plain JSON. ``transport`` is one of
     ``transports.NAMES``, or None for the best that every rank can use.
 
     Raises:
-        CallMismatchError: another rank is in the first call of another pipeline.
         DisagreementError: facts differ between ranks; raised on every rank.
         RemoteStageError: another rank failed.
     """
-    mesh = world.connect()
-    control = Control(mesh)
-    numbers = grid.numbers
-    control.agree(world.number, lambda of_all: _check_numbers(of_all, numbers))
-    differences = control.agree(facts, lambda of_all: compare_facts(of_all, numbers))
+    mesh = world.mesh
+    differences = control.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
     if differences:
         raise DisagreementError(differences)
     choice = agree_on_transports(control, world.offer(), transport)
@@ -120,17 +120,6 @@ def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> Tr
         ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted)
     )
     return TransportChoice(*chosen)
-
-
-def _check_numbers(pipelines: list[int], numbers: Sequence[int]) -> None:
-    """Check that every rank is in the first call of the same pipeline."""
-    for rank, pipeline in zip(numbers, pipelines, strict=False):
-        if pipeline != pipelines[0]:
-            raise CallMismatchError(
-                f"rank {rank} makes the first call of its pipeline {pipeline} while rank "
-                f"{numbers[0]} makes that of pipeline {pipelines[0]} (counted from 0 in the order "
-                "they are made): every rank must make the same calls in the same order"
-            )
 
 
 def _open_channels(
