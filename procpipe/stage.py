@@ -77,7 +77,7 @@ class Stage(Gradients):
             an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
-. If left out, each rank finds the same one from
+    . If left out, each rank finds the same one from
             the layers' parameters and forward FLOPs (on the meta device: nothing is computed), or
             parameters alone where the layers cannot run there, and rank 0 prints it. Without a
             launcher it is checked, but all layers are in one partition.

@@ -112,9 +112,7 @@ class Mesh:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._data and peer not in self._left
 
-    def on(
-        self, peer: int, frame_type: int, handler: Handler, place: Place | None = None
-    ) -> None:
+    def on(self, peer: int, frame_type: int, handler: Handler, place: Place | None = None) -> None:
         """Pass frames of a type from a peer to ``handler``, those that came early first.
 
         ``place`` may give the memory that a large body is read into.

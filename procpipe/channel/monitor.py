@@ -295,7 +295,9 @@ class Monitor:
                 self._reports.end_process(self.failure)
         elif waited_s >= self._timeout_s:
             error = too_long(self._name_of(self._rank), waited_s, what)
-            self._note(RemoteStageError(self._numbers[self._rank], f"{type(error).__name__}: {error}"))
+            self._note(
+                RemoteStageError(self._numbers[self._rank], f"{type(error).__name__}: {error}")
+            )
             self._reports.end_process(error)
         elif waited_s >= self._next_stall_s:
             self._next_stall_s *= 2

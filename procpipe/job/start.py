@@ -103,9 +103,8 @@ class Meeting:
         is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         members = "" if numbers is None else ",".join(map(str, numbers))
         # Each agent of torchrun counts its own restarts, so other hosts' names may differ.
-        text = "/".join([str(os.geteuid()), *job, members, str(number)])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return cls(f"{members or 'all'}/{number}/{digest}", is_on_one_host)
+        name = "/".join([members or "all", str(number), *job, str(os.geteuid())])
+        return cls(name, is_on_one_host)
 
 
 class Start:
@@ -193,7 +192,8 @@ class Start:
         return listeners
 
     def _unix_name(self, rank: int) -> str:
-        return f"\0procpipe/{self._meeting.name}/{rank}"
+        name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
+        return f"\0procpipe-{name}-{rank}"
 
     def _tcp_host(self) -> str:
         """Return the address on which ranks of other hosts reach this one.
@@ -224,8 +224,8 @@ class Start:
         return json.loads(store.get(key))
 
     def _store_key(self, name: str, rank: int) -> str:
-        pipeline = self._meeting.name.rpartition("/")[0]
-        return f"procpipe/{pipeline}/{name}/{rank}"
+        members, number, *_ = self._meeting.name.split("/")
+        return f"procpipe/{members}/{number}/{name}/{rank}"
 
     def _opened_store(self) -> Store:
         """Return the launcher's store; without one, rank 0 holds it until the pipeline closes."""

@@ -70,7 +70,9 @@ class Group:
             self._nccl = NcclGroup(ranks, grid.rank, world.device)
             world.transports.add_of_device(self._nccl)
             self._nccl.connect(store)
-        self._gloo = GlooGroup(store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address)
+        self._gloo = GlooGroup(
+            store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address
+        )
 
     def begin_sum(self, tensor: Tensor) -> Operation:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""

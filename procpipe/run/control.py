@@ -43,9 +43,7 @@ class Control:
     def receive(self, peer: int, what: str) -> bytes:
         """Wait for the next message of a peer; ``what`` names it in errors."""
         heard = self._heard[peer]
-        self._mesh.wait(
-            lambda: heard, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer
-        )
+        self._mesh.wait(lambda: heard, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer)
         return heard.popleft()
 
     def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:

@@ -11,13 +11,13 @@ import subprocess
 import sys
 
 import pytest
+from tests.test_forks import in_child
 
 from procpipe.channel import sockets
 from procpipe.channel.mesh import FAILURE, GOODBYE, Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.channel.sockets import open_process
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
-from tests.test_forks import in_child
 
 pytestmark = pytest.mark.dist
 

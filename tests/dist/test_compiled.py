@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from procpipe import Stage, is_recomputing
 from procpipe.job.board import Board
 from procpipe.job.grid import Grid
+from procpipe.job.start import Meeting
 from procpipe.job.world import World
 from tests.balance.test_estimated import Pop, Stash
 from tests.dist.stages import assert_same, plain_step, world_of
@@ -268,7 +269,7 @@ def compile_for_long(bare: Any) -> tuple[str, set[int]]:
         world = World(
             Grid(bare.rank, bare.num_ranks),
             bare.devices,
-            bare.store,
+            Meeting(bare.name),
             timeout_s=bare.timeout_s,
             stall_timeout_s=0.3,
         )

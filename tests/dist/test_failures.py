@@ -400,7 +400,7 @@ def test_after_a_failure_every_call_is_refused(ranks):
 
 def is_killed(world, origin, when):
     """Train until a rank is killed: in a layer, between two steps, or while its task waits."""
-    store = world._start.shared_store()
+    store = world.store
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pid = int(store.get(f"pid/{origin}"))
     slow = origin + 1 if origin + 1 < world.num_ranks else origin - 1
@@ -762,7 +762,7 @@ def does_not_call(world, origin, when):
 
 
 def world_store(world):
-    return world._start.shared_store()
+    return world.store
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def model_of(num_stages, origin, act):
 
 def train(world, origin, where, num_samples, act, replicas=1):
     """Train; one rank stops or is slow in the second step, in a layer or before the step."""
-    store = world._start.shared_store()
+    store = world.store
     store.set(f"pid/{world.rank}", str(os.getpid()))
     pids = [int(store.get(f"pid/{rank}")) for rank in range(world.num_ranks)]
 
@@ -73,7 +73,7 @@ def train(world, origin, where, num_samples, act, replicas=1):
         wait_for(lambda: any(has_reported(pid, begun_s) for pid in pids if pid != os.getpid()))
 
     run_act = {"stop": stop, "dawdle": dawdle}[act]
-    world._stall_timeout_s = STALL_S
+    world.mesh.monitor._stall_timeout_s = STALL_S
     if world.rank != origin and act == "stop":
         helper = threading.Thread(target=continue_when_reported, args=(pids[origin], pids))
         helper.start()

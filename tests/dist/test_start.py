@@ -343,7 +343,7 @@ stage.step(x, x)
 if RANK == 0:
     from procpipe.job.store import launchers_store
     store = launchers_store(5.0)
-    round_ = stage._world._start.shared_store()._prefix
+    round_ = stage._world.store._prefix
     assert store.check([round_ + "host/0", round_ + "address/1"])
     assert not store.check([round_ + "key"])
     assert store.get(round_ + "address/1").startswith(b"sealed1:")

@@ -12,12 +12,12 @@ import time
 
 import psutil
 import pytest
+from tests.test_forks import in_child
 
 from procpipe.errors import DisagreementError, MemoryLimitError, PeerLostError, RemoteStageError
 from procpipe.job import endings
 from procpipe.job.board import Board
 from procpipe.job.endings import print_victims_briefly
-from tests.test_forks import in_child
 
 DEADLINE_S = 30.0
 
