@@ -103,13 +103,19 @@ class Coordinator:
         """Return what this stage does under an order's plan, verified on rank 0."""
         if not order.sizes:
             return ()  # of a replica that has no samples of the mini-batch
-        key = order.plan, *_wires_of(order), order.recompute
+        has_loss = order.call == "step"
+        key = order.plan, _has_target(order), has_loss, order.recompute
         if key not in self._programs:
             plan, routes = self.plan(order), self._routes_of(order)
             if self._grid.rank == 0:
                 verify(plan, routes, ahead=self.ahead)
             self._programs[key] = program(  # step 2
-                plan, routes, self._grid.stage, ahead=self.ahead, recompute=order.recompute
+                plan,
+                routes,
+                self._grid.stage,
+                ahead=self.ahead,
+                recompute=order.recompute,
+                has_loss=has_loss,
             )
         return self._programs[key]
 
@@ -118,8 +124,7 @@ class Coordinator:
         return self._plans[order.plan]
 
     def _routes_of(self, order: Order) -> Routes:
-        target, loss = _wires_of(order)
-        return replace(self._routes, target=target, loss=loss)
+        return replace(self._routes, target=_has_target(order))
 
     def _choose_whole(self, orders: list[Order]) -> list[Order]:
         order, routes = orders[0], self._routes_of(orders[0])
@@ -166,7 +171,6 @@ class Coordinator:
             )
 
 
-def _wires_of(order: Order) -> tuple[bool, bool]:
-    """Return whether the target travels in a call, and whether the loss does."""
-    is_step = order.call == "step"
-    return is_step and order.target == ROUTED, is_step
+def _has_target(order: Order) -> bool:
+    """Return whether the target travels in a call."""
+    return order.call == "step" and order.target == ROUTED

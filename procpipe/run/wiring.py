@@ -156,7 +156,7 @@ def _open_channels(
 
 def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[int, int, int]]:
     """Return source rank, destination rank and number of each channel, alike on every rank."""
-    routes = replace(routes, target=True, loss=True)
+    routes = replace(routes, target=True)
     numbers: dict[Channel, tuple[int, int, int]] = {}
     used: Counter[tuple[int, int]] = Counter()
     for channel in routes.channels():

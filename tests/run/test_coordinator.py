@@ -210,7 +210,14 @@ def test_the_target_is_sent_if_the_order_requires_it(ranks, target, is_routed):
 
     kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
     assert (TARGET in kinds) == is_routed
-    assert LOSS in kinds
+
+
+@pytest.mark.parametrize(("call", "has_loss"), [("step", True), ("forward", False)])
+def test_the_loss_passes_the_stages_in_a_step_only(ranks, call, has_loss):
+    order = ranks[0].issue(Order(call, 0, sizes=(2, 2), is_training=False))
+
+    kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
+    assert (LOSS in kinds) == has_loss
 
 
 def test_calls_without_a_plan_carry_their_detail(ranks):
