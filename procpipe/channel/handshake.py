@@ -18,6 +18,7 @@ again until the deadline.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -29,8 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from procpipe.channel.sockets import Address, host_identity, is_of_this_user, prepared
-from procpipe.errors import FileLimitError, WaitTimeoutError
-from procpipe.limits import naming_file_limit
+from procpipe.errors import WaitTimeoutError
 
 _MAGIC = b"procpipe2"
 _HELLO = struct.Struct("!9sI32s")
@@ -229,14 +229,10 @@ def _pick_up(listener: socket.socket, callers: dict[int, _Caller]) -> None:
     """Accept waiting connections of this user, without reading from them."""
     for _ in range(_MAX_ACCEPTED):
         try:
-            with naming_file_limit("a connection of another rank"):
-                link, _ = listener.accept()
-        except FileLimitError:
-            if not callers:
+            link, _ = listener.accept()
+        except OSError as error:  # no connection, or it was closed again
+            if error.errno == errno.EMFILE:
                 raise
-            _hang_up(next(iter(callers.values())), callers)
-            return
-        except OSError:  # no connection, or it was closed again
             return
         if not is_of_this_user(link):
             link.close()

@@ -31,7 +31,7 @@ from torch import Tensor
 from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, describe, encode
-from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
+from procpipe.errors import BoundaryError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
 #: Up to this size a message of CPU tensors is faster inside its token than through gloo.
@@ -270,8 +270,6 @@ class Receiver:
                         wait()
                 else:
                     wait()
-            except FileLimitError:
-                raise
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
                 self._mesh.wait_failure()
                 raise

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from procpipe.channel.meta import Meta, layout
 from procpipe.forks import give_up_in_children
-from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-slots"
 
@@ -142,8 +141,7 @@ class ShmTransport:
                 slot.discard_unused()
                 dropped.append(slot.start)
         if self._file is None:
-            with naming_file_limit("the shared memory of a rank's messages"):
-                self._file = _File(os.memfd_create(_NAME))
+            self._file = _File(os.memfd_create(_NAME))
         slot = _ShmSlot(self._file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
@@ -232,8 +230,7 @@ def _opened(pid: int, descriptor: int, peer: int) -> _File:
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(f"rank {peer} has closed its shared memory")
-    with naming_file_limit(f"the shared memory of rank {peer}"):
-        return _File(os.open(path, os.O_RDWR))
+    return _File(os.open(path, os.O_RDWR))
 
 
 def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:

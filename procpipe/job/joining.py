@@ -36,7 +36,6 @@ from procpipe.job.rollcall import (
     not_started,
     wait_until,
 )
-from procpipe.limits import check_file_limit
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,11 +50,6 @@ _NOTE_TIMEOUT_S = 3.0
 
 #: How long a failing rank keeps the store it holds open, for the others to read why it ends.
 _HOLD_STORE_S = 0.7
-
-#: Files that a rank opens for each peer: a socket, its board, its process, its shared memory or
-#: gloo's socket, the store's socket on rank 0; and others: its own shared memory, listeners, the
-#: store, and files that are open only for a moment.
-_FILES_PER_PEER, _MORE_FILES = 5, 12
 
 #: Numbers the pipelines of the same ranks, which first call them in the same order.
 _connected: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -116,9 +110,6 @@ class Start:
     def shared_store(self) -> JobStore:
         """Return the store of this round of the job; the first call waits for all ranks."""
         if self._round is None:
-            num_ranks = self.grid.num_ranks
-            num_files = (num_ranks - 1) * _FILES_PER_PEER + _MORE_FILES
-            check_file_limit(num_files, f"the connections of one of {num_ranks} ranks")
             store = self._open_store(given_key(), self._timeout_s).store
             name = agree_on_round(
                 store, self.grid, timeout_s=self._timeout_s, check=self._check_for_failure

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import socket
 import time
 from collections import defaultdict
@@ -31,10 +32,9 @@ from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.joining import FIRST_CALL, Start
 from procpipe.job.open_transports import OpenTransports
-from procpipe.job.pinning import pin_this_process
+from procpipe.job.pin import pin_this_process
 from procpipe.job.stalls import StallReports
 from procpipe.job.transports import Offer
-from procpipe.limits import naming_file_limit, raise_file_limit
 from procpipe.notes import write_note
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class World:
         self._may_share = may_share
         while _closed_boards:
             _closed_boards.pop().close()
-        with naming_file_limit("the board of a stage", 2):
-            self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
+        self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
         self._stalls = StallReports(self.board, grid)
         self._start = Start(grid, store, timeout_s)
         self._timeout_s = timeout_s
@@ -125,11 +124,12 @@ class World:
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if is_launched:
-            raise_file_limit()
         is_first = not _made
+        if is_launched and is_first:
+            _raise_file_limit()
+            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # makes CUDA's context, with threads and memory
         world = cls(
             Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
             [all_devices[member] for member in members],
@@ -142,7 +142,6 @@ class World:
         )
         if is_launched and is_first:
             end_with_launcher()
-            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
         if len(members) > 1:
             print_victims_briefly(job_rank, world.board, members[0])
             announce(job_rank, timeout_s)
@@ -167,8 +166,7 @@ class World:
     def _connect_for(self, purpose: str) -> Mesh:
         sockets: dict[int, socket.socket] = {}
         if self.num_ranks > 1:
-            with naming_file_limit("the connections to other ranks", self.num_ranks):
-                sockets = self._start.connect(purpose)
+            sockets = self._start.connect(purpose)
         self._mesh = Mesh(
             self.rank,
             sockets,
@@ -282,3 +280,10 @@ class World:
         self._stalls.close()
         if self.board not in _closed_boards:
             _closed_boards.append(self.board)
+
+
+def _raise_file_limit() -> None:
+    """Let this process, and its children, open as many files as the hard limit allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from procpipe.job.devices import pci_addresses
 from procpipe.job.transports import TransportChoice
-from procpipe.job.world import World
+from procpipe.job.world import World, _raise_file_limit
+from tests.test_forks import in_child
 
 CPU = torch.device("cpu")
 
@@ -204,3 +206,13 @@ def test_a_stuck_device_is_waited_for_once(environment):
 
     assert world.transports.is_device_stuck
     assert transport.num_aborts == 1
+
+
+@pytest.mark.dist
+def test_the_file_limit_is_raised_to_what_is_allowed():
+    def raised():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+        _raise_file_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert in_child(raised) == "(200, 200)"
