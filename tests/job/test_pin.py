@@ -35,7 +35,8 @@ def host(tmp_path, monkeypatch):
 
     def write_host(cores_of_socket, gpus_of_socket=(), allowed=None):
         cpus_of_socket = [[cpu for core in cores for cpu in core] for cores in cores_of_socket]
-        for number, core in ((k, core) for k, cores in enumerate(cores_of_socket) for core in cores):
+        placed = [(k, core) for k, cores in enumerate(cores_of_socket) for core in cores]
+        for number, core in placed:
             for folder in (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in core):
                 write(folder / "thread_siblings_list", cpus_text(core))
                 write(folder / "physical_package_id", str(number))
