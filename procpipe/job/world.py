@@ -128,8 +128,8 @@ class World:
         if is_launched and is_first:
             _raise_file_limit()
             pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # makes CUDA's context, with threads and memory
+        if device.type == "cuda":  # makes CUDA's context, with threads and memory
+            torch.cuda.set_device(device)
         world = cls(
             Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
             [all_devices[member] for member in members],
