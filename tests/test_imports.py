@@ -19,7 +19,7 @@
                  |
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
-     forks  signals  notes  limits       leaves: what processes share, report and open
+     forks  signals  notes               leaves: what processes share, report and open
          processes  optional             leaves: what is in /proc; what this installation lacks
                words                     leaf: lists in English
 
@@ -51,15 +51,14 @@ MAY_IMPORT = {
     "signals": set(),
     "notes": set(),
     "processes": set(),
-    "limits": {"errors"},
     "words": set(),
     "optional": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
+    "channel": {"errors", "forks", "processes", "signals", "torch_internals", "tree"},
     "compute": {"skip", "errors", "notes", "torch_internals", "tree"},
     "model": {"compute", "plan", "errors", "words"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
+    "job": {"channel", "errors", "forks", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
         *("errors", "forks", "notes", "signals", "torch_internals", "tree", "words"),
@@ -223,7 +222,7 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.job.world", "procpipe.job.world": ""},
         "procpipe.channel.base:1 imports procpipe.job.world: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, processes, signals, torch_internals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
@@ -233,12 +232,12 @@ BAD_EXAMPLES = {
     "a package imports an optional one": (
         {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
         "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, processes, signals, torch_internals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.channel.mesh": "from procpipe import Stage"},
         "procpipe.channel.mesh:1 imports procpipe.Stage: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, processes, signals, torch_internals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},

@@ -163,31 +163,31 @@ def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
 
 def _check_cores(facts: Facts) -> Iterator[Verdict]:
     num_cpus, num_processes = facts.limits.num_cpus, facts.num_processes
-    shares = sorted({place.num_cores for place in facts.places})
+    shares = sorted(set(facts.cores_of))
     if num_cpus is not None and num_cpus < num_processes:
         yield (
             WARNING,
-            f"{facts.topology}, but CPU time of {num_cpus:g} CPUs only, for "
+            f"{facts.cores}, but CPU time of {num_cpus:g} CPUs only, for "
             f"{counted(num_processes, 'process')}",
             "raise the container's CPU limit (docker run --cpus, a pod's resources.limits.cpu): "
             "when it is used up, all processes stop until the next tenth of a second",
         )
     elif shares[0] > 0:
         number = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
-        yield OK, f"{facts.topology}; each process has {number} of its own"
+        yield OK, f"{facts.cores}; each process has {number} of its own"
     elif facts.environment.get("PROCPIPE_PIN") == "0":
-        yield OK, f"{facts.topology}; no process is pinned, because of PROCPIPE_PIN=0"
+        yield OK, f"{facts.cores}; no process is pinned, because of PROCPIPE_PIN=0"
     else:
         yield (
             WARNING,
-            f"{facts.topology}, for {num_processes} processes: none is pinned",
+            f"{facts.cores}, for {num_processes} processes: none is pinned",
             "start fewer processes, or stages that should run at the same time take turns",
         )
 
 
 def _check_threads(facts: Facts) -> Iterator[Verdict]:
     number = facts.environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    least = min(place.num_cores for place in facts.places) or 1
+    least = min(facts.cores_of) or 1
     if number.isdigit() and 0 < int(number) <= least:
         yield OK, f"OMP_NUM_THREADS={number}"
     elif number:

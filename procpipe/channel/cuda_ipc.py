@@ -51,7 +51,6 @@ from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
-from procpipe.limits import naming_file_limit
 
 _NAME = "procpipe-flags"
 
@@ -306,22 +305,20 @@ class _Flags(mmap.mmap):
 
     @classmethod
     def create(cls) -> _Flags:
-        with naming_file_limit("the flags of a GPU's slots", 2):
-            descriptor = os.memfd_create(_NAME)
-            os.ftruncate(descriptor, _MAX_SLOTS)
-            flags = cls(descriptor, _MAX_SLOTS)
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, _MAX_SLOTS)
+        flags = cls(descriptor, _MAX_SLOTS)
         flags.descriptor = descriptor
         weakref.finalize(flags, os.close, descriptor)
         return flags
 
     @classmethod
     def open(cls, pid: int, descriptor: int) -> _Flags:
-        with naming_file_limit(f"the flags of process {pid}", 2):
-            ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-            try:
-                return cls(ours, _MAX_SLOTS)
-            finally:
-                os.close(ours)
+        ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        try:
+            return cls(ours, _MAX_SLOTS)
+        finally:
+            os.close(ours)
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.open_transports import OpenTransports
-from procpipe.job.pinning import pin_this_process
+from procpipe.job.pin import pin_this_process
 from procpipe.job.stalls import StallReports
 from procpipe.job.start import Meeting, Start
 from procpipe.job.transports import Offer

@@ -65,7 +65,7 @@ class Pipeline:
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, wires.mesh, world.device, executor.partitions, trace)
+        progress = Progress(world.board, world.device, executor.partitions, trace)
         self.observers = Observers((trace, progress, *observers))
         executor.observe(self.observers)
         # Otherwise a rank could run its part and leave while another one still connects.

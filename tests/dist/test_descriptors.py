@@ -62,27 +62,6 @@ def test_many_micro_batches_need_few_open_files():
     run_forked(MANY_CHUNKS, num_ranks=2).check()
 
 
-TOO_LOW = """
-import os
-import resource
-import torch
-from torch import nn
-from procpipe import Stage
-
-limit = len(os.listdir("/proc/self/fd")) + 10
-resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1])(torch.ones(1))
-"""
-
-
-def test_too_low_a_file_limit_is_reported_with_the_number_needed():
-    done = run_forked(TOO_LOW, num_ranks=2)
-
-    assert done.returncode == 1
-    assert "FileLimitError: this process has " in done.stderr
-    assert " (ulimit -n), but needs 17 more for the connections of one of 2 ranks" in done.stderr
-
-
 def run_stages(bare, transport, is_kept):
     """Return the number of open files after each stage, which was closed or failed."""
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1))

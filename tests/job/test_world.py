@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from procpipe.job.devices import pci_addresses
 from procpipe.job.transports import TransportChoice
-from procpipe.job.world import World
+from procpipe.job.world import World, _made, _raise_file_limit
+from tests.test_forks import in_child
 
 CPU = torch.device("cpu")
 
@@ -204,3 +207,32 @@ def test_a_stuck_device_is_waited_for_once(environment):
 
     assert world.transports.is_device_stuck
     assert transport.num_aborts == 1
+
+
+@pytest.mark.dist
+def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
+    """CUDA's context has threads, and memory on their node."""
+
+    def started():
+        environment(num_gpus=1, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+        monkeypatch.delenv("PROCPIPE_PIN", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+        calls = []
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: calls.append("cores"))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
+        _made.clear()
+        World.from_environment()
+        return sorted(set(calls), key=calls.index)
+
+    assert in_child(started) == "['cores', 'CUDA']"
+
+
+@pytest.mark.dist
+def test_the_file_limit_is_raised_to_what_is_allowed():
+    def raised():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+        _raise_file_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert in_child(raised) == "(200, 200)"
