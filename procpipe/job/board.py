@@ -27,7 +27,6 @@ from typing import Any
 
 _NAME = "procpipe-board"
 _SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
-_MAGIC = 0x3265706970636F72
 
 _MAX_CALL, _MAX_WAIT = 128, 640  # bytes
 
@@ -36,8 +35,7 @@ class _Page(Structure):
     """What is in the file, before the facts."""
 
     _fields_ = (
-        ("magic", c_int64),  # written last
-        ("pid", c_int64),
+        ("pid", c_int64),  # written last; 0 before
         ("rank", c_int64),
         ("num_ranks", c_int64),
         ("num_replicas", c_int64),
@@ -133,11 +131,10 @@ class Board:
         board = cls(mmap.mmap(descriptor, _SIZE_BYTES))  # has a descriptor of its own
         board.descriptor = descriptor
         page = board._page = _Page.from_buffer(board._memory)
-        page.pid, page.rank, page.num_ranks = os.getpid(), rank, num_ranks
+        page.rank, page.num_ranks, page.num_replicas = rank, num_ranks, 1
         page.place = rank if place is None else place
-        page.num_replicas, page.layer = 1, -1
-        page.written_ns = time.monotonic_ns()
-        page.magic = _MAGIC
+        page.layer, page.written_ns = -1, time.monotonic_ns()
+        page.pid = os.getpid()
         return board
 
     @classmethod
@@ -160,8 +157,7 @@ class Board:
                         with open(f"{folder}/{name}", "rb") as file:
                             memory = mmap.mmap(file.fileno(), _SIZE_BYTES, access=mmap.ACCESS_READ)
                         page = _Page.from_buffer_copy(memory)
-                        # A forked child has its parent's board open, too.
-                        if (page.magic, page.pid) == (_MAGIC, pid):
+                        if page.pid == pid:  # a forked child has its parent's board open, too
                             found.append((page.written_ns, cls(memory)))
         return max(found, key=lambda each: each[0], default=(0, None))[1]
 

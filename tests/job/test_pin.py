@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -134,20 +133,6 @@ def test_without_sys_each_cpu_is_a_core(host, tmp_path):
     write(tmp_path / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list", "0-x")
 
     assert cores_of_host(tmp_path) == [(0,), (3,)]
-
-
-def test_small_hosts_are_divided_evenly(host):
-    """No core is given twice, and no process has two more than another."""
-    for num_cores in range(1, 9):
-        root = host(sockets(num_cores))
-        for num_processes in range(1, num_cores + 1):
-            found = shares(num_processes, root=root)
-
-            owners = Counter(itertools.chain(*found))
-            assert set(owners.values()) == {1}
-            assert len(owners) == num_cores
-            sizes = [len(cores) for cores in found]
-            assert max(sizes) - min(sizes) <= 1
 
 
 def test_this_host_is_read_like_psutil():
