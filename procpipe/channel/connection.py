@@ -4,8 +4,10 @@ Frames are
 
     body length, sequence number, frame type, flags | body
 
-What the socket does not take at once is copied and sent later. What is read is passed on frame by
-frame, or, by ``look_ahead``, kept for the next reading.
+What the socket does not take at once is copied and sent later; of a frame whose sender keeps its
+parts, only referred to. What is read is passed on frame by frame, or, by ``look_ahead``, kept for
+the next reading. A frame that does not come as a whole is read into memory of its size, which its
+taker may choose (``Placer``).
 
 The end of a process on this host also shows on a descriptor of it (pidfd), since its sockets stay
 open while a child that native code forked has them. Only one thread at a time may use this.
@@ -19,7 +21,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +30,9 @@ from procpipe.channel.sockets import open_process
 
 #: Takes a frame: sequence number, type, flags, body (writable, valid only during the call).
 Taker = Callable[[int, int, int, memoryview], None]
+
+#: Chooses where a body is read: frame type, flags, number of bytes; None for new memory.
+Placer = Callable[[int, int, int], memoryview | None]
 
 _HEADER = struct.Struct("<QIBB")
 
@@ -49,14 +55,18 @@ class Connection:
         has_ended: whether all that the peer has sent was passed on, and no more will come.
     """
 
-    def __init__(self, sock: socket.socket, take: Taker, buffer: memoryview) -> None:
+    def __init__(self, sock: socket.socket, take: Taker, place: Placer, buffer: memoryview) -> None:
         self.sock = sock
         self.process = open_process(sock)
         self.is_torn = self.has_ended = False
         self._take = take
+        self._place = place
         self._buffer = buffer
-        self._partial = bytearray()
-        self._unsent: deque[memoryview] = deque()
+        self._ahead = bytearray()  # what ``look_ahead`` has read
+        self._begun = b""  # the beginning of a header
+        self._body: _Body | None = None
+        self._unsent: deque[list[memoryview]] = deque()  # of each frame
+        self._is_first_begun = False
 
     @property
     def descriptors(self) -> list[int]:
@@ -73,8 +83,10 @@ class Connection:
         """Whether data waits until the socket can take more."""
         return bool(self._unsent)
 
-    def send(self, frame_type: int, flags: int, sequence: int, parts: Sequence[Any]) -> None:
-        """Send a frame; the parts (byte buffers) may be reused at once."""
+    def send(
+        self, frame_type: int, flags: int, sequence: int, parts: Sequence[Any], *, keep: bool
+    ) -> None:
+        """Send a frame; unless they are kept, the parts (byte buffers) may be reused at once."""
         size = sum(len(part) for part in parts)
         frame = [_HEADER.pack(size, sequence, frame_type, flags), *parts]
         if len(frame) > _MAX_PARTS:
@@ -92,15 +104,18 @@ class Connection:
                     self.is_torn = True
                 raise
         if sent < _HEADER.size + size:
-            self._unsent.append(memoryview(b"".join(frame))[sent:])
+            self._is_first_begun |= sent > 0
+            views = [memoryview(part) for part in (frame if keep else [b"".join(frame)])]
+            self._unsent.append(_after(sent, views))
 
     def send_on(self) -> None:
         """Send queued data, as much as the socket accepts."""
         unsent = self._unsent
         try:
             while unsent:
-                sent = self.sock.send(unsent[0])
-                unsent[0] = unsent[0][sent:]
+                sent = self.sock.sendmsg(unsent[0])
+                unsent[0] = _after(sent, unsent[0])
+                self._is_first_begun = bool(unsent[0])
                 if not unsent[0]:
                     unsent.popleft()
         except BlockingIOError:
@@ -113,13 +128,15 @@ class Connection:
 
     def drop_unsent(self, *, but_begun: bool = False) -> None:
         """Drop what waits to be sent; ``but_begun`` keeps a frame that was sent in part."""
-        while self._unsent and not (but_begun and _is_begun(self._unsent[-1])):
+        while len(self._unsent) > (but_begun and self._is_first_begun):
             self._unsent.pop()
 
     def read(self) -> bool:
         """Read once and pass whole frames on; return whether there may be more."""
+        body = self._body if not self._ahead else None
+        room = [self._buffer] if body is None else [body.rest, self._buffer]
         try:
-            num_read = self.sock.recv_into(self._buffer)
+            num_read = self.sock.recvmsg_into(room)[0]
         except BlockingIOError:
             return False
         except OSError:
@@ -127,23 +144,51 @@ class Connection:
         if num_read == 0:
             self.has_ended = True
             return False
-        view = self._buffer[:num_read]
-        if self._partial:
-            self._partial += view
+        if body is not None:
+            num_filled = min(num_read, len(body.rest))
+            num_read -= num_filled
+            self._filled(body, num_filled)
+        if self._ahead:
+            self._ahead += self._buffer[:num_read]
             self.hand_on()
-        elif (taken := _hand_on(view, self._take)) < num_read:
-            self._partial = bytearray(view[taken:])
+        else:
+            self._hand_on(self._buffer[:num_read])
         return True
 
     def hand_on(self) -> None:
-        """Pass on the whole frames that have been read."""
-        taken = _hand_on(memoryview(self._partial), self._take)
-        if taken:
-            self._partial = bytearray(memoryview(self._partial)[taken:])
+        """Pass on the whole frames that ``look_ahead`` has read."""
+        data, self._ahead = self._ahead, bytearray()
+        self._hand_on(memoryview(data))
+
+    def _hand_on(self, data: memoryview) -> None:
+        if self._body is not None:
+            some = data[: len(self._body.rest)]
+            self._body.rest[: len(some)] = some
+            self._filled(self._body, len(some))
+            data = data[len(some) :]
+        if self._begun:
+            data = memoryview(self._begun + bytes(data))
+        taken = _whole_frames(data, self._take)
+        if len(data) - taken < _HEADER.size:
+            self._begun = bytes(data[taken:])
+            return
+        self._begun = b""
+        size, sequence, frame_type, flags = _HEADER.unpack_from(data, taken)
+        memory = self._place(frame_type, flags, size) or memoryview(bytearray(size))
+        some = data[taken + _HEADER.size :]
+        memory[: len(some)] = some
+        self._body = _Body(sequence, frame_type, flags, memory, memory[len(some) :])
+
+    def _filled(self, body: _Body, num_bytes: int) -> None:
+        """Note that so much more of a body has come; pass its frame on if that is all."""
+        body.rest = body.rest[num_bytes:]
+        if not body.rest:
+            self._body = None
+            self._take(body.sequence, body.frame_type, body.flags, body.memory)
 
     def look_ahead(self) -> tuple[list[tuple[int, bytes]], bool]:
         """Read without passing on; return type and body of each frame, and if it ended."""
-        data = self._partial
+        data = self._ahead
         has_ended = self._has_process_ended()
         while len(data) < _MAX_AHEAD_BYTES:
             try:
@@ -157,7 +202,9 @@ class Connection:
                 break
             data += read
         frames: list[tuple[int, bytes]] = []
-        _hand_on(memoryview(data), lambda _, of, __, body: frames.append((of, bytes(body))))
+        rest = len(self._body.rest) if self._body is not None else 0
+        known = memoryview(self._begun + bytes(data[rest:]))
+        _whole_frames(known, lambda _, of, __, body: frames.append((of, bytes(body))))
         return frames, has_ended
 
     def _has_process_ended(self) -> bool:
@@ -176,8 +223,21 @@ class Connection:
         self._unsent.clear()
 
 
+@dataclass
+class _Body:
+    """A frame that has come in part."""
+
+    sequence: int
+    frame_type: int
+    flags: int
+    memory: memoryview
+    rest: memoryview  # of the memory, still to be filled
+
+
 class Connections:
     """Connections by peer; ``take`` is called with the peer of a frame and what it consists of.
+
+    ``place`` is called with the peer, and as ``Placer``.
 
     ``ended`` is called with each peer that has ended, and whether it was on this host.
 
@@ -190,10 +250,14 @@ class Connections:
         self,
         sockets: Mapping[int, socket.socket],
         take: Callable[[int, int, int, int, memoryview], None],
+        place: Callable[[int, int, int, int], memoryview | None],
         ended: Callable[[int, bool], None],
     ) -> None:
         buffer = memoryview(bytearray(_READ_BYTES))
-        self.of = {k: Connection(sock, partial(take, k), buffer) for k, sock in sockets.items()}
+        self.of = {
+            k: Connection(sock, partial(take, k), partial(place, k), buffer)
+            for k, sock in sockets.items()
+        }
         self.is_closed = False
         self._ended = ended
         self._read_ahead: set[int] = set()
@@ -208,11 +272,18 @@ class Connections:
         return [peer for peer, connection in self.of.items() if connection.has_unsent]
 
     def send(
-        self, peer: int, frame_type: int, flags: int, sequence: int, parts: Sequence[Any]
+        self,
+        peer: int,
+        frame_type: int,
+        flags: int,
+        sequence: int,
+        parts: Sequence[Any],
+        *,
+        keep: bool = False,
     ) -> None:
-        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
+        """Send a frame; never blocks. See ``Mesh.send``."""
         connection = self.of[peer]
-        connection.send(frame_type, flags, sequence, parts)
+        connection.send(frame_type, flags, sequence, parts, keep=keep)
         if connection.has_unsent:
             self._poller.modify(connection.sock, select.POLLIN | select.POLLOUT)
 
@@ -297,7 +368,7 @@ class Connections:
         return may_have_more
 
 
-def _hand_on(data: memoryview, take: Taker) -> int:
+def _whole_frames(data: memoryview, take: Taker) -> int:
     """Pass on the whole frames at the beginning of some data; return where they end."""
     position = 0
     while position + _HEADER.size <= len(data):
@@ -311,7 +382,11 @@ def _hand_on(data: memoryview, take: Taker) -> int:
     return position
 
 
-def _is_begun(unsent: memoryview) -> bool:
-    frame = unsent.obj
-    assert isinstance(frame, bytes)
-    return unsent.nbytes < len(frame)
+def _after(num_bytes: int, views: Iterable[memoryview]) -> list[memoryview]:
+    """Return what follows the first bytes of some buffers."""
+    rest = []
+    for view in views:
+        if num_bytes < view.nbytes:
+            rest.append(view.cast("B")[num_bytes:])
+        num_bytes = max(0, num_bytes - view.nbytes)
+    return rest

@@ -34,6 +34,8 @@ from procpipe.signals import put_off
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
+#: Returns memory for the body of a frame with these flags and of this size, or None.
+Placer = Callable[[int, int], memoryview | None]
 _Frame = tuple[int, int, bytearray]
 
 BUSY = 253
@@ -96,11 +98,12 @@ class Mesh:
         self.reports = reports
         self.native_waits = NativeWaits(stall_timeout_s, reports)
         self._handlers: dict[tuple[int, int], Handler] = {}
+        self._placers: dict[tuple[int, int], Placer] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self.failures = Failures(rank, ranks, self.name_of, reports)
         self._busy = _BusyPeers()
         self._reading = threading.RLock()
-        self._connections = Connections(sockets, self._take, self.failures.note_lost)
+        self._connections = Connections(sockets, self._take, self._place, self.failures.note_lost)
         give_up_in_children(self)
 
     def socket_of(self, peer: int) -> socket.socket:
@@ -111,19 +114,37 @@ class Mesh:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._connections.of and peer not in self.failures.left
 
-    def on(self, peer: int, frame_type: int, handler: Handler) -> None:
-        """Pass frames of a type from a peer to ``handler``, those that came early first."""
+    def on(self, peer: int, frame_type: int, handler: Handler, place: Placer | None = None) -> None:
+        """Pass frames of a type from a peer to ``handler``, those that came early first.
+
+        The body of a frame that does not come as a whole is read straight into the memory that
+        ``place`` returns.
+        """
         self._handlers[peer, frame_type] = handler
+        if place is not None:
+            self._placers[peer, frame_type] = place
         for sequence, flags, body in self._early.pop((peer, frame_type), ()):
             handler(sequence, flags, memoryview(body))
 
     # -- sending --------------------------------------------------------------------------------
 
-    def send(self, peer: int, frame_type: int, flags: int, sequence: int, *parts: Any) -> None:
-        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
+    def send(
+        self,
+        peer: int,
+        frame_type: int,
+        flags: int,
+        sequence: int,
+        *parts: Any,
+        keep: bool = False,
+    ) -> None:
+        """Send a frame; never blocks.
+
+        The parts (byte buffers) may be reused at once: what the socket does not take is copied.
+        With ``keep`` it is referred to, until the socket has taken it at later polls and waits.
+        """
         if not self.is_connected(peer):
             self._blame_for_leaving(peer, "sends to it")
-        self._connections.send(peer, frame_type, flags, sequence, parts)
+        self._connections.send(peer, frame_type, flags, sequence, parts, keep=keep)
 
     def send_busy(self, *, is_busy: bool) -> None:
         """Send to every peer that this rank begins or ends what ``timeout_s`` does not count."""
@@ -279,6 +300,10 @@ class Mesh:
         elif self.failures.first is None:
             self.failures.first = decode_failure(bytes(body))
 
+    def _place(self, peer: int, frame_type: int, flags: int, num_bytes: int) -> memoryview | None:
+        place = self._placers.get((peer, frame_type))
+        return None if place is None else place(flags, num_bytes)
+
     # -- endings --------------------------------------------------------------------------------
 
     def send_failure(self, error: RemoteStageError) -> None:
@@ -312,6 +337,7 @@ class Mesh:
         with self._reading:
             self._connections.close()
         self._handlers.clear()
+        self._placers.clear()
 
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; later calls there raise an error."""

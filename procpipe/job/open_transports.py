@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -13,11 +15,15 @@ from procpipe.forks import keep_for_ever
 from procpipe.job.device_waits import DeviceWaits, abort_all
 from procpipe.job.joining import Start
 from procpipe.job.transports import TransportChoice
+from procpipe.limits import naming_file_limit
 from procpipe.optional import needed
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
+
+#: The frame type of the number of a rank's file of slots.
+_SLOT_FILE = 201
 
 
 class OpenTransports:
@@ -41,25 +47,27 @@ class OpenTransports:
         self._start = start
         self._pids = pids
         self.opened: list[Opened] = []
+        self._files: list[int] = []  # of slots
         self._device_transports: list[OpenedDevice] = []
         self._device_waits: DeviceWaits | None = None
         self.is_device_stuck = False
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
-    ) -> dict[int, Transport]:
+    ) -> dict[int, Transport | None]:
         """Open the transport to and from each rank with which this one has a channel.
 
-        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
-        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
-        the job, in an order that all ranks share.
+        None where tensors follow their token through the socket. Every rank calls it, and it waits
+        for all of them. ``choice`` is what all ranks have agreed on. ``channels`` holds ``(source
+        rank, destination rank, channel id)`` of all channels of the job, in an order that all ranks
+        share.
         """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
             by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
-        found: dict[int, Transport] = {}
+        found: dict[int, Transport | None] = {}
         for name in sorted(by_name):  # all ranks build them in one order
-            transport = self._new(name, by_name[name])
+            transport = None if name == "sockets" else self._new(name, by_name[name])
             for source, destination, _ in by_name[name]:
                 if self.mesh.rank in (source, destination):
                     found[source + destination - self.mesh.rank] = transport
@@ -70,7 +78,11 @@ class OpenTransports:
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
-            return self._added(ShmTransport(self._pids))
+            ours = [channel[:2] for channel in channels if mesh.rank in channel[:2]]
+            peers = {rank for ends in ours for rank in ends} - {mesh.rank}
+            shm = ShmTransport(*self._open_slot_files(peers))
+            self.opened.append(shm)
+            return shm
         if name == "cuda_ipc":
             with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
@@ -80,25 +92,28 @@ class OpenTransports:
             self.add_of_device(cuda_ipc)
             return cuda_ipc
         store = start.shared_store().under("transport/", check=mesh.poll)
-        if name == "nccl":
-            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
-                from procpipe.channel.nccl import NcclTransport
+        with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+            from procpipe.channel.nccl import NcclTransport
 
-            nccl = NcclTransport(mesh.rank, self.device)
-            self.add_of_device(nccl)
-            nccl.connect(store.bare(), channels)
-            return nccl
-        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
-            from procpipe.channel.gloo import GlooTransport
+        nccl = NcclTransport(mesh.rank, self.device)
+        self.add_of_device(nccl)
+        nccl.connect(store.bare(), channels)
+        return nccl
 
-        host = start.network_address or "127.0.0.1"
-        return self._added(
-            GlooTransport(store, mesh.rank, start.grid.num_ranks, mesh.timeout_s, host)
-        )
-
-    def _added(self, transport: Transport) -> Transport:
-        self.opened.append(transport)
-        return transport
+    def _open_slot_files(self, peers: set[int]) -> tuple[int, dict[int, int]]:
+        """Open this rank's file of slots, and those of peers: each sends the number of its own."""
+        mesh, numbers, files = self.mesh, dict[int, int](), dict[int, int]()
+        with naming_file_limit("the shared memory of a rank's messages", 1 + len(peers)):
+            own = os.memfd_create("procpipe-slots")
+            self._files.append(own)
+            for peer in peers:
+                mesh.on(peer, _SLOT_FILE, partial(_note_number, numbers, peer))
+                mesh.send(peer, _SLOT_FILE, 0, own)
+            mesh.wait(lambda: len(numbers) == len(peers), lambda: "its peers to open their memory")
+            for peer, number in numbers.items():
+                files[peer] = os.open(f"/proc/{self._pids[peer]}/fd/{number}", os.O_RDWR)
+                self._files.append(files[peer])
+        return own, files
 
     def add_of_device(self, transport: OpenedDevice) -> None:
         """Add what a rank exchanges by its device, where a dead peer would leave transfers.
@@ -137,3 +152,11 @@ class OpenTransports:
         self._device_transports.clear()
         while self.opened:
             self.opened.pop().close()
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _note_number(
+    numbers: dict[int, int], peer: int, number: int, flags: int, body: memoryview
+) -> None:
+    numbers[peer] = number

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from procpipe.channel.mesh import Mesh
+from procpipe.channel.sockets import host_identity
 from procpipe.errors import RemoteStageError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.attendance import announce
@@ -66,9 +67,12 @@ class World:
     script's pipelines this is. ``may_share`` says whether the rank may share its GPU with others.
 
     Attributes:
+        transport: in tests, the name of the only transport (see ``transports.py``).
         grid: this rank's place among stages and replicas.
         transports: those to other ranks, opened once the ranks are connected.
     """
+
+    transport: str | None = None
 
     def __init__(
         self,
@@ -183,13 +187,20 @@ class World:
         return self._mesh
 
     def offer(self) -> Offer:
-        """Return the transports that this rank can use."""
-        local_peers = sorted(self._stalls.pids)
+        """Return what matters for the choice of this rank's transports."""
+        gpu, shares_by_nccl = "", False
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            shares = nccl_shares_gpus()
-            return Offer(["nccl", "cuda_ipc"], gpu, local_peers, shares, self._may_share)
-        return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
+            shares_by_nccl = nccl_shares_gpus()
+        return Offer(self._host(), gpu, shares_by_nccl, self._may_share, self.transport)
+
+    def _host(self) -> str:
+        """Return a text that is equal for ranks which may open one another's files."""
+        assert self._mesh is not None, "the ranks are connected first"
+        sockets = map(self._mesh.socket_of, self._mesh.peers)
+        num_local = sum(sock.family == socket.AF_UNIX for sock in sockets)
+        host = host_identity()
+        return host if len(self._stalls.pids) == num_local else f"{host}/{self.rank}"
 
     def store_for_group(self, name: str) -> tuple[JobStore, str]:
         """Return a store for a group of some ranks, and the address on which this one listens.
