@@ -125,11 +125,6 @@ class Stage(Gradients):
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
             the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
             different options for them, or if your code writes into one. Give it on every rank.
-        transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
-            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
-            from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
-            on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
-            there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where rank 0 writes a timeline of all stages when the stages close, or when the run
@@ -175,7 +170,6 @@ class Stage(Gradients):
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
         check_tied: bool = False,
-        transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
         trace: str | os.PathLike[str] | None = None,
@@ -198,7 +192,6 @@ class Stage(Gradients):
                 balance=balance,
                 schedule=schedule,
                 memory_limit_bytes=memory_limit_bytes,
-                transport=transport,
                 defers_batch_norm=deferred_batch_norm,
                 trace=trace,
             )

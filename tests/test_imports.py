@@ -142,7 +142,7 @@ PURE = (
 
 #: Modules that may import torch.distributed; benchmarks compare with peers in it.
 MAY_IMPORT_DISTRIBUTED = (
-    "procpipe.channel.gloo",
+    "procpipe.replicas.gloo",
     "procpipe.channel.nccl",
     "procpipe.job.joining",
     "procpipe.job.rollcall",

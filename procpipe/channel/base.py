@@ -1,8 +1,8 @@
 """What a transport must do: carry tensors that are too large to travel inside a token.
 
-Transports: ``shm`` (CPUs of one host), ``gloo`` (CPUs), ``nccl`` (different GPUs), ``cuda_ipc``
-(ranks on one GPU). ``link.py`` builds channels on them. ``tests/channel/conformance.py`` runs the
-same cases over each.
+Transports: ``shm`` (CPUs of one host), ``nccl`` (different GPUs), ``cuda_ipc`` (ranks on one GPU).
+``link.py`` builds channels on them, and without one between CPUs of several hosts.
+``tests/channel/conformance.py`` runs the same cases over each.
 """
 
 from __future__ import annotations
@@ -45,12 +45,6 @@ class Opened(Protocol):
 class Transport(Opened, Protocol):
     """Moves tensors between two processes; both ends call in the same order for each channel."""
 
-    needs_acknowledgement: bool
-    """Whether a sender learns only from the receiver that its tensors have arrived."""
-
-    blocks: bool
-    """Whether waiting for a received message blocks this process in native code."""
-
     copies_at_once: bool
     """Whether what is sent may be overwritten as soon as ``post_send`` returns."""
 
@@ -61,7 +55,10 @@ class Transport(Opened, Protocol):
     """Messages of CPU tensors up to this size travel inside their token instead."""
 
     def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
-        """Begin to send, without waiting; the token carries the returned note to the receiver."""
+        """Begin to send, without waiting; the token carries the returned note to the receiver.
+
+        Each tensor's elements are one behind the other in memory, in whatever order.
+        """
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes

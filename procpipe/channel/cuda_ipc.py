@@ -116,8 +116,6 @@ class CudaIpcTransport:
     ``pids`` gives the process of each peer.
     """
 
-    needs_acknowledgement = False
-    blocks = False  # only the stream waits
     copies_at_once = False
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0
@@ -146,7 +144,7 @@ class CudaIpcTransport:
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[CudaIpcSent, bytes]:
-        """Queue the copies of contiguous tensors into a slot, behind the current stream."""
+        """Queue the copies of dense tensors into a slot, behind the current stream."""
         gpu = self._gpu
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot, dropped = self._free_slot(peer, channel_id, size)

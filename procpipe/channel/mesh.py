@@ -15,7 +15,6 @@ import os
 import select
 import socket
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any, NoReturn
 from procpipe.channel.frames import READ_BYTES, Frames
 from procpipe.channel.monitor import GOODBYE, Monitor, Reports, too_long
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
+from procpipe.forks import give_up_in_children
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
@@ -37,9 +37,6 @@ _LAST_FRAME_TIMEOUT_S = 5.0
 
 #: How long a peer whose transfer or socket broke may take to send its failure, or to end.
 _FAILURE_TIMEOUT_S = 2.0
-
-#: Whose sockets a forked child closes.
-_open: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Mesh:
@@ -86,7 +83,7 @@ class Mesh:
         self._poller = select.poll()
         self._poller.register(self.monitor.wakes_main, select.POLLIN)
         self._has_left = self._is_closed = False
-        _open.add(self)
+        give_up_in_children(self)
 
     def add(
         self, peer: int, data: socket.socket, alarm: socket.socket, process: int | None
@@ -304,7 +301,6 @@ class Mesh:
         for held in (self._data, self._peer_of, self._handlers, self._places):
             held.clear()
         self._poller = select.poll()
-        _open.discard(self)
 
     def check_open(self) -> None:
         """Raise ``StageClosedError`` once it is closed; for operations that use no socket."""
@@ -314,6 +310,8 @@ class Mesh:
 
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; later calls there raise an error."""
+        if self._is_closed:
+            return
         self.monitor.give_up_in_child(
             StageClosedError(
                 f"this process ({os.getpid()}) was forked from that of rank "
@@ -339,11 +337,3 @@ class Mesh:
         )
         self.fail(error)
         raise error
-
-
-def _give_up_all() -> None:
-    for mesh in tuple(_open):
-        mesh.give_up_in_child()
-
-
-os.register_at_fork(after_in_child=_give_up_all)

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
-from procpipe.channel.meta import Meta, allocate
+from procpipe.channel.meta import Meta, allocate, elements
 from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
@@ -180,8 +180,6 @@ class Communicators:
 class NcclTransport(Communicators):
     """One two-rank communicator per directed channel."""
 
-    needs_acknowledgement = False
-    blocks = False  # only the stream waits
     copies_at_once = False
     inline_bytes = 0
     max_posted = 1  # a receive that waits for its sender occupies part of the GPU
@@ -215,7 +213,7 @@ class NcclTransport(Communicators):
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[NcclSending, bytes]:
-        """Begin to send contiguous tensors after the current stream has made them."""
+        """Begin to send dense tensors after the current stream has made them."""
         return NcclSending(*self._begin((self._rank, peer, channel_id), tensors)), b""
 
     def post_receive(
@@ -231,7 +229,7 @@ class NcclTransport(Communicators):
         self, channel: tuple[int, int, int], tensors: list[Tensor]
     ) -> tuple[Work | None, torch.cuda.Event | None]:
         # As bytes, since NCCL supports neither all dtypes nor empty tensors.
-        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        parts = [elements(tensor).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not parts:
             return None, None
         work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)

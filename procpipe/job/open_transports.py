@@ -51,7 +51,7 @@ class OpenTransports:
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
-    ) -> dict[int, Transport]:
+    ) -> dict[int, Transport | None]:
         """Open the transport to and from each rank with which this one has a channel.
 
         Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
@@ -61,9 +61,9 @@ class OpenTransports:
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
             by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
-        found: dict[int, Transport] = {}
+        found: dict[int, Transport | None] = {}
         for name in sorted(by_name):  # all ranks build them in one order
-            transport = self._new(name, by_name[name])
+            transport = None if name == "sockets" else self._new(name, by_name[name])
             for source, destination, _ in by_name[name]:
                 if self._mesh.rank in (source, destination):
                     found[source + destination - self._mesh.rank] = transport

@@ -26,7 +26,7 @@ from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pin import pin_this_process
 from procpipe.job.stalls import StallReports
-from procpipe.job.start import Meeting, Start
+from procpipe.job.start import Meeting, Start, host_identity
 from procpipe.job.transports import Offer
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -51,9 +51,12 @@ class World:
 
     Attributes:
         grid: this rank's place among stages and replicas.
+        transport: in tests, the name of the only transport (see ``transports.py``).
         mesh: the sockets to the other ranks, which ``connect`` opens.
         transports: those to other ranks, opened once the ranks are connected.
     """
+
+    transport: str | None = None
 
     def __init__(
         self,
@@ -173,13 +176,12 @@ class World:
         return self._start.host
 
     def offer(self) -> Offer:
-        """Return the transports that this rank can use."""
-        local_peers = sorted(self.transports.memory_of)
+        """Return what matters for the choice of this rank's transports."""
+        gpu, shares_by_nccl = "", False
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            shares = nccl_shares_gpus()
-            return Offer(["nccl", "cuda_ipc"], gpu, local_peers, shares, self._may_share)
-        return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
+            shares_by_nccl = nccl_shares_gpus()
+        return Offer(host_identity(), gpu, shares_by_nccl, self._may_share, self.transport)
 
     def give_up(self, story: str) -> None:
         """Send this rank's failure to the other ranks; never raises, and waits a moment at most."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
 from procpipe.job.grid import Grid
 from procpipe.plan.all_reduce import bucketed
+from procpipe.replicas.gloo import GlooGroup
 
 if TYPE_CHECKING:
     from torch.distributed import Work

@@ -53,10 +53,12 @@ class Wires:
     def send_value(self, destination: int, value: Any) -> None:
         """Send a nested value of tensors to a rank, beside the plan.
 
-        Waits, if it is large, until the rank has read most of it.
+        Waits, if it is large, until the rank has read most of it, so that it may change then.
         """
         on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
-        self.values_to[destination].send(Flat.of(on_cpu))
+        sender = self.values_to[destination]
+        sender.send(Flat.of(on_cpu))
+        sender.wait_reusable()
 
     def take_value(self, source: int) -> Any:
         """Wait for a value that another rank sends, and return it on this stage's device."""
@@ -73,17 +75,11 @@ class Wires:
 
 
 def connect(
-    world: World,
-    control: Control,
-    grid: Grid,
-    routes: Routes,
-    facts: dict[str, Any],
-    transport: str | None = None,
+    world: World, control: Control, grid: Grid, routes: Routes, facts: dict[str, Any]
 ) -> Wires:
     """Open this rank's channels to all others; every rank calls it, and it waits for all of them.
 
-    ``facts`` must be the same on every rank, by name; plain JSON. ``transport`` is one of
-    ``transports.NAMES``, or None for the best that every rank can use.
+    ``facts`` must be the same on every rank, by name; plain JSON.
 
     Raises:
         DisagreementError: facts differ between ranks; raised on every rank.
@@ -93,9 +89,9 @@ def connect(
     differences = control.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
     if differences:
         raise DisagreementError(differences)
-    choice = agree_on_transports(control, world.offer(), transport)
+    choice = agree_on_transports(control, world.offer())
     channels = _open_channels(world, grid, mesh, routes, choice)
-    cpu = torch.device("cpu")  # values are inside tokens
+    cpu = torch.device("cpu")
     return Wires(
         world.device,
         mesh,
@@ -110,15 +106,12 @@ def connect(
     )
 
 
-def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> TransportChoice:
+def agree_on_transports(control: Control, ours: Offer) -> TransportChoice:
     """Return which transports all ranks use; every rank calls it, and it waits for all of them.
 
-    Raises:
-        ValueError: on rank 0, see :func:`choose`.
+    Raises on rank 0 as :func:`choose` does.
     """
-    chosen = control.agree(
-        ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted)
-    )
+    chosen = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all]))
     return TransportChoice(*chosen)
 
 

@@ -20,7 +20,7 @@ from collections import deque
 import torch
 
 from procpipe.channel.gpu import Gpu
-from procpipe.channel.meta import allocate
+from procpipe.channel.meta import allocate, elements
 
 _GARBAGE = 0x7F
 
@@ -172,7 +172,7 @@ class Process(Gpu):
     def new_tensors(self, meta, stream):
         tensors = allocate(meta, "cpu")
         for tensor in tensors:
-            tensor.view(-1).view(torch.uint8).fill_(_GARBAGE)
+            elements(tensor).view(torch.uint8).fill_(_GARBAGE)
         return tensors
 
     def keep_for(self, tensors, stream):

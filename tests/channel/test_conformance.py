@@ -47,7 +47,7 @@ def memory_sides():
 
 
 def link_sides(transports=(None, None)):
-    """Two meshes in one process, one thread each; all data is sent in tokens."""
+    """Two meshes in one process, one thread each; by default all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     first, second = socket.socketpair()
     meshes = [mesh_over(0, {1: first}), mesh_over(1, {0: second})]
@@ -114,7 +114,9 @@ def run_all(world, transport_name):
     world.device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    (transport,) = world.transports.open(TransportChoice(transport_name, ["", ""]), routes).values()
+    (transport,) = world.transports.open(
+        TransportChoice(transport_name, transport_name, ["", ""]), routes
+    ).values()
     errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
     if not any(errors.values()):
         world.transports.drain()
@@ -162,13 +164,13 @@ class Meeting:
 
 
 @pytest.fixture(scope="module")
-def gloo_errors(ranks):
-    return ranks(2).run(run_all, "gloo").values()
+def sockets_errors(ranks):
+    return ranks(2).run(run_all, "sockets").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gloo(gloo_errors, name):
-    assert [by_case.get(name, "did not run") for by_case in gloo_errors] == [None, None]
+def test_sockets(sockets_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in sockets_errors] == [None, None]
 
 
 @pytest.fixture(scope="module")

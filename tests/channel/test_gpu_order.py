@@ -265,7 +265,9 @@ def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
         torch.cuda.set_device(world.device)
     routes = [(a, 1 - a, KIND) for a in (0, 1)]
     mesh = world.connect()
-    (transport,) = world.transports.open(TransportChoice(transport_name, ["", ""]), routes).values()
+    (transport,) = world.transports.open(
+        TransportChoice(transport_name, transport_name, ["", ""]), routes
+    ).values()
 
     def settled(case: Callable[[Any], None]) -> Callable[[Any], None]:
         @functools.wraps(case)
@@ -308,7 +310,9 @@ def one_channel_held(world: Any) -> None:
     last = 16
     world.connect()
     routes = [(a, 1 - a, kind) for kind in range(last + 1) for a in (0, 1)]
-    transport = world.transports.open(TransportChoice("nccl", ["", ""]), routes)[1 - world.rank]
+    transport = world.transports.open(TransportChoice("nccl", "nccl", ["", ""]), routes)[
+        1 - world.rank
+    ]
     meeting = Meeting(world, "one channel held")
     tensor = torch.ones(1000, device=world.device)
     meta = describe(Flat.of(tensor))

@@ -23,11 +23,13 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
     max_leaves=20,
 )
-TENSORS = st.builds(
-    TensorMeta,
-    st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
-    st.sampled_from(DTYPES),
-    st.booleans(),
+ANY = st.lists(st.integers(0, 2**40), max_size=5), st.just(False)
+CHANNELS_LAST = st.lists(st.integers(0, 9), min_size=4, max_size=5), st.just(True)
+TENSORS = st.one_of(
+    [
+        st.builds(TensorMeta, shape.map(tuple), st.sampled_from(DTYPES), st.booleans(), is_last)
+        for shape, is_last in (ANY, CHANNELS_LAST)
+    ]
 )
 
 
@@ -80,6 +82,8 @@ def test_any_json_is_metadata_or_a_value_error(structure, tensors):
         b'["*",[[[1],"compile",true]]]',
         b'["*",[[[1],5,true]]]',
         b'["*",[[[1],"float32"]]]',
+        b'["*",[[[1,1,1],"float32",true,true]]]',
+        b'["*",[[[1,1,1,1],"float32",true,true,1]]]',
         b'["*"]',
         b"\xff",
         b"",
@@ -96,7 +100,10 @@ def test_a_message_is_described():
     meta = describe(message)
 
     assert meta.structure == ("t", (TENSOR, TENSOR))
-    assert meta.tensors == (((2, 3), torch.float32, True), ((), torch.bool, False))
+    assert meta.tensors == (
+        TensorMeta((2, 3), torch.float32, True),
+        TensorMeta((), torch.bool, False),
+    )
     assert meta.requires_grad == (True, False)
     assert meta.num_bytes == 2 * 3 * 4 + 1
     assert encode(meta) == b'[["t",["*","*"]],[[[2,3],"float32",true],[[],"bool",false]]]'

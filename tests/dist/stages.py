@@ -48,7 +48,9 @@ def stage_of(
     bare: BareWorld, name: str, model: nn.Sequential, balance: Iterable[int] | None, **options: Any
 ) -> Iterator[Stage]:
     """Yield a stage of a copy of the model, and close it; a failure names the case."""
-    stage = Stage(copy.deepcopy(model), balance, world=world_of(bare, name), **options)
+    world = world_of(bare, name)
+    world.transport = options.pop("transport", None)
+    stage = Stage(copy.deepcopy(model), balance, world=world, **options)
     try:
         yield stage
         stage.close()

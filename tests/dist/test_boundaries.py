@@ -420,7 +420,7 @@ def check_group(bare, group):
 def check_sizes(bare, transport):
     torch.set_default_dtype(torch.float64)
     cases = list(product(sizes().items(), MODES))
-    if transport == "gloo":  # each size in one mode, and each mode with some sizes
+    if transport == "sockets":  # each size in one mode, and each mode with some sizes
         cases = [each for k, each in enumerate(cases) if k % len(MODES) == k // len(MODES) % 3]
     for (name, case), mode in some_of(cases):
         check_case(bare, f"{name}, {mode}, {transport}", case, mode, 3, transport=transport)
@@ -595,8 +595,8 @@ def test_parity_of_small_and_large_messages(ranks):
 
 
 @pytest.mark.only_on_cpus
-def test_parity_of_small_and_large_messages_over_gloo(ranks):
-    ranks(3).run(check_sizes, "gloo", world=False).values()
+def test_parity_of_small_and_large_messages_over_sockets(ranks):
+    ranks(3).run(check_sizes, "sockets", world=False).values()
 
 
 def test_a_layer_may_change_its_input_in_place_where_nothing_is_recomputed(ranks):

@@ -34,7 +34,8 @@ BULK = 8 * CHUNKS * INLINE_BYTES // (4 * WIDTH)
 CHILD_S = 30
 
 
-def stage_of(world, faulty: nn.Module | None = None, **options):
+def stage_of(world, faulty: nn.Module | None = None, transport: str | None = None, **options):
+    world.transport = transport
     torch.manual_seed(3)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(world.num_ranks)]
     if faulty is not None:
@@ -71,13 +72,14 @@ CHILDREN_END = """
     import torch, torch.nn.functional as F
     from torch import nn
     from procpipe import Stage
+    from procpipe.job.world import World
 
     hows, size, transport = sys.argv[1].split(), int(sys.argv[2]), sys.argv[3]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     balance = [1, 1] if "RANK" in os.environ else [2]
-    options = {"transport": transport} if "RANK" in os.environ else {}
-    stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss, **options)
+    World.transport = transport
+    stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss)
 
     def end(how):
         if how == "raise":
@@ -119,15 +121,13 @@ def check_children(hows, transport, **options):
     assert done.stderr.count("Traceback (most recent call last)") == 2 * num_failed, done.stderr
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "sockets"])
 def test_a_child_of_each_rank_ends(transport):
     check_children([*HOWS], transport)
 
 
-@pytest.mark.parametrize(("transport", "hows"), [("shm", ["exit"]), ("gloo", ["exit", "close"])])
-def test_a_child_frees_all_modules_at_its_end(transport, hows):
-    """Only gloo has threads then, and transfers of native code unless the stage is closed."""
-    check_children(hows, transport, tears_down=True)
+def test_a_child_frees_all_modules_at_its_end():
+    check_children(["exit"], "shm", tears_down=True)
 
 
 def test_a_child_cannot_use_the_stage_without_a_launcher():
@@ -198,7 +198,7 @@ def forks_in_a_layer(world, how, size, transport):
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 6), ("shm", BULK), ("gloo", BULK)], ids=str
+    ("transport", "size"), [("shm", 6), ("shm", BULK), ("sockets", BULK)], ids=str
 )
 @pytest.mark.parametrize(("how", "code"), [("exit", 7), ("continue", 9)])
 def test_a_layer_forks(ranks, how, code, transport, size):
@@ -324,7 +324,7 @@ def is_killed_with_a_child(world, fork, size, transport):
         (by_python, 6, "shm"),
         (by_native_code, 6, "shm"),
         (by_python, BULK, "shm"),
-        (by_python, BULK, "gloo"),
+        (by_python, BULK, "sockets"),
     ],
 )
 @pytest.mark.parametrize("n", [2, 3])

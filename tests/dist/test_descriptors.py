@@ -49,7 +49,7 @@ class Scale(nn.Module):
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 torch.set_default_dtype(torch.float64)
 model = nn.Sequential(Scale(), Stashes(), Pops(), Scale())
-stage = Stage(model, [2, 2], chunks=100, loss_fn=torch.mean, transport="shm")
+stage = Stage(model, [2, 2], chunks=100, loss_fn=torch.mean)
 for _ in range(2):
     loss = stage.step(torch.ones(100, 3000)).item()
     assert abs(loss - 4.0) < 1e-9, loss
@@ -80,7 +80,7 @@ def run_stages(bare, transport, is_kept):
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "sockets"])
 def test_a_closed_stage_leaves_no_open_file(ranks, transport, is_kept):
     for counts in ranks(2).run(run_stages, transport, is_kept, world=False).values():
         assert counts[1:] == [counts[1]] * (NUM_STAGES - 1)

@@ -90,7 +90,8 @@ def model_of(num_stages, faulty_stage=None, where="", act=boom):
     return nn.Sequential(layers)
 
 
-def stage_of(world, model=None, **options):
+def stage_of(world, model=None, transport=None, **options):
+    world.transport = transport
     options = {"chunks": CHUNKS, "checkpoint": "always", "loss_fn": F.mse_loss, **options}
     balance = options.pop("balance", [2] * world.num_ranks)
     model = model if model is not None else model_of(world.num_ranks)
@@ -219,10 +220,9 @@ def test_rank_0_raises_before_there_is_a_plan(ranks, n, where):
         (4, 3, "backward"),
     ],
 )
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "sockets"])
 @pytest.mark.only_on_cpus
 def test_a_layer_raises_while_large_tensors_are_being_sent(ranks, n, origin, where, transport):
-    """Gloo breaks the peers' transfers too; its errors must not hide the report."""
     outcomes = ranks(n).run(train, origin, where, size=BULK, transport=transport)
 
     check(outcomes, origin, "BoomError", "boom in the layer")
@@ -455,7 +455,7 @@ def test_a_rank_is_killed(ranks, n, origin, when, seen):
         assert re.search(f"it was last seen {seen}", outcomes[rank].error.text), outcomes[rank]
 
 
-@pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "gloo"), (1, "gloo")])
+@pytest.mark.parametrize(("origin", "transport"), [(0, "shm"), (0, "sockets"), (1, "sockets")])
 @pytest.mark.only_on_cpus
 def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks, origin, transport):
     outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK, transport=transport)

@@ -77,6 +77,7 @@ def train(world, origin, where, num_samples, act, replicas=1):
         helper = threading.Thread(target=continue_when_reported, args=(pids[origin], pids))
         helper.start()
     num_stages = world.num_ranks // replicas
+    world.transport = "sockets" if world.num_ranks == 2 and not is_on_gpus() else None
     acts = where == "layer" and world.rank == origin
     stage = Stage(
         model_of(num_stages, origin % num_stages, run_act if acts else lambda: None),
@@ -84,7 +85,6 @@ def train(world, origin, where, num_samples, act, replicas=1):
         chunks=2,
         checkpoint="never",
         loss_fn=F.mse_loss,
-        transport="gloo" if world.num_ranks == 2 and not is_on_gpus() else None,
         replicas=replicas,
         world=world,
     )

@@ -254,7 +254,7 @@ def build3(**options):
 
 options = {"balance": [1, 1, 1]}
 if WHERE == "transport":
-    options["transport"] = "gloo"
+    World.transport = "shm"
 if WHERE == "balance":
     options = {"balance": "size", "sample": x}
 if RANK == VICTIM:
@@ -338,7 +338,7 @@ def test_with_a_key_file_the_store_does_not_hold_the_key():
             KEYED
             + """
 key_file("same")
-stage = build(timeout_s=30, transport="gloo")
+stage = build(timeout_s=30)
 stage.step(x, x)
 if RANK == 0:
     from procpipe.job.store import launchers_store

@@ -39,7 +39,7 @@ def model():
     return nn.Sequential(*[nn.Linear(8, 8, dtype=torch.float64) for _ in range(3)])
 
 torch.manual_seed(0)
-x = torch.randn(1 << 13, 8, dtype=torch.float64)  # 128 KiB a micro-batch: by gloo
+x = torch.randn(1 << 13, 8, dtype=torch.float64)  # 128 KiB a micro-batch: in pieces
 
 def build(balance, **options):
     return Stage(model(), balance, chunks=4, loss_fn=F.mse_loss, **options)
@@ -118,7 +118,7 @@ def test_processes_on_a_host_end_with_the_process_of_the_tests():
 
 # -- one job -------------------------------------------------------------------------------------
 
-#: A stranger connects to each rank that waits for this rank, and later to gloo.
+#: A stranger connects to each rank that waits for this rank, and later to what listens.
 MEET_STRANGERS = """
 connect_to, listen, sockets = starting.connect_to, starting.listen, set()
 NOISE = (
@@ -196,7 +196,7 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
             assert report["losses"] == pytest.approx(plain_losses(3), abs=1e-12)
             address = hosts[host_of[rank]].address
             assert report["listened"] == [address]  # the sockets between ranks
-            assert set(report["listens"]) == {address}  # gloo
+            assert set(report["listens"]) <= {address}
             assert report["links"] == {
                 str(peer): "AF_UNIX" if host_of[peer] == host_of[rank] else "AF_INET"
                 for peer in ranks
