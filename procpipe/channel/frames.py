@@ -35,8 +35,8 @@ class Frames:
     """A connected, non-blocking socket; ``take`` is called with each frame that arrives.
 
     ``place`` is asked where the body of a frame that has not come as a whole goes, by its type,
-    flags and number of bytes; None for anywhere. ``buffer`` is for reading; sockets that one thread uses
-    may share it.
+    flags and number of bytes; None for anywhere. ``buffer`` is for reading; sockets that one thread
+    uses may share it.
 
     Attributes:
         sock: the socket.

@@ -36,7 +36,7 @@ from torch import Tensor
 from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, allocate, decode, dense, describe, encode
-from procpipe.errors import BoundaryError, FileLimitError, OverwrittenError
+from procpipe.errors import BoundaryError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
 #: Without a transport, up to this size a message is faster inside its token than behind it.

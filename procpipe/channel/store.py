@@ -1,6 +1,6 @@
 """Torch's kind of store over the mesh: through it, processes of NCCL and gloo find one another.
 
-A value goes to every rank at once, and ``get`` waits on the mesh, so that it ends when a rank fails.
+A value goes to every rank at once. ``get`` waits on the mesh, and so ends when a rank fails.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class _Hooks:
             self._of_threads(args)
 
     def _is_handled(self, error: BaseException) -> bool:
-        """Pass an exception on to the followers, and print a line if that is all there is to say."""
+        """Pass an exception on to the followers; print a line if that says it all."""
         if os.getpid() != self._pid or _is_at_prompt():
             return False
         if threading.current_thread() is threading.main_thread():

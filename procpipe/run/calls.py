@@ -73,8 +73,7 @@ class Calls:
             if self.pipeline is None:
                 self.pipeline = self._build()
             yield self.pipeline
-            if self.pipeline is None or os.getpid() != self._pid:  # closed, or forked by a layer
-                self._check_caller(name)
+            self._check_caller(name)  # it may have been closed, or forked by a layer
             self.pipeline.flush()
             self._world.board.end_call()
         except BaseException as error:

@@ -140,11 +140,12 @@ def _with_tuples(decoded: Any) -> Any:
 
 
 def compare_facts(
-    facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 62)
+    facts: Sequence[dict[str, Any] | str], numbers: Sequence[int] = range(1 << 62)
 ) -> list[str]:
     """Say where ranks differ from rank 0, one sentence a difference.
 
-    ``facts`` holds each rank's values by name; ``numbers`` each rank's number in the job.
+    ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each
+    rank's number in the job.
     """
     differences = []
     for rank, theirs in enumerate(facts):

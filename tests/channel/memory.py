@@ -1,6 +1,7 @@
 """A channel inside one process: both ends in one object.
 
-Messages are passed without a copy of what is dense in memory. ``take`` waits for a sender in another thread.
+Messages are passed without a copy of what is dense in memory. ``take`` waits for a sender in
+another thread.
 """
 
 from __future__ import annotations
