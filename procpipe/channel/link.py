@@ -277,8 +277,6 @@ class Receiver:
             self._mesh.check_open()
             try:
                 wait()
-            except FileLimitError:
-                raise
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
                 self._mesh.wait_failure()
                 raise
