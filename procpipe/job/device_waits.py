@@ -1,23 +1,19 @@
-"""Ends waits for a device, in native code, after a peer's failure.
+"""Ends a process that waits for its device, in native code, after a peer's failure.
 
 A transfer whose peer has failed never ends. What waits for the device, for instance
-``loss.item()`` in the user's script, would wait for ever: it reads no socket.
+``loss.item()`` in the user's script, would wait for ever: it reads no socket. No thread can end
+that wait safely: NCCL's abort may hang, as may any call of CUDA while the device is waited for.
 
-    caller's thread    loss.item()  …  …  …  …  …  …  …  …  ─> RemoteStageError, raised there
+    caller's thread    loss.item()  …  …  …  …  …  …  …  …
     this thread        now and then: has it moved?        │
-                       a transfer is not over, and        │
-                       a peer has failed: (1) raise there,│
-                       (2) end all transfers ─────────────┘
+                       a transfer may be under way, and   │
+                       a peer has failed ─────────────────┴─> one line, and the process ends
 
-(1) comes first, so that no value made after (2) is used: the interpreter raises as soon as
-native code returns. If transfers cannot be ended, the process ends, with an error message. Without
-a failure the thread reports stalls, and raises an error after ``timeout_s``.
+Without a failure the thread reports stalls, and ends the process after ``timeout_s``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 import threading
 import time
@@ -26,7 +22,7 @@ from typing import Any
 
 from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.mesh import Mesh
-from procpipe.errors import ProcpipeError
+from procpipe.errors import ProcpipeError, RemoteStageError
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.notes import write_note
 
@@ -35,11 +31,11 @@ _LOOK_EVERY_S = 0.2
 
 #: How long the caller's thread may stay where it is before that counts as stuck: after a failure;
 #: and after a peer has only left (it is done, but this device may still have much to compute).
-_STUCK_AFTER_S, _LEFT_AFTER_S = 0.5, 30.0
+_STUCK_AFTER_S, _LEFT_AFTER_S = 1.0, 30.0
 
 
 class DeviceWaits:
-    """A thread that ends waits for a device after a peer's failure.
+    """A thread that ends the process if it waits for its device after a peer's failure.
 
     ``caller`` returns the thread that makes the calls of the pipeline.
     """
@@ -57,7 +53,6 @@ class DeviceWaits:
         self._is_closed = threading.Event()
         self._seen: Any = None
         self._since_s = 0.0
-        self._raising = threading.Lock()
         every_s = min(_LOOK_EVERY_S, mesh.stall_timeout_s / 4, mesh.timeout_s / 4)
         self._thread = threading.Thread(
             target=self._run, args=(every_s,), name="procpipe device waits", daemon=True
@@ -65,14 +60,8 @@ class DeviceWaits:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread soon; an error that is still to be raised here is dropped."""
-        # Not withdrawn: CPython 3.11 would check for it for ever. Under a profiler or tracer, the
-        # next call of a Python function would then not begin (seen with 3.11.7, not with 3.12.1).
-        try:
-            with self._raising:
-                self._is_closed.set()  # begins with such a check
-        except ProcpipeError:
-            self._is_closed.set()
+        """End the thread soon."""
+        self._is_closed.set()
 
     def _run(self, every_s: float) -> None:
         while not self._is_closed.wait(every_s):
@@ -96,7 +85,7 @@ class DeviceWaits:
         frame = sys._current_frames().get(thread.ident or 0)
         if frame is None:
             return []
-        peers = sorted({peer for each in self._transports for peer in each.busy_with()})
+        peers = sorted({peer for each in self._transports for peer in each.queued_with()})
         seen = id(frame), frame.f_lasti, self._mesh.num_looks, peers
         del frame  # it would keep that function's variables alive
         if seen != self._seen:
@@ -121,53 +110,12 @@ class DeviceWaits:
         return None
 
     def _end_wait(self, error: ProcpipeError) -> None:
-        """Raise an error in the caller's thread, and end what it waits for."""
-        ident = self._caller().ident
-        assert ident is not None, "the thread has called"
-        with self._raising:
-            if self._is_closed.is_set():
-                return
-            _raise_in(ident, error)
-        if abort_all(self._transports):
+        """Print an error, send it to the others if it is of this rank, and end the process."""
+        if self._is_closed.is_set():
             return
         rank = self._mesh.ranks[self._mesh.rank]
         write_note(line_of(rank, error) or f"procpipe: rank {rank} ends, because {error}")
+        if not isinstance(error, RemoteStageError):
+            story = f"a process (rank {rank}), in a transfer: {type(error).__name__}: {error}"
+            self._mesh.send_failure(RemoteStageError(rank, story))
         end_at_once(f"rank {rank}")
-
-
-def abort_all(transports: Sequence[DeviceTransfers]) -> bool:
-    """End the transfers of all transports at the same time, since one may wait for another's.
-
-    Returns whether the device is free of them, as ``DeviceTransfers.abort`` does.
-    """
-    transports = tuple(transports)  # another thread that closes them may empty the list
-    freed: list[bool] = []
-
-    def abort(transport: DeviceTransfers) -> None:
-        with contextlib.suppress(RuntimeError):  # of CUDA, after a fault of the device
-            freed.append(transport.abort())
-
-    threads = [threading.Thread(target=abort, args=(each,), daemon=True) for each in transports[1:]]
-    for thread in threads:  # no thread pool: it starts no threads while Python ends
-        thread.start()
-    for each in transports[:1]:
-        abort(each)
-    for thread in threads:
-        thread.join()
-    return all(freed) and len(freed) == len(transports)
-
-
-def _raise_in(ident: int, error: ProcpipeError) -> None:
-    """Raise an error in a thread as soon as it runs Python.
-
-    The interpreter takes a class and makes the exception itself.
-    """
-
-    def construct(self: Any) -> None:
-        self.__dict__.update(error.__dict__)
-        Exception.__init__(self, *error.args)
-
-    cls: Any = type(type(error).__name__, (type(error),), {"__init__": construct})
-    cls.__module__ = type(error).__module__
-    cls.__qualname__ = type(error).__qualname__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(cls))

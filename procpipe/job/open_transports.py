@@ -1,7 +1,8 @@
-"""The open transports of one rank: built, closed, and their waits for the device ended."""
+"""The open transports of one rank: built, watched, and closed."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping
 
@@ -9,10 +10,10 @@ import torch
 
 from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.forks import keep_for_ever
-from procpipe.job.device_waits import DeviceWaits, abort_all
+from procpipe.job.device_waits import DeviceWaits
 from procpipe.job.joining import Start
 from procpipe.job.transports import TransportChoice
+from procpipe.limits import naming_file_limit
 from procpipe.optional import needed
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
@@ -29,8 +30,8 @@ class OpenTransports:
         caller: the thread that makes the calls of the pipeline.
         mesh, device: set once the ranks are connected, before any transport is opened.
         opened: those that are open.
-        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
-            for the device would never end.
+        is_device_stuck: whether transfers on the device may never end, so that waiting for the
+            device would not either.
     """
 
     mesh: Mesh
@@ -76,7 +77,10 @@ class OpenTransports:
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            cuda_ipc = CudaIpcTransport(Gpu(self.device), self._pids)
+            own_file, files = self._files_of_flags(channels)
+            cuda_ipc = CudaIpcTransport(Gpu(self.device), own_file, files)
+            for file in (own_file, *files.values()):
+                os.close(file)
             self.add_of_device(cuda_ipc)
             return cuda_ipc
         store = start.shared_store().under("transport/", check=mesh.poll)
@@ -96,15 +100,33 @@ class OpenTransports:
             GlooTransport(store, mesh.rank, start.grid.num_ranks, mesh.timeout_s, host)
         )
 
+    def _files_of_flags(
+        self, channels: Iterable[tuple[int, int, int]]
+    ) -> tuple[int, dict[int, int]]:
+        """Make this rank's file of flags, and open those of the peers on its GPU."""
+        from procpipe.channel.cuda_ipc import FLAGS_BYTES
+
+        ours = self.mesh.rank
+        store = self._start.shared_store().under("cuda_ipc/", check=self.mesh.poll)
+        with naming_file_limit("the flags of a GPU's slots", 2 * len(self._pids) + 2):
+            own_file = os.memfd_create("procpipe-flags")
+            os.ftruncate(own_file, FLAGS_BYTES)
+            store.set(str(ours), str(own_file))
+            peers = {rank for channel in channels if ours in channel[:2] for rank in channel[:2]}
+            files = {}
+            for peer in sorted(peers - {ours}):
+                path = f"/proc/{self._pids[peer]}/fd/{store.get(str(peer)).decode()}"
+                files[peer] = os.open(path, os.O_RDWR)
+        store.set(f"{ours} has opened", "")
+        store.wait([f"{peer} has opened" for peer in files])
+        return own_file, files
+
     def _added(self, transport: Transport) -> Transport:
         self.opened.append(transport)
         return transport
 
     def add_of_device(self, transport: OpenedDevice) -> None:
-        """Add what a rank exchanges by its device, where a dead peer would leave transfers.
-
-        It is closed with the others.
-        """
+        """Add what a rank exchanges by its device; it is closed with the others."""
         self._device_transports.append(transport)
         if self._device_waits is None:
             self._device_waits = DeviceWaits(
@@ -118,7 +140,7 @@ class OpenTransports:
             transport.drain()
 
     def stop_watching_device(self) -> None:
-        """Stop interrupting waits for the device, as this rank fails or leaves."""
+        """Stop ending the process where it waits for the device, as this rank fails or leaves."""
         if self._device_waits is not None:
             self._device_waits.close()
             self._device_waits = None
@@ -129,11 +151,8 @@ class OpenTransports:
             self.mesh.part(_PART_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the transports; note whether transfers are left that could not be ended."""
-        self.is_device_stuck |= not abort_all(self._device_transports)
-        if self.is_device_stuck:
-            keep_for_ever([*self.opened])  # close() or their destructors would block
-            self.opened.clear()
+        """Close the transports; note whether transfers are left that may never end."""
+        self.is_device_stuck |= any(each.queued_with() for each in self._device_transports)
         self._device_transports.clear()
         while self.opened:
             self.opened.pop().close()

@@ -26,7 +26,13 @@ from procpipe.errors import RemoteStageError
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.job.attendance import announce
 from procpipe.job.board import Board
-from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
+from procpipe.job.devices import (
+    devices_of,
+    nccl_shares_gpus,
+    of_this_host,
+    pci_addresses,
+    use_all_hardware_queues,
+)
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.joining import FIRST_CALL, Start
@@ -122,6 +128,8 @@ class World:
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         job_rank = int(os.environ["RANK"]) if is_launched else 0
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
+        if job_size > 1:
+            use_all_hardware_queues()
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers
