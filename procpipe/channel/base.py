@@ -58,6 +58,9 @@ class Transport(Opened, Protocol):
     blocks: bool
     """Whether waiting for a received message blocks this process in native code."""
 
+    holds_device: bool
+    """Whether a send holds the sender's device until its receive is posted."""
+
     copies_at_once: bool
     """Whether what is sent may be overwritten as soon as ``post_send`` returns."""
 

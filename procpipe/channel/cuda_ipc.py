@@ -109,6 +109,7 @@ class CudaIpcTransport:
 
     needs_acknowledgement = False
     blocks = False  # only the stream waits
+    holds_device = False
     copies_at_once = False
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0

@@ -71,6 +71,7 @@ class GlooTransport(GlooGroup):
 
     needs_acknowledgement = True
     blocks = True
+    holds_device = False
     copies_at_once = False
     inline_bytes = INLINE_BYTES
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer

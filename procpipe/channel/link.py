@@ -42,6 +42,7 @@ _HAS_TENSORS = 2
 _COMES_IN_PIECES = 4
 _IS_PIECE = 8  # no token, but the next bytes of the message whose token was the last
 _ACKNOWLEDGES = 64  # added to a channel id: frame type of its acknowledgements
+_IS_POSTED = 128  # the same, for receives that the receiver has posted
 _META_SIZE = struct.Struct("<Q")
 
 #: Without a transport a larger message follows its token, in pieces of at most this many bytes.
@@ -86,7 +87,11 @@ class Sender:
         self._what = what
         self._in_flight: deque[_Departure] = deque()
         self._num_acknowledged = 0
+        #: Whether a send holds this rank's device until its receive is posted.
+        self.holds_device = transport is not None and transport.holds_device
+        self._num_unposted = 0
         mesh.on(peer, channel_id + _ACKNOWLEDGES, self._on_acknowledgement)
+        mesh.on(peer, channel_id + _IS_POSTED, self._on_posted)
 
     def send(self, message: Flat) -> None:
         """Send a message; its tensors must not change any more.
@@ -140,11 +145,25 @@ class Sender:
         except RuntimeError:
             self._mesh.wait_failure()
             raise
+        self._num_unposted += self.holds_device
         if not transport.copies_at_once:
             self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
         elif not pending.is_done():
             self._in_flight.append(_Departure([], None, pending))
         return note
+
+    def wait_posted(self) -> None:
+        """Wait until the receiver has posted what holds this rank's device until then.
+
+        The host waits for the receiver's host, not for a device. Then all that this device has
+        queued ends by itself, even if the host waits for it in whatever it does next.
+        """
+        mesh, peer = self._mesh, self._peer
+        mesh.wait(
+            lambda: self._num_unposted == 0,
+            lambda: f"rank {mesh.ranks[peer]} to receive {self._what}",
+            peer=peer,
+        )
 
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
@@ -198,6 +217,9 @@ class Sender:
                 "may have got a mixture: return memory that nothing writes to again "
                 "(buffer.clone() for a buffer that each forward fills)"
             )
+
+    def _on_posted(self, sequence: int, flags: int, body: memoryview) -> None:
+        self._num_unposted -= 1
 
     def _on_acknowledgement(self, sequence: int, flags: int, body: memoryview) -> None:
         self._num_acknowledged += 1
@@ -331,6 +353,9 @@ class Receiver:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
                     posted = [], partial(_fail, error)
+                else:
+                    if self._transport.holds_device:
+                        self._mesh.send(self._peer, self._channel_id + _IS_POSTED, 0, 0)
                 self._posted.append((meta, *posted))
             self._arrived.popleft()
             self._num_allowed -= 1

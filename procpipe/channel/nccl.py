@@ -153,6 +153,7 @@ class NcclTransport(Communicators):
 
     needs_acknowledgement = False
     blocks = False  # only the stream waits
+    holds_device = True  # NCCL's are rendezvous
     copies_at_once = False
     inline_bytes = 0
     max_posted = 1 << 62  # only the first of a pair occupies part of the GPU

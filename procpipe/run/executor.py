@@ -132,6 +132,7 @@ class Executor:
                         at_end.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
+            self._channels.poll()
             self._take_at_end(at_end, batch, outcome)
         except BaseException as error:
             self._earlier.abandon()

@@ -200,6 +200,15 @@ def a_send_is_done_while_a_receive_is_not(end: Any) -> None:
         assert_all(end.receiver().take().value, 7)
 
 
+def a_device_may_be_waited_for_once_sends_are_posted(end: Any) -> None:
+    """As a task does to load a kernel: with a send queued on both ranks, and no host to post it."""
+    end.receiver().expect()
+    send(end, end.rank)
+    end.sender().wait_posted()
+    torch.cuda.synchronize(end.device)
+    assert_all(end.receiver().take().value, 1 - end.rank)
+
+
 def a_receive_that_is_allowed_early_is_posted_in_its_turn(end: Any) -> None:
     """As with what ``forgo`` leaves: a pair has one communicator for all its channels."""
     if end.rank == 0:
@@ -227,7 +236,11 @@ CASES: tuple[Callable[[Any], None], ...] = (  # for both transports
     drain_waits_for_pending_transfers,  # the last case, since it closes the slots
 )
 OF_SLOTS = (a_slot_is_filled_again_only_when_it_was_read, a_slot_is_filled_without_the_receiver)
-OF_PAIRS = (torch_runs_no_watchdog, a_receive_that_is_allowed_early_is_posted_in_its_turn)
+OF_PAIRS = (
+    torch_runs_no_watchdog,
+    a_receive_that_is_allowed_early_is_posted_in_its_turn,
+    a_device_may_be_waited_for_once_sends_are_posted,
+)
 CASES_OF = {"nccl": (*OF_PAIRS, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
 
 

@@ -25,6 +25,7 @@ class Slow:
 
     needs_acknowledgement = False
     blocks = False
+    holds_device = False
     copies_at_once = False
     max_posted = 1000
     inline_bytes = INLINE_BYTES

@@ -20,6 +20,7 @@ class Stalled:
 
     needs_acknowledgement = False
     blocks = True
+    holds_device = False
     copies_at_once = False
     max_posted = 1
     inline_bytes = 0
