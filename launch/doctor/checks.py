@@ -27,6 +27,9 @@ _MIN_BYTES_PER_PROCESS = _GIB // 2
 #: On CPUs, 7 are open and 3 for each process; loaders, logs and drivers come on top.
 _FILES_ALONE, _FILES_PER_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
 
+#: CUDA's hardware queues, as a rank sets them (``job/devices.py``).
+_QUEUES_IF_UNSET = "32"
+
 _SLOW_NAME_S = 2.0
 
 #: A host that is not overloaded is far better: 0.03 ms and 1 GB/s on a 2-core virtual machine.
@@ -159,6 +162,19 @@ def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
         )
     else:
         yield OK, "between all neighbours"
+
+
+def _check_hardware_queues(facts: Facts) -> Iterator[Verdict]:
+    number = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES_IF_UNSET)
+    if facts.gpus and number == _QUEUES_IF_UNSET:
+        yield OK, f"{number} hardware queues a process"
+    elif facts.gpus:
+        yield (
+            WARNING,
+            f"CUDA_DEVICE_MAX_CONNECTIONS={number}",
+            "unset it, if nothing else needs it: a stage has a stream for each rank it sends to "
+            "or receives from, and streams of one hardware queue wait for one another",
+        )
 
 
 def _check_cores(facts: Facts) -> Iterator[Verdict]:
@@ -313,6 +329,7 @@ _CHECKS: Mapping[str, Callable[[Facts], Iterator[Verdict]]] = {
     "GPUs": _check_gpus,
     "sharing GPUs": _check_sharing,
     "peer access": _check_peer_access,
+    "streams": _check_hardware_queues,
     "cores": _check_cores,
     "threads": _check_threads,
     "memory": _check_memory,

@@ -39,6 +39,7 @@ NO_LIMIT = 1 << 62
 
 #: The variables that change what happens.
 VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "NCCL_P2P_DISABLE",

@@ -39,11 +39,21 @@ class Opened(Protocol):
         """Wait until no transfer is under way on this rank's device; called before ``close``."""
 
     def close(self) -> None:
-        """Release everything that is shared with other processes."""
+        """Release everything that is shared with other processes.
+
+        Without ``drain`` before, as after a failure, only what no device may still use.
+        """
 
 
 class Transport(Opened, Protocol):
-    """Moves tensors between two processes; both ends call in the same order for each channel."""
+    """Moves tensors between two processes.
+
+    Both ends call in the same order for all channels from one to the other; only a receive that was
+    allowed for an earlier message (``Receiver.forgo``) may be posted before its turn.
+    """
+
+    holds_device: bool
+    """Whether a send holds the sender's device until its receive is posted."""
 
     copies_at_once: bool
     """Whether what is sent may be overwritten as soon as ``post_send`` returns."""
@@ -72,14 +82,11 @@ class Transport(Opened, Protocol):
 class DeviceTransfers(Protocol):
     """Transfers that a device performs, so that a dead peer blocks the device."""
 
-    def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; safe in any thread."""
+    def queued_with(self) -> list[int]:
+        """Return the ranks with which transfers may be under way; safe in any thread.
 
-    def abort(self) -> bool:
-        """End all transfers, whatever their state; safe in any thread.
-
-        Returns whether the device is free of them, once it has run the compute that was queued, or
-        after half a minute.
+        Those that the main thread has begun and not seen done: this never calls CUDA, which can
+        hang in another thread. After ``drain`` there are none.
         """
 
 

@@ -46,6 +46,7 @@ _HAS_META = 1
 _HAS_TENSORS = 2
 _COMES_IN_PIECES = 4
 _IS_PIECE = 8  # no token, but the next bytes of the message whose token was the last
+_IS_POSTED = 64  # added to a channel id: frame type by which the receiver says that it has posted
 _META_SIZE = struct.Struct("<Q")
 
 #: The most bytes of a piece. Each is progress, which a receiver's timeout counts from.
@@ -87,6 +88,10 @@ class Sender:
         self._size_bytes = 0
         self._what = what
         self._in_flight: deque[_Departure] = deque()
+        #: Whether a send holds this rank's device until its receive is posted.
+        self.holds_device = transport is not None and transport.holds_device
+        self._num_unposted = 0
+        mesh.on(peer, channel_id + _IS_POSTED, self._on_posted)
 
     def send(self, message: Flat) -> None:
         """Send a message; its tensors must not change any more. Waits for nothing."""
@@ -145,11 +150,25 @@ class Sender:
         except RuntimeError:
             self._mesh.wait_failure()
             raise
+        self._num_unposted += self.holds_device
         if not transport.copies_at_once:
             self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
         elif not pending.is_done():
             self._in_flight.append(_Departure([], None, pending))
         return note
+
+    def wait_posted(self) -> None:
+        """Wait until the receiver has posted what holds this rank's device until then.
+
+        The host waits for the receiver's host, not for a device. Then all that this device has
+        queued ends by itself, even if the host waits for it in whatever it does next.
+        """
+        mesh, peer = self._mesh, self._peer
+        mesh.wait(
+            lambda: self._num_unposted == 0,
+            lambda: f"rank {mesh.ranks[peer]} to receive {self._what}",
+            peer=peer,
+        )
 
     def settle(self) -> None:
         """Wait until the receiver has all that was sent, so that nothing is under way."""
@@ -198,6 +217,9 @@ class Sender:
                 "may have got a mixture: return memory that nothing writes to again "
                 "(buffer.clone() for a buffer that each forward fills)"
             )
+
+    def _on_posted(self, sequence: int, flags: int, body: memoryview) -> None:
+        self._num_unposted -= 1
 
 
 class _Departure(NamedTuple):
@@ -338,6 +360,9 @@ class Receiver:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
                     posted = [], partial(_fail, error)
+                else:
+                    if self._transport.holds_device:
+                        self._mesh.send(self._peer, self._channel_id + _IS_POSTED, 0, 0)
                 self._posted.append((meta, *posted))
             self._arrived.popleft()
             self._num_allowed -= 1

@@ -59,6 +59,7 @@ class ShmTransport:
     closes them, after ``close``.
     """
 
+    holds_device = False
     copies_at_once = True
     max_posted = sys.maxsize
     inline_bytes = 1 << 13  # larger ones are copied less often through a slot

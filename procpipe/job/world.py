@@ -20,7 +20,13 @@ import torch
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
 from procpipe.job.board import Board
-from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
+from procpipe.job.devices import (
+    devices_of,
+    nccl_shares_gpus,
+    of_this_host,
+    pci_addresses,
+    use_all_hardware_queues,
+)
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.open_transports import OpenTransports
@@ -34,6 +40,9 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 
 #: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
+
+#: The first size of the file of messages, no page of which takes memory before it is written to.
+_MEMORY_BYTES = 1 << 20
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
 _made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(itertools.count)
@@ -90,8 +99,9 @@ class World:
             ranks=grid.numbers,
             name_of=lambda rank: self.grid.rank_name(rank),
         )
-        # Where messages to ranks of this host are; empty until one is sent.
+        # Where messages to ranks of this host are, or the flags of those in a GPU's memory.
         self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
+        os.ftruncate(self.memory, _MEMORY_BYTES)
         self._start: Start | None = None
         self.transports = OpenTransports(self.mesh, self.device, self.memory)
         self._stalls.transports = self.transports
@@ -119,6 +129,8 @@ class World:
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         job_rank = int(os.environ["RANK"]) if is_launched else 0
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
+        if job_size > 1:
+            use_all_hardware_queues()
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers

@@ -133,6 +133,7 @@ class Executor:
                         of_ties.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
+            self._channels.poll()
             self._add_up_tied(of_ties)
             part = self._loss_part(batch) if batch.is_step and program else None
             self._end_gradients(part, batch, outcome)

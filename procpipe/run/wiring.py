@@ -137,11 +137,19 @@ def _open_channels(
             what = f"{payload} from {grid.name_of(source)}"
             channels.receivers[channel] = Receiver(mesh, source, number, transports[source], what)
 
+    holding = [sender for sender in channels.senders.values() if sender.holds_device]
+
     def poll() -> None:
-        """Read what has come, and release what has arrived elsewhere."""
+        """Read what has come, and release what has arrived elsewhere.
+
+        A device has nothing queued then that waits for a host, as this one may wait for its device
+        in the next task: to load a kernel, for instance.
+        """
         mesh.poll()
         for sender in channels.senders.values():
             sender.reap()
+        for sender in holding:
+            sender.wait_posted()
 
     channels.poll = poll
     return channels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import threading
@@ -12,14 +11,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.native_waits import WaitReports
 from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
-from tests.channel.simulated import Device, Process
+from tests.channel.simulated import Device, Process, transports_on
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 40.0
@@ -59,8 +57,8 @@ def link_sides(transports=(None, None)):
 
 def simulated_gpu_sides():
     """The same, but with CUDA IPC on a simulated GPU for tensors."""
-    gpu, pids = Device(), dict.fromkeys((0, 1), os.getpid())
-    return link_sides([CudaIpcTransport(Process(gpu), pids) for _ in pids])
+    gpu = Device()
+    return link_sides(transports_on([Process(gpu), Process(gpu)]))
 
 
 def mesh_over(rank, sockets):

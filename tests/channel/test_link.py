@@ -25,6 +25,7 @@ BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 class Slow:
     """A transport that sends nothing; a transfer is done when it has been queried three times."""
 
+    holds_device = False
     copies_at_once = False
     max_posted = 1000
     inline_bytes = INLINE_BYTES

@@ -111,8 +111,8 @@ class Pool:
             self._discard()
             raise
         dead = [o.rank for o in outcomes if o.error and o.error.type == "ProcessDied"]
-        if dead and is_on_gpus():
-            self._discard()  # what the others have on a GPU may depend on the dead process
+        if is_on_gpus() and any(o.error for o in outcomes):
+            self._discard()  # their devices may wait for ever
         for rank in dead if self._workers else ():
             self._workers.pop(rank).end(0.0)
         return outcomes

@@ -187,6 +187,18 @@ def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyP
     assert done.stdout.split() == ["NcclTransport"] * 2
 
 
+@pytest.mark.gpu(2)
+def test_parity_where_kernels_load_late_and_all_streams_share_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks wait for their devices within tasks, and streams for one another; only emulated."""
+    for name in ("EMULATED_GPU_LAZY_LOADING", "EMULATED_GPU_CONNECTIONS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    script = TRAINING.format(n=2, dropout=0.0, devices=None)
+    assert "parity holds" in run_forked(script, num_ranks=2).check().stdout
+
+
 @pytest.mark.gpu(2, every=True)
 def test_large_and_changing_messages_over_nccl() -> None:
     done = run_forked(LARGE.format(n=NUM_RANKS, devices=None), num_ranks=NUM_RANKS).check()

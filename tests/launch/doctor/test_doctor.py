@@ -134,6 +134,12 @@ BAD = [
         "unset NCCL_P2P_DISABLE",
     ),
     (
+        {**WITH_GPUS, "gpus": gpus(2), "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        "streams: warning",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "unset it, if nothing else needs it",
+    ),
+    (
         {"limits": GroupLimits(num_cpus=1.5)},
         "cores: warning",
         "8 cores, but CPU time of 1.5 CPUs only, for 2 processes",
