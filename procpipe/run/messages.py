@@ -139,9 +139,7 @@ def _with_tuples(decoded: Any) -> Any:
     return tuple(map(_with_tuples, decoded)) if isinstance(decoded, list) else decoded
 
 
-def compare_facts(
-    facts: Sequence[dict[str, Any] | str], numbers: Sequence[int] = range(1 << 62)
-) -> list[str]:
+def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = range(1 << 62)) -> list[str]:
     """Say where ranks differ from rank 0, one sentence a difference.
 
     ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each

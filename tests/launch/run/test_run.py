@@ -126,28 +126,6 @@ def test_a_successful_run_without_a_terminal():
     assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
 
 
-KEY = """
-names = [name for name in os.environ if name.startswith("PROCPIPE_KEY")]
-print(RANK, *(f"{name}={os.environ[name]}" for name in names))
-"""
-
-
-@pytest.mark.parametrize("own", ["", "file"])
-def test_the_ranks_of_one_host_get_a_key(monkeypatch, own):
-    """Also if the launcher itself was started by a rank; a file of the user's takes precedence."""
-    monkeypatch.setenv("PROCPIPE_KEY", "of another run")
-    if own:
-        monkeypatch.setenv("PROCPIPE_KEY_FILE", own)
-    with started("-n", "2", script=plain(KEY)) as run:
-        ended = run.wait()
-
-    assert ended.code == 0, ended
-    printed = [ended.logs[f"attempt_0/rank_{rank}/stdout.log"].split() for rank in (0, 1)]
-    assert printed[0][1:] == printed[1][1:]
-    pattern = "PROCPIPE_KEY_FILE=file" if own else "PROCPIPE_KEY=[0-9a-f]{64}"
-    assert re.fullmatch(pattern, " ".join(printed[0][1:]))
-
-
 def test_a_successful_run_on_a_terminal():
     bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
     start = bar + LEAVE_SLEEPERS
