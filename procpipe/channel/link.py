@@ -380,6 +380,7 @@ def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
     if len(body):
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         for tensor in tensors:
-            ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
-            address += tensor.nbytes
+            size = tensor.nbytes
+            ctypes.memmove(tensor.data_ptr(), address, size)
+            address += size
     return tensors

@@ -52,8 +52,8 @@ _NOTE_TIMEOUT_S = 3.0
 #: How long a failing rank keeps the store it holds open, for the others to read why it ends.
 _HOLD_STORE_S = 0.7
 
-#: Files that a rank opens for each peer: a socket, its board, its process, its shared memory or
-#: gloo's socket, the store's socket on rank 0; and others: its own shared memory, listeners, the
+#: Files that a rank opens for each peer: a socket, its board, its process, its shared memory, the
+#: store's socket on rank 0; and others: its own shared memory, listeners, the
 #: store, and files that are open only for a moment.
 _FILES_PER_PEER, _MORE_FILES = 5, 12
 

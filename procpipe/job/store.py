@@ -8,7 +8,7 @@ key values are stored as they are.
     launchers_store()                      torch's; one a process, for as long as that lives
       └─ JobStore("procpipe/0/")           of a pipeline
            └─ .under("<round>/")           of a round, see rollcall.py
-                └─ .under("transport/")    what gloo's processes exchange
+                └─ .under("transport/")    what NCCL's processes exchange
 
 A wait for a value also checks whether the start has failed, even inside gloo.
 """

@@ -67,7 +67,8 @@ class World:
     script's pipelines this is. ``may_share`` says whether the rank may share its GPU with others.
 
     Attributes:
-        transport: in tests, the name of the only transport (see ``transports.py``).
+        transport: the name of the only transport, in tests, else None (see ``transports.py``). The
+            class's, when the world is made.
         grid: this rank's place among stages and replicas.
         transports: those to other ranks, opened once the ranks are connected.
     """
@@ -87,6 +88,7 @@ class World:
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
     ) -> None:
         self.grid = grid
+        self.transport = World.transport
         self.rank, self.num_ranks = grid.rank, grid.num_ranks
         self.device, self.devices = devices[grid.rank], tuple(devices)
         self.number = number
