@@ -202,7 +202,7 @@ class World:
         sockets = map(self._mesh.socket_of, self._mesh.peers)
         num_local = sum(sock.family == socket.AF_UNIX for sock in sockets)
         host = host_identity()
-        return host if len(self._stalls.pids) == num_local else f"{host}/{self.rank}"
+        return host if 0 < len(self._stalls.pids) == num_local else f"{host}/{self.rank}"
 
     def store_for_group(self, name: str) -> tuple[JobStore, str]:
         """Return a store for a group of some ranks, and the address on which this one listens.
