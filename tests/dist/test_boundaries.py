@@ -604,18 +604,16 @@ class Strides(nn.Module):
 
 
 def strides_at_a_boundary(world):
-    conv = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
-    last = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    model = nn.Sequential(conv, Strides(), Strides(), last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Strides(), Strides(), nn.Conv2d(4, 4, 3))
     stage = Stage(model, [2, 2], loss_fn=torch.mean, checkpoint="never", world=world)
-    stage.step(torch.randn(2, 3, 6, 5).to(memory_format=torch.channels_last))
+    stage.step(torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last))
     (at_end,) = (layer for layer in stage if isinstance(layer, Strides))
     return at_end.of_input, at_end.of_gradient
 
 
 @pytest.mark.only_on_cpus
 def test_channels_last_survives_a_boundary_both_ways(ranks):
-    expected = torch.empty(2, 4, 6, 5).to(memory_format=torch.channels_last).stride()
+    expected = torch.empty(2, 4, 6, 5, memory_format=torch.channels_last).stride()
 
     assert ranks(2).run(strides_at_a_boundary).values() == [(expected, expected)] * 2
 
