@@ -10,8 +10,10 @@ Layers that stash and pop are here what any model may have; pipeline.py makes sk
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from tests.fuzz.case import Case
 
 WIDTH, TIME, NUM_CLASSES = 8, 6, 3
 
+#: Equal values of different types, of which a layer returns one by the number of its samples.
+PLAIN = (1, True, 1.0)
+
 #: Layers that return new memory that autograd has not saved: the next layer may change it.
 SAFE = ("affine", "conv", "layernorm")
 
@@ -32,7 +37,8 @@ def fold(value: Any) -> Tensor:
     """Make one tensor ``(batch, time, WIDTH)`` of the values that a layer has returned."""
     if isinstance(value, tuple) and isinstance(value[0], str):  # "transposed"
         return fold(value[1].transpose(1, 2))
-    x, *leaves = _leaves(value)
+    leaves = _leaves(value)
+    x = leaves.pop(next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)))
     if x.dim() == 4:  # "conv2d": (batch, 4, 2, time)
         x = x.flatten(1, 2).transpose(1, 2)
     for k, leaf in enumerate(leaves, 1):
@@ -81,6 +87,21 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
     elif case.inputs != "one":
         layers[0] = Joining(layers[0])
     return nn.Sequential(*layers, head).double()
+
+
+class Pair(NamedTuple):
+    """A named tuple that layers return."""
+
+    first: Any
+    second: Any
+
+
+@dataclass
+class Record:
+    """A dataclass that layers return."""
+
+    x: Tensor
+    rest: Any
 
 
 class Joining(nn.Module):
@@ -215,13 +236,17 @@ class Drawing(Layer):
 
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
+        self.own = torch.Generator()
+        self.others: dict[str, Any] = {"python": random.Random(1), "numpy": np.random.default_rng()}
         self.is_repeating: Callable[[], bool] = bool  # pipeline.py says when
         self.drawn: set[Any] = set()
         self.repeated: set[Any] = set()
 
     def forward(self, value: Any) -> Any:
         mask = tuple(F.dropout(torch.ones(40), 0.5).tolist())
-        drawn = (mask, torch.rand(()).item(), random.random(), float(np.random.randn()))
+        common = torch.rand(()).item(), random.random(), float(np.random.randn())
+        own = torch.rand((), generator=self.own).item()
+        drawn = (mask, common, own, *(float(other.random()) for other in self.others.values()))
         if self.is_repeating():
             assert drawn in self.drawn, "recomputed with other random numbers"
             assert drawn not in self.repeated, "two recomputed with the same random numbers"
@@ -323,6 +348,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
             "c": ({}, ({"d": {"e": [x.mean(1), 2]}}, True)),
         }
     ),
+    "record": _linked(
+        lambda f, x: Record(f(x), {5: Pair(x, OrderedDict(mean=x.mean(1))), "none": Pair(None, [])})
+    ),
+    "plain": _linked(lambda f, x: (f(x), PLAIN[len(x) % len(PLAIN)], {1: PLAIN[len(x) % 2]})),
     "ids": _linked(lambda f, x: (f(x), x.argmax(-1), x > 0, (x * 9).to(torch.int8))),
     "detached": _linked(lambda f, x: (y := f(x), y.detach(), x.detach().mean())),
     "empty": _linked(lambda f, x: (f(x), x[:, :0], f(x)[..., :0], x.mean())),
@@ -361,13 +390,23 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
 
 
 def _leaves(value: Any) -> list[Any]:
-    """List the tensors and numbers of a nested value, without words and those under "unused"."""
-    if isinstance(value, dict):
-        return [leaf for key in value if key != "unused" for leaf in _leaves(value[key])]
-    if isinstance(value, (tuple, list)):
-        return [leaf for child in value for leaf in _leaves(child)]
+    """List the tensors and numbers of a nested value, but for those under "unused".
+
+    Further numbers say of which types its values, keys and containers are.
+    """
     value = getattr(value, "tensor", value)  # one that is not split
-    return [] if value is None or isinstance(value, str) else [value]
+    if isinstance(value, Tensor):
+        return [value]
+    number = len(type(value).__name__) / 16
+    if isinstance(value, Record):
+        return [*_leaves((value.x, value.rest)), number]
+    if isinstance(value, dict):
+        children = [(key, value[key]) for key in value if key != "unused"]
+        found = [leaf for key, child in children for leaf in (*_leaves(child), *_leaves(key))]
+        return [*found, number]
+    if isinstance(value, (tuple, list)):
+        return [*(leaf for child in value for leaf in _leaves(child)), number]
+    return [number if isinstance(value, str) or value is None else number + value]
 
 
 def _tie(layer: nn.Module, before: list[nn.Module]) -> None:

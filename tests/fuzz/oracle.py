@@ -44,11 +44,13 @@ class Expected:
 
     Attributes:
         loss: 0-dim, or None.
+        weight: what the mini-batch of a step counts.
         output: of the model, or None.
-        gradients: of the floating inputs of each replica.
+        gradients: of the floating inputs of each replica, or of those that rank 0 has for all.
     """
 
     loss: Tensor | None = None
+    weight: float = 0.0
     output: Any = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ class Oracle:
     def begin(self, run: Run) -> None:
         """Begin a run, which has neither gradients nor a scaler's intermediate state."""
         self._chunks, self._is_reversed = run.chunks, run.schedule == "gpipe"
+        self._replicas = run.replicas
         self.model.zero_grad()
         self.training.renew_scaler()
 
@@ -97,26 +100,26 @@ class Oracle:
         return named[numbers[0] % len(named)]
 
     def call(self, act: str, shares: list[Batch]) -> Expected:
-        """Do what a run does with a mini-batch, given that of each replica."""
+        """Do what a run does with a mini-batch, given that of each replica, or that of rank 0."""
         self.model.train(is_training(act))
         with torch.set_grad_enabled("without grad" not in act):
             for batch in shares if act.endswith("for inputs") else ():
                 batch.require_gradients()
             found = Expected()
             if act.startswith("output"):
-                found.output = self._output(shares[0])
+                found.output = self._output(shares)
             elif act.startswith("loss"):
                 found.output, found.loss = self._own_loss(shares)
             else:
                 total = TOTAL if act == "step with total" else None
                 divisor = SEVERAL if act == "step of several" else 1
-                found.loss = self._step(shares, total, divisor)
+                found.loss, found.weight = self._step(shares, total, divisor)
         found.gradients = [batch.take_gradients() for batch in shares]
         return found
 
-    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> Tensor:
-        """Do what ``stage.step`` does, given the batch of each replica."""
-        parts = [batch.parts(self._chunks) for batch in shares]
+    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> tuple[Tensor, float]:
+        """Do what ``stage.step`` does; return the loss, and what the mini-batch counts."""
+        parts = self._parts(shares)
         flat = [part for of_replica in parts for part in of_replica]
         with torch.set_grad_enabled(self.model.training and torch.is_grad_enabled()):
             outputs = self._forward(parts)
@@ -124,13 +127,19 @@ class Oracle:
                 self._loss_fn(output) if part.target is None else self._loss_fn(output, part.target)
                 for output, part in zip(outputs, flat, strict=True)
             ]
+            if self._case.is_summed:
+                weights = [float(weight) for _, weight in losses]
+                losses = [loss for loss, _ in losses]
+            else:
+                weights = self._weights(flat)
+            counts = math.fsum(weights)
+            total = total or counts or 1.0  # if nothing counts, the loss is 0
+            factors = [1 / total if self._case.is_summed else weight / total for weight in weights]
             weighted = [
-                loss * (share / divisor)
-                if share
+                loss * (factor / divisor)
+                if factor
                 else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
-                for output, loss, share in zip(
-                    outputs, losses, self._shares(flat, total), strict=True
-                )
+                for output, loss, factor in zip(outputs, losses, factors, strict=True)
             ]
         for loss in reversed(weighted) if self._is_reversed else weighted:
             if loss.requires_grad:
@@ -138,11 +147,11 @@ class Oracle:
         result = weighted[0].detach()
         for loss in weighted[1:]:
             result = result + loss.detach()
-        return result
+        return result, counts
 
-    def _output(self, batch: Batch) -> Any:
+    def _output(self, shares: list[Batch]) -> Any:
         """Do what ``stage(input)`` does."""
-        output = self._joined(self._forward([batch.parts(self._chunks)]))
+        output = self._joined(self._forward(self._parts(shares)))
         return mapped(lambda tensor: tensor.detach(), output)
 
     def _own_loss(self, shares: list[Batch]) -> tuple[Any, Tensor]:
@@ -152,7 +161,7 @@ class Oracle:
 
         The graph is cut at the outputs, so that the micro-batches go backward in reverse.
         """
-        outputs = self._forward([batch.parts(self._chunks) for batch in shares])
+        outputs = self._forward(self._parts(shares))
         pairs: list[list[tuple[Tensor, Tensor]]] = []
 
         def cut(tensor: Tensor) -> Tensor:
@@ -178,6 +187,12 @@ class Oracle:
     def _clip(self) -> Tensor:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
         return nn.utils.clip_grad_norm_(gradients, MAX_NORM)
+
+    def _parts(self, shares: list[Batch]) -> list[list[Batch]]:
+        """Return the micro-batches of each replica; rank 0's batch is divided among them first."""
+        if len(shares) == 1:
+            shares = shares[0].parts(self._replicas)
+        return [batch.parts(self._chunks) for batch in shares]
 
     def _forward(self, parts: list[list[Batch]]) -> list[Any]:
         """Return the outputs of the micro-batches of all replicas."""
@@ -206,12 +221,10 @@ class Oracle:
             value = layer(value)
         return value
 
-    def _shares(self, parts: list[Batch], total: float | None) -> list[float]:
-        weights: list[float] = [part.num_samples for part in parts]
-        if self._weight is not None:
-            weights = [float(self._weight(part.target)) for part in parts]
-        total = math.fsum(weights) if total is None else total
-        return [weight / total if total else 0.0 for weight in weights]
+    def _weights(self, parts: list[Batch]) -> list[float]:
+        if self._weight is None:
+            return [part.num_samples for part in parts]
+        return [self._weight(part.target) for part in parts]
 
     def _joined(self, outputs: list[Any]) -> Any:
         """Put the micro-batches' outputs together."""
