@@ -164,7 +164,9 @@ class Remote:
     __call__ = __getitem__ = _absorb
     __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = _absorb
     __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = _absorb
-    __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = _absorb
+    __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = (
+        __invert__
+    ) = _absorb
     __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __lshift__ = __rshift__ = _absorb
     __lt__ = __le__ = __gt__ = __ge__ = _absorb
     __eq__ = __ne__ = _absorb  # type: ignore[assignment]

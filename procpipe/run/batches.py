@@ -45,8 +45,10 @@ from procpipe.tree import (
 
 _NOTHING: Any = object()
 
-#: Said of entries that are not sent: they are not made of dense tensors and plain values.
+#: Said of entries that are not sent: they are not made of dense tensors and plain values; or they
+#: are a replica's share.
 _CANNOT_TRAVEL = ", which cannot travel to other ranks"
+_IS_SHARE = ", which batches(…, sharded=True) sends to no other rank"
 
 #: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
@@ -262,10 +264,11 @@ class Batches:
         """
         whole, *outer = map(from_json, detail.form)
         have = set(detail.delivered)
+        why_not = _IS_SHARE if detail.is_sharded else _CANNOT_TRAVEL
         for structure in (whole, *outer):
             leaves = [
                 Remote(0, name, None, others=[self._output_rank] * (k in have), here=self._rank)
-                for k, name in _names(structure, have)
+                for k, name in _names(structure, have, why_not)
             ]
             try:
                 item = unflatten(leaves, structure)
@@ -377,13 +380,14 @@ def _contents(value: Any) -> list[Any]:
     return [structure, *tensors, *versions]
 
 
-def _names(structure: Structure, have: Container[int]) -> Iterator[tuple[int, str]]:
+def _names(structure: Structure, have: Container[int], why_not: str) -> Iterator[tuple[int, str]]:
     """Yield the entry that each placeholder of an item belongs to, and what it stands for.
 
     ``have``: the entries that are sent; the first of a tuple or list is not, as it is the input.
+    ``why_not`` is said of others.
     """
     if structure == TENSOR:
-        yield 0, "the mini-batch"
+        yield 0, "the mini-batch" + why_not * (0 not in have)
         return
     name, entries, *keys = structure
     for k, entry in enumerate(entries):
@@ -392,6 +396,6 @@ def _names(structure: Structure, have: Container[int]) -> Iterator[tuple[int, st
             what = f"entry {k} of the mini-batch"
         elif name == "d":
             what = f"{keys[k]!r} of the mini-batch"
-        if k and k not in have:
-            what += _CANNOT_TRAVEL
+        if (k or name == "d") and k not in have:
+            what += why_not
         yield from [(k, what)] * num_tensors(entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -59,14 +58,13 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
     block = nn.TransformerEncoderLayer(128, 2, 512, dropout=0.0, batch_first=True)
     x = torch.rand(8, 32, 128)
 
-    (layer,) = profiled(block, sample=x, clock=time.thread_time).layers
+    (layer,) = profiled(block, sample=x).layers
 
     partition = Partition(PartitionLayers({"0": block}, torch.device("cpu"), is_first=False))
     partition.begin()
     output = partition.forward(0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True)
     partition.backward(0, [torch.ones_like(output.tensors[0])])
     assert layer.put_off_bytes == partition.put_off_bytes(0)
-    assert layer.input_gradient_s < layer.backward_s
 
 
 def test_layers_that_work_in_place_or_return_a_view() -> None:

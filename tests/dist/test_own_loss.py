@@ -184,20 +184,56 @@ def test_a_loss_of_the_first_entry_says_which_ranks_have_what(
         assert "(input, target) or (x, x), or use loss_fn" in error
 
 
-def use_what_cannot_travel(world: Any) -> str:
+class Sample:
+    """An item that is no container."""
+
+    x, y = X, Y
+
+
+CANNOT_TRAVEL: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "entry 1 of the mini-batch": (
+        (X, {"y": Y, "n": object()}),
+        lambda b: b[0],
+        lambda b: b[1]["y"],
+    ),
+    "'y' of the mini-batch": ({"y": [Y, object()], "x": X}, lambda b: b["x"], lambda b: b["y"][0]),
+    "the mini-batch": (Sample(), lambda b: b.x, lambda b: b.y),
+}
+
+
+def use_what_cannot_travel(world: Any, name: str) -> str:
+    item, input_of, target_of = CANNOT_TRAVEL[name]
     stage = make_stage(world)
-    for x, rest in stage.batches([(X, {"y": Y, "name": object()})]):
+    for batch in stage.batches([item]):
         try:
-            flat_cross_entropy(stage(x), rest["y"])
+            flat_cross_entropy(stage(input_of(batch)), target_of(batch))
         except RemoteValueError as error:
             return str(error)
     return ""
 
 
-def test_a_loss_of_what_cannot_travel_says_so(ranks: Any) -> None:
-    first, second = ranks(2).run(use_what_cannot_travel).values()
+@pytest.mark.parametrize("name", CANNOT_TRAVEL)
+def test_a_loss_of_what_cannot_travel_says_so(ranks: Any, name: str) -> None:
+    first, second = ranks(2).run(use_what_cannot_travel, name).values()
     assert first == ""
-    assert "rank 0 (entry 1 of the mini-batch, which cannot travel to other ranks)" in second
+    assert f"rank 0 ({name}, which cannot travel to other ranks)" in second
+
+
+def use_a_share(world: Any) -> str:
+    stage = make_stage(world, replicas=2)
+    for x, y in stage.batches([(X, Y)], sharded=True):
+        try:
+            flat_cross_entropy(stage(x), y)
+        except RemoteValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_loss_of_a_replicas_share_says_that_it_is_not_sent(ranks: Any) -> None:
+    _, second, _, fourth = ranks(4).run(use_a_share).values()
+    for error in (second, fourth):
+        assert "(entry 1 of the mini-batch, which batches(…, sharded=True) sends to no" in error
+        assert "or use loss_fn and step(input, target)" in error
 
 
 # -- each rank's own data ------------------------------------------------------------------------

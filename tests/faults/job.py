@@ -4,13 +4,15 @@
 
 The script catches no error: a rank ends as a user's would. Into the folder each rank writes what
 the judge reads: ``pid.r``, ``losses.r``, ``saved.r``, ``ended.r``; ``struck`` is the moment of the
-fault, ``held.r`` lists the sockets and memory that the rank has open.
+fault, ``held.r`` lists the sockets and memory that the rank has open, ``named.r`` the files of
+shared memory that it has opened.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -258,6 +260,7 @@ def run_rank(round_: Round, folder: Path) -> None:
     """Train on this rank until the fault, or to the end."""
     rank = int(os.environ["RANK"])
     inherited = held_by("self")
+    sys.addaudithook(functools.partial(note_named_memory, folder / f"named.{rank}"))
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     atexit.register(note, folder / f"ended.{rank}")  # the first to be registered runs last
     torch.set_num_threads(1)
@@ -364,6 +367,13 @@ def append(path: Path, value: float) -> None:
     """Add a line to a file."""
     with path.open("a") as file:
         file.write(f"{value!r}\n")
+
+
+def note_named_memory(path: Path, event: str, arguments: tuple[Any, ...]) -> None:
+    """Write down, as an audit hook, which files of shared memory this process opens by name."""
+    if event == "open" and str(arguments[0]).startswith("/dev/shm/"):
+        with path.open("a") as file:
+            file.write(f"{arguments[0]}\n")
 
 
 def held_by(pid: int | str) -> set[str]:

@@ -203,6 +203,8 @@ class Job:
             yield from self._held_by_others()
         for path in self._folder.glob("kept.*"):
             yield f"in a forked child, sockets to other ranks: {path.read_text()}"
+        notes = [path.read_text() for path in self._folder.glob("named.*")]
+        yield from (f"file {name}" for name in {*"".join(notes).split()} if Path(name).exists())
         for path in sorted((self._folder / "tmp").rglob("*")):
             name = str(path.relative_to(self._folder / "tmp"))
             if path.is_file() and "torchelastic" not in name:  # torchrun's own are not ours

@@ -13,7 +13,7 @@ import torch
 from procpipe import state
 from tests.faults import runner
 from tests.faults.__main__ import correct
-from tests.faults.job import Fault, Progress, held_by, train_plainly
+from tests.faults.job import Fault, Progress, held_by, note_named_memory, train_plainly
 from tests.faults.rounds import draw
 from tests.faults.runner import Job, Rounds, ending_of
 
@@ -105,13 +105,18 @@ def test_what_another_process_still_has_is_noticed(tmp_path, monkeypatch):
         keys = [key, f"memory:{shared.stat().st_ino}"]
         (tmp_path / "held.9.first").write_text(json.dumps(keys))
         (tmp_path / "tmp" / "file").touch()
+        named = Path(f"/dev/shm/procpipe-named-{os.getpid()}")
+        note_named_memory(tmp_path / "named.9", "open", (str(named), "w", 0))
+        named.touch()  # and closed
         monkeypatch.setattr(job, "_start_s", 0.0)
         monkeypatch.setattr(runner, "VANISH_TIMEOUT_S", 0.0)
         found = job.left()
         os.close(memory)
         shared.unlink()
+        named.unlink()
 
-        assert found == [f"{key} in process {os.getpid()}", str(shared), "temporary file file"]
+        files = [str(shared), f"file {named}", "temporary file file"]
+        assert found == [f"{key} in process {os.getpid()}", *files]
         assert job.left() == ["temporary file file"]
     finally:
         job.kill()
