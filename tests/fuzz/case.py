@@ -6,10 +6,10 @@ of stages. Layers are words (see layers.py), any of which may follow any other:
 
     "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
 
-A call is an act with numbers: ``("step", (7,))`` is one step with 7 samples, which rank 0 has, also
-where there are replicas; ``("step", (7, 2))`` one with 7 that the first replica has read and 2 that
-the second has, ``("step", (7, 0))`` one whose second replica has none left; ``("chunks", (3,))``
-sets the number of micro-batches. Imports neither torch nor procpipe; starts nothing.
+A call is an act with numbers: ``("step", (7,))`` is one step with 7 samples, ``("step", (7, 2))``
+one with 7 that the first replica has read and 2 that the second has, ``("step", (7, 0))`` one whose
+second replica has none left; ``("chunks", (3,))`` sets the number of micro-batches. Imports neither
+torch nor procpipe; starts nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 #: The most processes that a case may have.
 MAX_RANKS = 4
 
-#: What a case may call with a mini-batch, in training: with one of each replica, with one that rank
-#: 0 has for all, and without replicas.
+#: What a case may call with a mini-batch, in training with replicas, and without.
 TRAINING = (
     "step",
     "step for inputs",
@@ -55,19 +54,25 @@ TRAINING = (
     "loss for inputs",
     "loop",
 )
-TRAINING_OF_RANK_0 = (*TRAINING, "step on rank 0", "step named", "loss in a loop")
-TRAINING_ALONE = (*TRAINING_OF_RANK_0, "step with last target")
+TRAINING_ALONE = (
+    *TRAINING,
+    "step on rank 0",
+    "step named",
+    "step with last target",
+    "loss in a loop",
+)
 
 #: Those with several mini-batches.
 LOOPS = ("loop", "loss in a loop")
 
 #: The same in evaluation.
-EVALUATION = ("evaluate", "step without grad", "output in eval", "output without grad")
+EVALUATION = ("evaluate", "step without grad")
+EVALUATION_ALONE = (*EVALUATION, "output in eval", "output without grad")
 
 #: What a case may call between mini-batches.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks", "overflow")
 
-ACTS = {*TRAINING_ALONE, *EVALUATION, *BETWEEN}
+ACTS = {*TRAINING_ALONE, *EVALUATION_ALONE, *BETWEEN}
 
 #: Layers without those that stash and pop; layers.py defines them.
 WORDS = [
@@ -76,7 +81,7 @@ WORDS = [
     *("attention", "attention-alone", "encoder", "gru", "lstm"),
     *("layernorm", "batchnorm", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("strided", "expanded", "transposed", "wide"),
-    *("tuple", "list", "dict", "nested", "record", "plain"),
+    *("tuple", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
     *("dropout", "counting", "drawing", "drawing", "nothing"),
@@ -134,9 +139,8 @@ class Run:
         return self.num_stages * self.replicas
 
     def rounds(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the numbers of samples of each mini-batch of a call: one, or of each replica."""
-        num_shares = 1 if len(sizes) == 1 else self.replicas
-        return [*zip(*[iter(sizes)] * num_shares, strict=True)]
+        """Return the numbers of samples of each mini-batch of a call, replica by replica."""
+        return [*zip(*[iter(sizes)] * self.replicas, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,6 @@ class Case:
         scheduler: of learning rates: ``"none"``, ``"steps"`` or ``"cycle"``.
         scale: the first scale of a ``GradScaler``, a power of two; 0 for none.
         is_weighted: with a ``loss_weight``.
-        is_summed: with a loss function that returns a sum and what it counts.
         is_deferred: with ``deferred_batch_norm``.
         has_hooks: with hooks on modules and parameters.
     """
@@ -173,7 +176,6 @@ class Case:
     scheduler: str = "none"
     scale: float = 0.0
     is_weighted: bool = False
-    is_summed: bool = False
     is_deferred: bool = False
     has_hooks: bool = False
 
@@ -203,7 +205,6 @@ class Case:
         inexact = (
             kinds & INEXACT
             or self.inputs == "images"
-            or self.is_summed
             or any(run.replicas > 1 for run in self.runs)
             or (is_tied and any(len(run.balance) > 1 for run in self.runs))
             or (
@@ -240,10 +241,6 @@ def draw(seed: int, number: int) -> Case:
     loss = chance.choice(LOSSES)
     inputs = chance.choice(("one", "ids", *(INPUTS[:-1] if may_be_exact else INPUTS)))
     scale = chance.choice((0.0, 0.0, 0.0, 2.0**4, 2.0**10))
-    weights = chance.choice(("none", "of targets", "of sums"))
-    # Where backward is not linear, gradients cannot be corrected in the end, as those of sums are.
-    is_linear = not any(word.rstrip("*") in ("custom", "floats") for word in words)
-    is_summed = loss in MAY_WEIGH and weights == "of sums" and is_linear and not may_be_exact
     return Case(
         seed=chance.randrange(1 << 20),
         layers=" ".join(words),
@@ -270,10 +267,9 @@ def draw(seed: int, number: int) -> Case:
         groups=chance.choice(("one", *GROUPS)),
         scheduler=chance.choice(("none", "steps", "cycle")),
         scale=scale,
-        is_weighted=loss in MAY_WEIGH and weights == "of targets",
-        is_summed=is_summed,
+        is_weighted=loss in MAY_WEIGH and chance.random() < 0.5,
         is_deferred=chance.random() < (0.5 if "batchnorm" in " ".join(words) else 0.1),
-        has_hooks=not is_summed and chance.random() < 0.4,  # not final in hooks
+        has_hooks=chance.random() < 0.4,
     )
 
 
@@ -362,15 +358,13 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
         if k and chance.random() < 0.3:
             yield "chunks", (chance.randint(1, 6),)
         if chance.random() < 0.4:
-            yield chance.choice(EVALUATION), _sizes(chance, chance.choice((1, replicas)))
-        num_shares = chance.choice((1, replicas, replicas))
-        acts = TRAINING_OF_RANK_0 if replicas > 1 else TRAINING_ALONE
-        act = chance.choice(acts if num_shares == 1 else TRAINING)
+            acts = EVALUATION if replicas > 1 else EVALUATION_ALONE
+            yield chance.choice(acts), _sizes(chance, replicas)
+        act = chance.choice(TRAINING if replicas > 1 else TRAINING_ALONE)
         if act == "step unsynced":  # its gradients are added up by the next call
-            yield act, _sizes(chance, num_shares)
+            yield act, _sizes(chance, replicas)
             act = "step"
-        is_loop = act in LOOPS and num_shares == replicas
-        yield act, _sizes(chance, num_shares, chance.randint(1, 3) if is_loop else 1)
+        yield act, _sizes(chance, replicas, chance.randint(1, 3) if act in LOOPS else 1)
         if is_scaled and chance.random() < 0.2:
             yield "overflow", (chance.randrange(100),)
         if chance.random() < 0.3:
@@ -381,11 +375,11 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
             yield chance.choice(("zero", "zero to zeros")), ()
 
 
-def _sizes(chance: random.Random, num_shares: int, num_rounds: int = 1) -> tuple[int, ...]:
-    """Draw the sizes of mini-batches, round by round; the loader of one share may end earlier."""
-    lengths = [num_rounds] * num_shares
-    if num_shares > 1 and chance.random() < 0.25:
-        lengths[chance.randrange(num_shares)] = chance.randrange(num_rounds)
+def _sizes(chance: random.Random, replicas: int, num_rounds: int = 1) -> tuple[int, ...]:
+    """Draw the sizes of mini-batches, round by round; a replica's loader may end earlier."""
+    lengths = [num_rounds] * replicas
+    if replicas > 1 and chance.random() < 0.25:
+        lengths[chance.randrange(replicas)] = chance.randrange(num_rounds)
     return tuple(
         chance.randint(1, 9) if k < length else 0 for k in range(num_rounds) for length in lengths
     )

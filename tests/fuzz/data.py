@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -103,8 +103,7 @@ def _target_of(
     if case.loss == "classes":
         return randint(NUM_CLASSES, n)
     if case.loss == "tokens":  # padded; without weights each sample has a token that counts
-        least = 0 if case.is_weighted or case.is_summed else 1
-        lengths = least + randint(TIME + 1 - least, n, 1)
+        lengths = randint(TIME + 1, n, 1) if case.is_weighted else 1 + randint(TIME, n, 1)
         return randint(NUM_CLASSES, n, TIME).masked_fill(torch.arange(TIME) >= lengths, IGNORED)
     if case.loss == "nested":
         scale = Whole(randn(1))
@@ -112,60 +111,53 @@ def _target_of(
     return None if case.loss == "none" else randn(n, NUM_CLASSES)
 
 
-def loss_fn_of(case: Case) -> Callable[..., Any]:
-    """Return the ``loss_fn`` of a case: the mean over a micro-batch, which may be NaN.
+def loss_fn_of(case: Case) -> Callable[..., Tensor]:
+    """Return the ``loss_fn`` of a case: the mean over a micro-batch, which may be NaN."""
 
-    Of a case that is summed, it returns the sum over a micro-batch, and what this counts.
-    """
-    reduction = "sum" if case.is_summed else "mean"
-
-    def loss_fn(output: Any, target: Any = None) -> Any:
+    def loss_fn(output: Any, target: Any = None) -> Tensor:
         scores = scores_of(case, output)
         loss: Tensor
         if case.loss == "tokens":
             if case.head != "tokens":
                 scores = scores[:, None].expand(-1, TIME, -1)
             flat = scores.flatten(0, 1)
-            of_flat = target.flatten()
-            loss = F.cross_entropy(flat, of_flat, ignore_index=IGNORED, reduction=reduction)
+            loss = F.cross_entropy(flat, target.flatten(), ignore_index=IGNORED)
         else:
             scores = scores.mean(1) if case.head == "tokens" else scores
             loss = of_samples(scores, target)
         if case.head == "dict":
             loss = loss + 0.1 * output["mean"].mean() + output["l"][1][0].square().mean()
-        return (loss, _counted(case, target)) if case.is_summed else loss
+        return loss
 
     def of_samples(scores: Tensor, target: Any) -> Tensor:
         if target is None:
             return scores.square().mean()
         if case.loss == "classes":  # class 0 may weigh nothing
-            ignored = 0 if case.is_weighted or case.is_summed else IGNORED
-            return F.cross_entropy(scores, target, ignore_index=ignored, reduction=reduction)
+            return F.cross_entropy(scores, target, ignore_index=0 if case.is_weighted else IGNORED)
         if case.loss == "nested":
             scale = target["scale"]
             scale = getattr(scale, "tensor", scale)
             factor: float = target["more"][0]
             return factor * F.mse_loss(scores * scale, target["y"])
-        return F.mse_loss(scores, target, reduction=reduction)
+        return F.mse_loss(scores, target)
 
     return loss_fn
 
 
 def loss_weight_of(case: Case) -> Callable[[Tensor], float] | None:
     """Return the ``loss_weight`` of a case; a micro-batch may weigh nothing."""
-    return (lambda target: float(_counted(case, target))) if case.is_weighted else None
-
-
-def _counted(case: Case, target: Tensor) -> Tensor | int:
-    """Return what a micro-batch counts; of "classes" not as a tensor."""
+    if not case.is_weighted:
+        return None
     if case.loss == "classes":
-        return int((target > 0).sum())
-    return (target != IGNORED).sum() if case.loss == "tokens" else target[:, 0].relu().sum()
+        return lambda target: (target > 0).sum().item()
+    if case.loss == "tokens":
+        return lambda target: (target != IGNORED).sum().item()
+    return lambda target: target[:, 0].relu().sum().item()
 
 
 def own_loss(case: Case, output: Any, target: Any) -> Any:
     """Compute a loss from a whole output, or from the placeholder of one."""
-    return loss_fn_of(replace(case, is_summed=False))(output, target) * 3
+    return loss_fn_of(case)(output, target) * 3
 
 
 def scores_of(case: Case, output: Any) -> Any:

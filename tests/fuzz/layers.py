@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,21 +83,6 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
     elif case.inputs != "one":
         layers[0] = Joining(layers[0])
     return nn.Sequential(*layers, head).double()
-
-
-class Pair(NamedTuple):
-    """A named tuple that layers return."""
-
-    first: Any
-    second: Any
-
-
-@dataclass
-class Record:
-    """A dataclass that layers return."""
-
-    x: Tensor
-    rest: Any
 
 
 class Joining(nn.Module):
@@ -233,17 +217,13 @@ class Drawing(Layer):
 
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
-        self.own = torch.Generator()
-        self.others: dict[str, Any] = {"python": random.Random(1), "numpy": np.random.default_rng()}
         self.is_repeating: Callable[[], bool] = bool  # pipeline.py says when
         self.drawn: set[Any] = set()
         self.repeated: set[Any] = set()
 
     def forward(self, value: Any) -> Any:
         mask = tuple(F.dropout(torch.ones(40), 0.5).tolist())
-        common = torch.rand(()).item(), random.random(), float(np.random.randn())
-        own = torch.rand((), generator=self.own).item()
-        drawn = (mask, common, own, *(float(other.random()) for other in self.others.values()))
+        drawn = (mask, torch.rand(()).item(), random.random(), float(np.random.randn()))
         if self.is_repeating():
             assert drawn in self.drawn, "recomputed with other random numbers"
             assert drawn not in self.repeated, "two recomputed with the same random numbers"
@@ -343,15 +323,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "wide": _linked(lambda f, x: f(x).repeat(1, 1, 96)),
     "tuple": _linked(lambda f, x: (f(x), x)),
     "list": _linked(lambda f, x: [x, (f(x), [], None), 0.5, True]),
-    "dict": _linked(lambda f, x: {"x": f(x), "none": None, 3: [x * 2, {}], "unused": f(x).exp()}),
+    "dict": _linked(
+        lambda f, x: OrderedDict(
+            x=f(x), none=None, deep={3: [x * 2, {}], "no": ()}, unused=f(x).exp()
+        )
+    ),
     "nested": _linked(
         lambda f, x: {
             "a": [(f(x), {"b": (x, []), "word": "of any kind"}), None],
             "c": ({}, ({"d": {"e": [x.mean(1), 2]}}, True)),
         }
-    ),
-    "record": _linked(
-        lambda f, x: Record(f(x), {5: Pair(x, OrderedDict(mean=x.mean(1))), "none": Pair(None, [])})
     ),
     "plain": _linked(lambda f, x: (f(x), {1: [_plain(x)]})),
     "ids": _linked(lambda f, x: (f(x), x.argmax(-1), x > 0, (x * 9).to(torch.int8))),
@@ -400,8 +381,6 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [value]
     number = len(type(value).__name__) / 16
-    if isinstance(value, Record):
-        return [*_leaves((value.x, value.rest)), number]
     if isinstance(value, dict):
         children = [(key, value[key]) for key in value if key != "unused"]
         found = [leaf for key, child in children for leaf in (*_leaves(child), *_leaves(key))]

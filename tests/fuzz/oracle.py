@@ -46,7 +46,7 @@ class Expected:
         loss: 0-dim, or None.
         weight: what the mini-batch of a step counts.
         output: of the model, or None.
-        gradients: of the floating inputs of each replica, or of those that rank 0 has for all.
+        gradients: of the floating inputs of each replica.
     """
 
     loss: Tensor | None = None
@@ -74,7 +74,6 @@ class Oracle:
     def begin(self, run: Run) -> None:
         """Begin a run, which has neither gradients nor a scaler's intermediate state."""
         self._chunks, self._is_reversed = run.chunks, run.schedule == "gpipe"
-        self._replicas = run.replicas
         self.model.zero_grad()
         self.training.renew_scaler()
 
@@ -100,14 +99,14 @@ class Oracle:
         return named[numbers[0] % len(named)]
 
     def call(self, act: str, shares: list[Batch]) -> Expected:
-        """Do what a run does with a mini-batch, given that of each replica, or that of rank 0."""
+        """Do what a run does with a mini-batch, given that of each replica."""
         self.model.train(is_training(act))
         with torch.set_grad_enabled("without grad" not in act):
             for batch in shares if act.endswith("for inputs") else ():
                 batch.require_gradients()
             found = Expected()
             if act.startswith("output"):
-                found.output = self._output(shares)
+                found.output = self._output(shares[0])
             elif act.startswith("loss"):
                 found.output, found.loss = self._own_loss(shares)
             else:
@@ -119,7 +118,7 @@ class Oracle:
 
     def _step(self, shares: list[Batch], total: float | None, divisor: int) -> tuple[Tensor, float]:
         """Do what ``stage.step`` does; return the loss, and what the mini-batch counts."""
-        parts = self._parts(shares)
+        parts = [batch.parts(self._chunks) for batch in shares]
         flat = [part for of_replica in parts for part in of_replica]
         with torch.set_grad_enabled(self.model.training and torch.is_grad_enabled()):
             outputs = self._forward(parts)
@@ -127,19 +126,14 @@ class Oracle:
                 self._loss_fn(output) if part.target is None else self._loss_fn(output, part.target)
                 for output, part in zip(outputs, flat, strict=True)
             ]
-            if self._case.is_summed:
-                weights = [float(weight) for _, weight in losses]
-                losses = [loss for loss, _ in losses]
-            else:
-                weights = self._weights(flat)
+            weights = self._weights(flat)
             counts = math.fsum(weights)
             total = total or counts or 1.0  # if nothing counts, the loss is 0
-            factors = [1 / total if self._case.is_summed else weight / total for weight in weights]
             weighted = [
-                loss * (factor / divisor)
-                if factor
+                loss * (weight / total / divisor)
+                if weight
                 else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
-                for output, loss, factor in zip(outputs, losses, factors, strict=True)
+                for output, loss, weight in zip(outputs, losses, weights, strict=True)
             ]
         for loss in reversed(weighted) if self._is_reversed else weighted:
             if loss.requires_grad:
@@ -149,9 +143,9 @@ class Oracle:
             result = result + loss.detach()
         return result, counts
 
-    def _output(self, shares: list[Batch]) -> Any:
+    def _output(self, batch: Batch) -> Any:
         """Do what ``stage(input)`` does."""
-        output = self._joined(self._forward(self._parts(shares)))
+        output = self._joined(self._forward([batch.parts(self._chunks)]))
         return mapped(lambda tensor: tensor.detach(), output)
 
     def _own_loss(self, shares: list[Batch]) -> tuple[Any, Tensor]:
@@ -161,7 +155,7 @@ class Oracle:
 
         The graph is cut at the outputs, so that the micro-batches go backward in reverse.
         """
-        outputs = self._forward(self._parts(shares))
+        outputs = self._forward([batch.parts(self._chunks) for batch in shares])
         pairs: list[list[tuple[Tensor, Tensor]]] = []
 
         def cut(tensor: Tensor) -> Tensor:
@@ -187,12 +181,6 @@ class Oracle:
     def _clip(self) -> Tensor:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
         return nn.utils.clip_grad_norm_(gradients, MAX_NORM)
-
-    def _parts(self, shares: list[Batch]) -> list[list[Batch]]:
-        """Return the micro-batches of each replica; rank 0's batch is divided among them first."""
-        if len(shares) == 1:
-            shares = shares[0].parts(self._replicas)
-        return [batch.parts(self._chunks) for batch in shares]
 
     def _forward(self, parts: list[list[Batch]]) -> list[Any]:
         """Return the outputs of the micro-batches of all replicas."""
