@@ -7,8 +7,9 @@ of stages. Layers are words (see layers.py), any of which may follow any other:
     "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
 
 A call is an act with numbers: ``("step", (7,))`` is one step with 7 samples, ``("step", (7, 2))``
-one with 7 in the first replica and 2 in the second, ``("chunks", (3,))`` sets the number of
-micro-batches. Imports neither torch nor procpipe; starts nothing.
+one with 7 that the first replica has read and 2 that the second has, ``("step", (7, 0))`` one whose
+second replica has none left; ``("chunks", (3,))`` sets the number of micro-batches. Imports neither
+torch nor procpipe; starts nothing.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ TRAINING_ALONE = (
 LOOPS = ("loop", "loss in a loop")
 
 #: The same in evaluation.
-EVALUATION = ("evaluate", "step without grad", "output in eval", "output without grad")
+EVALUATION = ("evaluate", "step without grad")
+EVALUATION_ALONE = (*EVALUATION, "output in eval", "output without grad")
 
 #: What a case may call between mini-batches.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks", "overflow")
 
-ACTS = {*TRAINING_ALONE, *EVALUATION, *BETWEEN}
+ACTS = {*TRAINING_ALONE, *EVALUATION_ALONE, *BETWEEN}
 
 #: Layers without those that stash and pop; layers.py defines them.
 WORDS = [
@@ -79,7 +81,8 @@ WORDS = [
     *("attention", "attention-alone", "encoder", "gru", "lstm"),
     *("layernorm", "batchnorm", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("strided", "expanded", "transposed", "wide"),
-    *("tuple", "list", "dict", "nested", "ids", "detached", "empty", "same", "weight", "floats"),
+    *("tuple", "list", "dict", "nested", "plain"),
+    *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
     *("dropout", "counting", "drawing", "drawing", "nothing"),
 ]
@@ -351,19 +354,17 @@ def _balance(chance: random.Random, num_layers: int, num_partitions: int) -> tup
 
 
 def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator[Call]:
-    def sizes() -> tuple[int, ...]:
-        return tuple(chance.randint(1, 9) for _ in range(replicas))
-
     for k in range(chance.randint(1, 3)):
         if k and chance.random() < 0.3:
             yield "chunks", (chance.randint(1, 6),)
-        if replicas == 1 and chance.random() < 0.4:
-            yield chance.choice(EVALUATION), sizes()
+        if chance.random() < 0.4:
+            acts = EVALUATION if replicas > 1 else EVALUATION_ALONE
+            yield chance.choice(acts), _sizes(chance, replicas)
         act = chance.choice(TRAINING if replicas > 1 else TRAINING_ALONE)
         if act == "step unsynced":  # its gradients are added up by the next call
-            yield act, sizes()
+            yield act, _sizes(chance, replicas)
             act = "step"
-        yield act, _of_a_loop(chance, replicas) if act in LOOPS else sizes()
+        yield act, _sizes(chance, replicas, chance.randint(1, 3) if act in LOOPS else 1)
         if is_scaled and chance.random() < 0.2:
             yield "overflow", (chance.randrange(100),)
         if chance.random() < 0.3:
@@ -374,9 +375,14 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
             yield chance.choice(("zero", "zero to zeros")), ()
 
 
-def _of_a_loop(chance: random.Random, replicas: int) -> tuple[int, ...]:
-    """Draw the sizes of a loop's mini-batches; all loaders end at the same time."""
-    return tuple(chance.randint(1, 9) for _ in range(chance.randint(1, 3) * replicas))
+def _sizes(chance: random.Random, replicas: int, num_rounds: int = 1) -> tuple[int, ...]:
+    """Draw the sizes of mini-batches, round by round; a replica's loader may end earlier."""
+    lengths = [num_rounds] * replicas
+    if replicas > 1 and chance.random() < 0.25:
+        lengths[chance.randrange(replicas)] = chance.randrange(num_rounds)
+    return tuple(
+        chance.randint(1, 9) if k < length else 0 for k in range(num_rounds) for length in lengths
+    )
 
 
 def _with_run(case: Case, r: int, run: Run) -> Case:
@@ -398,7 +404,7 @@ def _on_fewer_ranks(run: Run) -> Iterator[Run]:
     """
     if run.replicas > 1:
         calls = tuple(
-            (act, sizes[:: run.replicas] if act not in BETWEEN else sizes)
+            (act, tuple(map(max, run.rounds(sizes))) if act not in BETWEEN else sizes)
             for act, sizes in run.calls
         )
         yield replace(run, replicas=1, calls=calls)

@@ -10,14 +10,16 @@ behind norms, which divide rounding errors by small deviations.
 from __future__ import annotations
 
 import dataclasses
+import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from tests.dist.worker import BareWorld
 from tests.fuzz.case import BETWEEN, LOOPS, Call, Case, Run, is_training
 from tests.fuzz.data import Batch, joined, mapped, own_loss, unwrapped
 from tests.fuzz.hooks import Hooks
-from tests.fuzz.oracle import SEVERAL, TOTAL, Oracle
+from tests.fuzz.oracle import SEVERAL, TOTAL, Expected, Oracle
 from tests.fuzz.pipeline import as_passed, stage_for
 from tests.fuzz.training import MAX_NORM, Training
 
@@ -47,6 +49,10 @@ EXPECTED = (
 
 #: How long a rank without a stage waits for a run of the others.
 TIMEOUT_S = 30.0
+
+
+#: A call's act, the mini-batch of each replica, and what the stage is given.
+_OneCall = Callable[[str, list[Batch], Batch], Any]
 
 
 class EndedElsewhereError(Exception):
@@ -90,26 +96,35 @@ def run_case(
         warnings.filterwarnings("ignore", message)
     truth = truth or case
     oracle = Oracle(truth)
+    drawn: list[float] = []  # the run's number of ranks, and what this rank drew after it was saved
     for r, run in enumerate(case.runs):
         with _those_with_a_stage(bare, f"{name} run {r}", run) as world:
             oracle.begin(truth.runs[r])
             hooks = Hooks(case, run, oracle.model, oracle.model)
             if world is None:
+                drawn.clear()
                 for number, call in _calls_of(run, oracle):
                     _expect(oracle, case, run, call, 10 * r + number)
                 hooks.remove()
             else:
-                _run_one(world, f"{name} run {r}", case, r, oracle, hooks, folder)
+                _run_one(world, f"{name} run {r}", case, r, oracle, hooks, folder, drawn)
 
 
 def _run_one(
-    bare: BareWorld, name: str, case: Case, r: int, oracle: Oracle, hooks: Hooks, folder: str
+    bare: BareWorld,
+    name: str,
+    case: Case,
+    r: int,
+    oracle: Oracle,
+    hooks: Hooks,
+    folder: str,
+    drawn: list[float],
 ) -> None:
     run = case.runs[r]
     with stage_for(bare, name, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
         if r > 0:
-            comparison.load(folder, r)
+            comparison.load(folder, r, drawn)
         for number, call in _calls_of(run, oracle):
             try:
                 comparison.call(call, 10 * r + number)
@@ -119,6 +134,7 @@ def _run_one(
         comparison.compare_hooks(hooks.remove())
         if r < len(case.runs) - 1:
             comparison.save(folder, r)
+            drawn[:] = [run.num_ranks, *_draw_numbers()]
 
 
 def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
@@ -190,12 +206,16 @@ class Comparison:
         extra = {**self._training.state, "progress": {"run": r, "losses": [0.5, None]}}
         state.save(folder, self._stage, self._training.optimizer, extra=extra, step=r)
 
-    def load(self, folder: str, r: int) -> None:
-        """Resume what the run before this has saved."""
+    def load(self, folder: str, r: int, drawn: list[float]) -> None:
+        """Resume what the run before this has saved; ``drawn`` are numbers drawn after that."""
         extra = {**self._training.state, "progress": {}}
         saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
         assert saved.step == r - 1, saved
         assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
+        num_ranks, *before = drawn or [0]
+        if self._stage.rank == 0 or num_ranks == self._run.num_ranks:
+            now = _draw_numbers()
+            assert now == before, f"random numbers after loading: {now}, not {before}"
         self._compare_state()
 
     def call(self, call: Call, number: int) -> None:
@@ -215,36 +235,40 @@ class Comparison:
         self._compare_state()
 
     def _mini_batches(self, act: str, rounds: list[list[Batch]]) -> None:
-        if act.startswith("output"):
-            self._output(act, rounds[0])
-        elif act in LOOPS or self._run.replicas > 1:
-            self._loop(act, rounds)
-        elif act.startswith("loss"):
-            self._own_loss(act, rounds[0], as_passed(rounds[0][0]))
+        kinds: dict[str, _OneCall] = {"output": self._output, "loss": self._own_loss}
+        call = kinds.get(act.split(" ", maxsplit=1)[0], self._step)
+        if act in LOOPS or self._run.replicas > 1:
+            self._loop(act, rounds, call)
         else:
-            self._step(act, rounds[0], as_passed(rounds[0][0]))
+            call(act, rounds[0], as_passed(rounds[0][0]))
 
-    def _output(self, act: str, shares: list[Batch]) -> None:
-        passed = as_passed(shares[0])
+    def _output(self, act: str, shares: list[Batch], passed: Batch) -> None:
         found = self._stage.fetch(self._stage(*passed.inputs, **passed.named))
         self._compare(found, self._oracle.call(act, shares).output, "output")
 
-    def _loop(self, act: str, rounds: list[list[Batch]]) -> None:
-        """Step, or compute an own loss, in a loop over the loaders of all replicas."""
-        stage, replica = self._stage, self._stage.replica
-        is_first = stage.rank % self._run.num_stages == 0
-        is_own = act.startswith("loss")
-        loader = [_item(shares[replica], is_own=is_own) for shares in rounds]
-        items = stage.batches(loader if is_first else None, sharded=stage.replicas > 1)
-        call = self._own_loss if is_own else self._step
+    def _loop(self, act: str, rounds: list[list[Batch]], call: _OneCall) -> None:
+        """Do a call in a loop over the loaders of all replicas."""
+        ours = [batch for batch in map(self._own, rounds) if batch.num_samples]
+        loader = [_item(batch, is_own=act.startswith("loss")) for batch in ours]
+        is_sharded = self._run.replicas > 1
+        items = self._stage.batches(loader if self._is_first else None, sharded=is_sharded)
         for shares, item in zip(rounds, items, strict=True):
             call(act, shares, _from_item(item, has_target=shares[0].target is not None))
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of its replica."""
+        return self._stage.rank % self._run.num_stages == 0
+
+    def _own(self, shares: list[Batch]) -> Batch:
+        """Return the batch that this rank's replica has read."""
+        return shares[self._stage.replica]
 
     def _step(self, act: str, shares: list[Batch], passed: Batch) -> None:
         stage = self._stage
         inputs, named, target = passed.inputs, passed.named, passed.target
         if act == "step for inputs":
-            shares[stage.replica].require_gradients()
+            self._own(shares).require_gradients()
         options: dict[str, Any] = {}
         if act == "step with total":
             options["total_weight"] = TOTAL
@@ -261,11 +285,13 @@ class Comparison:
                 found = stage.step(*inputs, target=target, **named, **options)
         if is_training(act):
             self._is_synced = act != "step unsynced" or stage.replicas == 1
-        self._compare_call(act, shares, found)
+        expected = self._compare_call(act, shares, found)
+        weight = torch.tensor(expected.weight, dtype=torch.float64)
+        self._compare(stage.last_weight, weight, "weight", tolerance=TOLERANCE)
 
     def _own_loss(self, act: str, shares: list[Batch], passed: Batch) -> None:
         if act == "loss for inputs":
-            shares[self._stage.replica].require_gradients()
+            self._own(shares).require_gradients()
         output = self._stage(*passed.inputs, **passed.named)
         target = passed.target
         if len(shares) > 1:  # which no rank has read whole
@@ -274,20 +300,23 @@ class Comparison:
         self._training.scaled(loss).backward()
         self._compare_call(act, shares, loss, output)
 
-    def _compare_call(self, act: str, shares: list[Batch], loss: Any, output: Any = None) -> None:
+    def _compare_call(
+        self, act: str, shares: list[Batch], loss: Any, output: Any = None
+    ) -> Expected:
         """Do a call on the oracle, after that on the stage, and compare what both give."""
         stage = self._stage
         held = stage.statistics().held_bytes
         assert held == 0, f"{held} bytes are held after the call"
-        own = shares[stage.replica].take_gradients()
+        own = self._own(shares).take_gradients()
         expected = self._oracle.call(act, shares)
         if output is not None:
             loss = stage.fetch(loss)
             self._compare(stage.fetch(output), expected.output, "output")
         self._compare(loss, expected.loss, "loss")
-        if stage.rank % self._run.num_stages == 0:
+        if self._is_first:
             theirs = expected.gradients[stage.replica]
             self._compare(own, theirs, "gradient of the input", self._least(theirs))
+        return expected
 
     # -- comparing ------------------------------------------------------------------------------
 
@@ -334,6 +363,11 @@ class Comparison:
         scale = max(_largest(expected), FLOOR) if scale is None else scale
         found, expected = mapped(_finite, found), mapped(_finite, expected)
         assert_same(found, expected, what, tolerance, scale)
+
+
+def _draw_numbers() -> list[float]:
+    """Draw a number from each global generator."""
+    return [torch.rand(()).item(), random.random(), float(np.random.rand())]
 
 
 def _item(batch: Batch, *, is_own: bool) -> Any:

@@ -10,6 +10,7 @@ Layers that stash and pop are here what any model may have; pipeline.py makes sk
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def fold(value: Any) -> Tensor:
     """Make one tensor ``(batch, time, WIDTH)`` of the values that a layer has returned."""
     if isinstance(value, tuple) and isinstance(value[0], str):  # "transposed"
         return fold(value[1].transpose(1, 2))
-    x, *leaves = _leaves(value)
+    leaves = _leaves(value)
+    x = leaves.pop(next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)))
     if x.dim() == 4:  # "conv2d": (batch, 4, 2, time)
         x = x.flatten(1, 2).transpose(1, 2)
     for k, leaf in enumerate(leaves, 1):
@@ -269,6 +271,11 @@ def _seeded_dropout(layer: nn.Module, x: Tensor) -> Tensor:
     return x * mask if layer.training else x
 
 
+def _plain(x: Tensor) -> Any:
+    """Return one of several equal values of different types, whatever the shape of the input."""
+    return (1, True, 1.0)[int(x.detach().abs().sum() * 1e4) % 3]
+
+
 def _in_place(f: nn.Module, x: Tensor) -> Tensor:
     y: Tensor = f(x)
     y.mul_(0.5)
@@ -316,13 +323,18 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "wide": _linked(lambda f, x: f(x).repeat(1, 1, 96)),
     "tuple": _linked(lambda f, x: (f(x), x)),
     "list": _linked(lambda f, x: [x, (f(x), [], None), 0.5, True]),
-    "dict": _linked(lambda f, x: {"x": f(x), "none": None, 3: [x * 2, {}], "unused": f(x).exp()}),
+    "dict": _linked(
+        lambda f, x: OrderedDict(
+            x=f(x), none=None, deep={3: [x * 2, {}], "no": ()}, unused=f(x).exp()
+        )
+    ),
     "nested": _linked(
         lambda f, x: {
             "a": [(f(x), {"b": (x, []), "word": "of any kind"}), None],
             "c": ({}, ({"d": {"e": [x.mean(1), 2]}}, True)),
         }
     ),
+    "plain": _linked(lambda f, x: (f(x), {1: [_plain(x)]})),
     "ids": _linked(lambda f, x: (f(x), x.argmax(-1), x > 0, (x * 9).to(torch.int8))),
     "detached": _linked(lambda f, x: (y := f(x), y.detach(), x.detach().mean())),
     "empty": _linked(lambda f, x: (f(x), x[:, :0], f(x)[..., :0], x.mean())),
@@ -361,13 +373,21 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
 
 
 def _leaves(value: Any) -> list[Any]:
-    """List the tensors and numbers of a nested value, without words and those under "unused"."""
-    if isinstance(value, dict):
-        return [leaf for key in value if key != "unused" for leaf in _leaves(value[key])]
-    if isinstance(value, (tuple, list)):
-        return [leaf for child in value for leaf in _leaves(child)]
+    """List the tensors and numbers of a nested value, but for those under "unused".
+
+    Further numbers say of which types its values, keys and containers are.
+    """
     value = getattr(value, "tensor", value)  # one that is not split
-    return [] if value is None or isinstance(value, str) else [value]
+    if isinstance(value, Tensor):
+        return [value]
+    number = len(type(value).__name__) / 16
+    if isinstance(value, dict):
+        children = [(key, value[key]) for key in value if key != "unused"]
+        found = [leaf for key, child in children for leaf in (*_leaves(child), *_leaves(key))]
+        return [*found, number]
+    if isinstance(value, (tuple, list)):
+        return [*(leaf for child in value for leaf in _leaves(child)), number]
+    return [number if isinstance(value, str) or value is None else number + value]
 
 
 def _tie(layer: nn.Module, before: list[nn.Module]) -> None:

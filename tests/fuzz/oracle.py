@@ -44,11 +44,13 @@ class Expected:
 
     Attributes:
         loss: 0-dim, or None.
+        weight: what the mini-batch of a step counts.
         output: of the model, or None.
         gradients: of the floating inputs of each replica.
     """
 
     loss: Tensor | None = None
+    weight: float = 0.0
     output: Any = None
     gradients: list[list[Tensor | None]] = field(default_factory=list)
 
@@ -110,12 +112,12 @@ class Oracle:
             else:
                 total = TOTAL if act == "step with total" else None
                 divisor = SEVERAL if act == "step of several" else 1
-                found.loss = self._step(shares, total, divisor)
+                found.loss, found.weight = self._step(shares, total, divisor)
         found.gradients = [batch.take_gradients() for batch in shares]
         return found
 
-    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> Tensor:
-        """Do what ``stage.step`` does, given the batch of each replica."""
+    def _step(self, shares: list[Batch], total: float | None, divisor: int) -> tuple[Tensor, float]:
+        """Do what ``stage.step`` does; return the loss, and what the mini-batch counts."""
         parts = [batch.parts(self._chunks) for batch in shares]
         flat = [part for of_replica in parts for part in of_replica]
         with torch.set_grad_enabled(self.model.training and torch.is_grad_enabled()):
@@ -124,13 +126,14 @@ class Oracle:
                 self._loss_fn(output) if part.target is None else self._loss_fn(output, part.target)
                 for output, part in zip(outputs, flat, strict=True)
             ]
+            weights = self._weights(flat)
+            counts = math.fsum(weights)
+            total = total or counts or 1.0  # if nothing counts, the loss is 0
             weighted = [
-                loss * (share / divisor)
-                if share
+                loss * (weight / total / divisor)
+                if weight
                 else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
-                for output, loss, share in zip(
-                    outputs, losses, self._shares(flat, total), strict=True
-                )
+                for output, loss, weight in zip(outputs, losses, weights, strict=True)
             ]
         for loss in reversed(weighted) if self._is_reversed else weighted:
             if loss.requires_grad:
@@ -138,7 +141,7 @@ class Oracle:
         result = weighted[0].detach()
         for loss in weighted[1:]:
             result = result + loss.detach()
-        return result
+        return result, counts
 
     def _output(self, batch: Batch) -> Any:
         """Do what ``stage(input)`` does."""
@@ -206,12 +209,10 @@ class Oracle:
             value = layer(value)
         return value
 
-    def _shares(self, parts: list[Batch], total: float | None) -> list[float]:
-        weights: list[float] = [part.num_samples for part in parts]
-        if self._weight is not None:
-            weights = [float(self._weight(part.target)) for part in parts]
-        total = math.fsum(weights) if total is None else total
-        return [weight / total if total else 0.0 for weight in weights]
+    def _weights(self, parts: list[Batch]) -> list[float]:
+        if self._weight is None:
+            return [part.num_samples for part in parts]
+        return [self._weight(part.target) for part in parts]
 
     def _joined(self, outputs: list[Any]) -> Any:
         """Put the micro-batches' outputs together."""

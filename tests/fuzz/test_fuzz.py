@@ -18,6 +18,7 @@ from tests.dist.report import RanksFailedError
 from tests.fuzz.case import (
     ACTS,
     BETWEEN,
+    EVALUATION,
     GROUPS,
     INPUTS,
     LOSSES,
@@ -110,8 +111,11 @@ def test_the_cases_cover_all_options():
         assert {getattr(case, name) for case in many} == set(values)
     assert 100 <= sum(case.is_exact for case in many) <= 500
     assert sum(len(case.runs) > 1 and case.groups != "one" for case in many) > 50
-    losses_of_two = [run.replicas == 2 and act == "loss" for run in runs for act, _ in run.calls]
-    assert sum(losses_of_two) > 10
+    with_two = [(act, sizes) for run in runs if run.replicas == 2 for act, sizes in run.calls]
+    assert sum(act == "loss" for act, _ in with_two) > 10
+    ended = [act for act, sizes in with_two if act not in BETWEEN and 0 in sizes]
+    assert len(ended) > 10  # the loader of a replica has ended before the other
+    assert sum(act in EVALUATION for act, _ in with_two) > 50
     assert sum(case.kinds.count("tied") > 2 for case in many) > 30
     assert sum(case.is_deferred and "batchnorm" in case.kinds for case in many) > 30
 
