@@ -35,6 +35,7 @@ from benchmarks.gpu.child import Recorder
 from benchmarks.gpu.results import RESULTS
 from benchmarks.rounds import Step, Times, measure, spread
 from procpipe import Stage
+from procpipe.job.world import World
 
 #: A real difference between kernels run in another order is of about 1e-15.
 _TOLERANCE = 1e-10
@@ -169,9 +170,10 @@ def messages(
     num_rounds: int,
 ) -> None:
     """Measure messages of some sizes, in bytes, from the first to the second GPU."""
+    World.transport = transport
     one, more = (
         Stage(
-            nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices, transport=transport,
+            nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices,
             loss_fn=torch.sum, timeout_s=_TIMEOUT_S,
         )
         for m in (1, 1 + _MANY)
@@ -257,9 +259,10 @@ def _blocks(
 ) -> tuple[Stage, Step, tuple[Tensor, Tensor]]:
     """Make a pipeline of sixteen equal layers, its step, and its mini-batch."""
     device = devices[dist.get_rank()]
+    World.transport = transport
     stage = Stage(
         _layers(width, device), [16 // len(devices)] * len(devices), chunks=num_micro_batches,
-        devices=devices, transport=transport, checkpoint="never", loss_fn=F.mse_loss,
+        devices=devices, checkpoint="never", loss_fn=F.mse_loss,
         timeout_s=_TIMEOUT_S, **options,
     )  # fmt: skip
     torch.manual_seed(1)
@@ -299,10 +302,11 @@ def _differences(
     for _ in range(4):
         layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.ReLU(inplace=True)]
     plain = nn.Sequential(*layers).double().to(device)
+    World.transport = transport
     num_partitions = n * (2 if schedule in ("interleaved", "zb-v") else 1)
     stage = Stage(
         copy.deepcopy(plain), [16 // num_partitions] * num_partitions, chunks=4, devices=devices,
-        transport=transport, checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
+        checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
         timeout_s=_TIMEOUT_S,
     )  # fmt: skip
     largest = dict.fromkeys(("loss", "output", "gradients", "buffers"), 0.0)

@@ -16,15 +16,17 @@ A receiver reads tokens whenever its process polls or waits. It posts a large re
 the token is there and the program allows a buffer (``expect``).
 
 **Pieces.** Between hosts the tensors' bytes follow the token on the same socket, straight out of
-their memory and into that of the receiver's. What the socket does not take waits, by reference, and
-is sent on at the sender's later polls and waits. So a send waits for nothing, and two ranks that
-send to each other read meanwhile.
+their memory and into that of the receiver's. A sender sends on while the receiver reads, and reads
+meanwhile, too, so two ranks may send to each other. If the receiver is in a task, the sender does
+not wait for its end: what the socket did not take is kept by reference, and sent on at the sender's
+later polls and waits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+import time
 import weakref
 from collections import deque
 from functools import partial
@@ -56,6 +58,19 @@ PIECE_BYTES = 1 << 24
 #: peer has left, whose device may complete a transfer before this rank's does.
 _LOOK_EVERY_S = 0.001
 _GRACE_S = 2.0
+
+#: A peer that has not read for so long is in a task. (A socket may be writable again only once a
+#: third of its buffer is free, megabytes.)
+_PAUSE_S = 0.01
+
+
+def send_on(mesh: Mesh, peer: int) -> None:
+    """Send a peer what waits for its socket, for as long as it reads."""
+    while mesh.has_unsent(peer):
+        started = time.monotonic()
+        mesh.poll(_PAUSE_S)
+        if time.monotonic() - started >= _PAUSE_S:
+            return
 
 
 class Sender:
@@ -94,7 +109,10 @@ class Sender:
         mesh.on(peer, channel_id + _IS_POSTED, self._on_posted)
 
     def send(self, message: Flat) -> None:
-        """Send a message; its tensors must not change any more. Waits for nothing."""
+        """Send a message; its tensors must not change any more.
+
+        Does not wait for the receiver; a large one without a transport is sent while it reads.
+        """
         tensors = [self._sendable(tensor) for tensor in message.tensors]
         flags, parts = self._news(message, tensors)
         transport, size = self._transport, self._size_bytes
@@ -140,6 +158,7 @@ class Sender:
                 self._mesh.send(self._peer, self._channel_id, _IS_PIECE, 0, piece, keep=True)
         pending = _Pieces(self._mesh, self._peer, sent)
         self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
+        send_on(self._mesh, self._peer)
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
         """Pass tensors to the transport; return its note for the receiver."""
@@ -403,6 +422,7 @@ def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
     if len(body):
         address = ctypes.addressof(ctypes.c_char.from_buffer(body))
         for tensor in tensors:
-            ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
-            address += tensor.nbytes
+            size = tensor.nbytes
+            ctypes.memmove(tensor.data_ptr(), address, size)
+            address += size
     return tensors

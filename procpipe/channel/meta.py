@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,9 +37,9 @@ class TensorMeta(NamedTuple):
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Allocate the tensor."""
-        order = torch.contiguous_format
-        if self.is_channels_last:
-            order = _CHANNELS_LAST[len(self.shape)]
+        if not self.is_channels_last:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        order = _CHANNELS_LAST[len(self.shape)]
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=order)
 
     def of(self, elements: Tensor) -> Tensor:
@@ -77,7 +79,8 @@ def elements(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-class Meta(NamedTuple):
+@dataclass(frozen=True)
+class Meta:
     """Everything of a message but the elements of its tensors; fields as in ``Flat``."""
 
     structure: Structure
@@ -85,15 +88,20 @@ class Meta(NamedTuple):
     memories: tuple[tuple[str, ...], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
         """For each tensor, whether a gradient is to be sent back."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
-    @property
+    @cached_property
+    def sizes_bytes(self) -> list[int]:
+        """Bytes of each tensor's elements."""
+        return [tensor.num_bytes for tensor in self.tensors]
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors' elements."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(self.sizes_bytes)
 
 
 def describe(message: Flat) -> Meta:
@@ -123,7 +131,7 @@ def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
         with torch.inference_mode(False):
             return allocate(meta, device)
     tensors = [tensor.empty(device) for tensor in meta.tensors]
-    if torch.device(device).type == "cuda":
+    if device != "cpu" and torch.device(device).type == "cuda":
         for tensor in tensors:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 tensor.zero_()

@@ -170,7 +170,7 @@ class _Mapped:
 
     def lend(self, meta: Meta) -> list[Tensor]:
         """Return tensors in the slot's memory; it is free when all of them are gone."""
-        sizes = [tensor.num_bytes for tensor in meta.tensors]
+        sizes = meta.sizes_bytes
         offsets, size = layout(sizes, _ALIGNMENT)
         loan = self._memory[_HEADER_BYTES : _HEADER_BYTES + size]
         self._lent = weakref.ref(loan, self._take_back)

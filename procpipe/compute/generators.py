@@ -104,7 +104,8 @@ class _Twister:
 
     def set(self, state: tuple[Any, Any]) -> None:
         memory, value = state
-        if memory is None or memory != self._look():
+        # Another state may have the same memory: NumPy keeps a number outside of it.
+        if state is not self._newest or memory != self._look():
             self._write(value)
             self._newest = state
 

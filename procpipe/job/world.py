@@ -60,7 +60,8 @@ class World:
 
     Attributes:
         grid: this rank's place among stages and replicas.
-        transport: in tests, the name of the only transport (see ``transports.py``).
+        transport: the name of the only transport, in tests, else None (see ``transports.py``). The
+            class's, when the world is made.
         mesh: the sockets to the other ranks, which ``connect`` opens.
         transports: those to other ranks, opened once the ranks are connected.
     """
@@ -83,6 +84,7 @@ class World:
         self.rank, self.num_ranks = grid.rank, grid.num_ranks
         self.device, self.devices = devices[grid.rank], tuple(devices)
         self.number = number
+        self.transport = World.transport
         self.is_launched = is_launched
         self._may_share = may_share
         self._meeting = meeting

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from procpipe.channel.link import Receiver, Sender
+from procpipe.channel.link import Receiver, Sender, send_on
 from procpipe.channel.mesh import Mesh
 from procpipe.data.minibatch import on_device
 from procpipe.errors import BalanceError, DisagreementError
@@ -137,15 +137,18 @@ def _open_channels(
             what = f"{payload} from {grid.name_of(source)}"
             channels.receivers[channel] = Receiver(mesh, source, number, transports[source], what)
 
+    across = [peer for peer, transport in transports.items() if transport is None]
     holding = [sender for sender in channels.senders.values() if sender.holds_device]
 
     def poll() -> None:
-        """Read what has come, and release what has arrived elsewhere.
+        """Read what has come, send on what waits, and release what has arrived elsewhere.
 
         A device has nothing queued then that waits for a host, as this one may wait for its device
         in the next task: to load a kernel, for instance.
         """
         mesh.poll()
+        for peer in across:
+            send_on(mesh, peer)
         for sender in channels.senders.values():
             sender.reap()
         for sender in holding:

@@ -317,14 +317,15 @@ def run_variants(bare: BareWorld) -> list[dict[str, Any]]:
     truth = {name: parameter.grad for name, parameter in plain.named_parameters()}
     results = []
     for number, components in enumerate(ablation.VARIANTS.values()):
+        world = world_of(bare, f"variant {number}")
+        world.transport = "sockets"
         stage = SwitchedStage(
             small_unet(),
             balance,
             components,
             chunks=3,
             loss_fn=F.mse_loss,
-            transport="gloo",
-            world=world_of(bare, f"variant {number}"),
+            world=world,
         )
         torch.testing.assert_close(stage.step(x, y), loss)
         for name, parameter in stage.named_parameters():

@@ -1,7 +1,6 @@
 """A channel inside one process: both ends in one object.
 
-Messages are passed without a copy of what is dense in memory. ``take`` waits for a sender in
-another thread.
+Tensors that are dense in memory are not copied. ``take`` waits for a sender in another thread.
 """
 
 from __future__ import annotations

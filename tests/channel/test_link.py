@@ -259,6 +259,22 @@ def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
     assert sender.reap() == 0
 
 
+def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes):
+    """Symptom: it went on only after the sender's next task, for which the receiver waited."""
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU)
+    receiver.expect()
+    thread = threading.Thread(target=receiver.take)
+    thread.start()
+
+    sender.send(Flat.of(torch.zeros(2 * PIECE_BYTES)))
+    has_unsent = meshes[0].has_unsent(1)
+    sender.settle()
+    thread.join()
+
+    assert not has_unsent
+
+
 def test_a_tensor_that_changes_between_its_pieces_is_an_error(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU, "activation")

@@ -38,7 +38,7 @@ def without_ended(outcomes: Outcomes, origin: int) -> Outcomes:
         if outcome.rank == origin or not outcome.error or outcome.error.type != "ProcessDied":
             return False
         assert f"rank {outcome.rank} ends, because rank {origin} " in outcome.output, str(outcome)
-        assert outcome.output.count("\n") == 2, str(outcome)
+        assert outcome.output.count("\n") == 1, str(outcome)
         return True
 
     return Outcomes(outcome for outcome in outcomes if not is_ended(outcome))
