@@ -114,6 +114,9 @@ FOR_LAUNCHER = (
     "procpipe.tree",
 )
 
+#: What benchmarks may import, too: where they choose the transport.
+FOR_BENCHMARKS = ("procpipe.job.world",)
+
 #: Modules that import only the standard library and each other.
 PURE = (
     "procpipe.plan",
@@ -367,6 +370,8 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
     if target in PUBLIC or within(target, ("procpipe.launch", *OPEN)):
         return None
     if within(module, ("procpipe.launch",)) and within(target, FOR_LAUNCHER):
+        return None
+    if within(module, ("benchmarks",)) and within(target, FOR_BENCHMARKS):
         return None
     if an_import.module not in PUBLIC:
         return f"imports {target}: use public names, procpipe.plan, timeline and tuning"
