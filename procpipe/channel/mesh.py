@@ -1,4 +1,4 @@
-"""The data sockets between the ranks of one job, and the one place where a process waits for others.
+"""The data sockets between the ranks of one job, and the one place that waits for other ranks.
 
     main thread       waits in ``Mesh.wait`` only, or for its device; it alone uses data sockets
     monitor thread    polls alarm sockets, processes and waits of the main thread; it never uses
