@@ -168,12 +168,10 @@ class Start:
         """Open this rank's listeners, and write into the store where they are."""
         rank = self._grid.rank
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        pause = self._pauses(f"{self._unix_name(rank)} to be free, which an older process has")
-        while True:
+        for _ in self._pauses("an older process of this job to end"):
             with contextlib.suppress(OSError):
                 local.bind(self._unix_name(rank))
                 break
-            next(pause)
         listeners = [local]
         if not self._meeting.is_on_one_host:
             self.host = self._tcp_host()
@@ -186,8 +184,8 @@ class Start:
         if not self._meeting.is_on_one_host:
             if rank == 0:
                 self._key = self._key or secrets.token_hex(32).encode()
-            given = os.environ.get(_KEY_VARIABLE)
-            key = self._key.decode() if rank == 0 and not given else ""
+            is_given = _KEY_VARIABLE in os.environ
+            key = self._key.decode() if rank == 0 and not is_given else ""
             self._set("address", [host_identity(), *listeners[-1].getsockname()[:2], key])
         return listeners
 
@@ -218,9 +216,9 @@ class Start:
     def _get(self, name: str, rank: int) -> Any:
         """Return what a rank has written, once it has."""
         store, key = self._opened_store(), self._store_key(name, rank)
-        pause = self._pauses(f"rank {self._grid.numbers[rank]} to start")
-        while not store.check([key]):
-            next(pause)
+        for _ in self._pauses(f"rank {self._grid.numbers[rank]} to start"):
+            if store.check([key]):
+                break
         return json.loads(store.get(key))
 
     def _store_key(self, name: str, rank: int) -> str:
@@ -235,8 +233,7 @@ class Start:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             holds = os.environ["RANK"] == "0" and not is_launchers
-            pause = self._pauses(f"the job's store at {address[0]} port {address[1]}")
-            while self._store is None:
+            for _ in self._pauses(f"the job's store at {address[0]} port {address[1]}"):
                 try:
                     if not holds:  # torch's own wait ignores signals and prints a lot
                         socket.create_connection(address, timeout=_HANDSHAKE_TIMEOUT_S).close()
@@ -246,65 +243,54 @@ class Start:
                         wait_for_workers=False,
                         multi_tenant=not is_launchers,  # the user's group may use it, too
                     )
+                    break
                 except (OSError, DistError):
                     if holds:
                         raise
-                    next(pause)
+        assert self._store is not None, "it is opened, or the time is over"
         return self._store
 
     # -- connecting -----------------------------------------------------------------------------
 
     def _connect_to(self, peer: int, kind: int) -> socket.socket:
-        """Connect to another rank, and do the connector's side of the handshake."""
-        pause = self._pauses(f"rank {self._grid.numbers[peer]} to start")
+        """Connect to another rank, once it listens."""
         stale_s = time.monotonic() + _STALE_S
-        while True:
-            link, is_local = self._reached(peer)
-            if link is not None:
-                try:
-                    self._introduce(link, peer, kind, is_local=is_local)
-                except _OtherKeyError:
-                    link.close()
-                    if time.monotonic() > stale_s:
-                        raise ConnectionRefusedError(
-                            f"what listens for rank {self._grid.numbers[peer]} does not know the "
-                            f"key of rank {self._grid.job_rank}: give every rank of the job the "
-                            f"same {_KEY_VARIABLE}, or none of them"
-                        ) from None
-                except OSError:  # it has ended, or is of an older round
-                    link.close()
-                except BaseException:
-                    link.close()
+        for _ in self._pauses(f"rank {self._grid.numbers[peer]} to start"):
+            try:
+                return self._connected(peer, kind)
+            except PermissionError:
+                raise
+            except _OtherKeyError:
+                if time.monotonic() > stale_s:
                     raise
-                else:
-                    return link
-            next(pause)
+            except OSError:  # it does not listen yet, its queue is full, or it is of an older round
+                pass
+        raise AssertionError("the pauses end by an error")
 
-    def _reached(self, peer: int) -> tuple[socket.socket | None, bool]:
-        """Return a connection to a rank's listener, if it listens, and whether it is local."""
+    def _connected(self, peer: int, kind: int) -> socket.socket:
         target: Any = self._unix_name(peer)
         is_local = self._meeting.is_on_one_host
         if not is_local:
             host, *tcp, key = self._get("address", peer)
             is_local = host == host_identity()
             target = target if is_local else tuple(tcp)
-            if peer == 0 and key:
-                self._key = key.encode()
+            self._key = key.encode() if key else self._key
         family = socket.AF_UNIX if is_local else _family(target[0])
         link = socket.socket(family, socket.SOCK_STREAM)
-        link.settimeout(_HANDSHAKE_TIMEOUT_S)
         try:
+            link.settimeout(_HANDSHAKE_TIMEOUT_S)
             link.connect(target)
-        except OSError:  # nothing listens yet, or the queue is full
+            if is_local and peer_credentials(link)[1] != os.geteuid():
+                raise PermissionError(
+                    f"what listens for rank {self._grid.numbers[peer]} on this host belongs to "
+                    f"another user than rank {self._grid.job_rank}: run all ranks of a host as one "
+                    "user"
+                )
+            self._introduce(link, peer, kind, is_local=is_local)
+        except BaseException:
             link.close()
-            return None, is_local
-        if is_local and _user_of(link) != os.geteuid():
-            link.close()
-            raise ConnectionRefusedError(
-                f"what listens for rank {self._grid.numbers[peer]} on this host belongs to another "
-                f"user than rank {self._grid.job_rank}: run all ranks of a host as one user"
-            )
-        return link, is_local
+            raise
+        return link
 
     def _introduce(self, link: socket.socket, peer: int, kind: int, *, is_local: bool) -> None:
         """Do the connector's side of the handshake; the peer may be busy with other ranks."""
@@ -316,7 +302,10 @@ class Start:
             answer, _ = self._read(link, 2 * _PROOF_BYTES)
             theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(b"acceptor", challenge, ours, peer)):
-                raise _OtherKeyError
+                raise _OtherKeyError(
+                    f"what listens for rank {self._grid.numbers[peer]} does not know the key of "
+                    f"rank {ours}: give every rank of the job the same {_KEY_VARIABLE}, or none"
+                )
             link.sendall(self._proof(b"connector", theirs, ours, peer))
         _, files_of_peer = self._read(link, len(_WELCOME))
         if files_of_peer:
@@ -344,8 +333,8 @@ class Start:
         """Do the acceptor's side of the handshake; ``OSError`` if it is not of this job."""
         ours, is_local = self._grid.rank, link.family == socket.AF_UNIX
         link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        if is_local and _user_of(link) != os.geteuid():
-            raise ConnectionRefusedError("of another user")
+        if is_local and peer_credentials(link)[1] != os.geteuid():
+            raise PermissionError("of another user")
         hello, files = self._read(link, _HELLO.size, _HANDSHAKE_TIMEOUT_S)
         magic, peer, kind, challenge = _HELLO.unpack(hello)
         if magic != _MAGIC or not ours < peer < self._grid.num_ranks or kind > _ALARM:
@@ -404,13 +393,13 @@ class Start:
         return data, files
 
     def _pauses(self, what: str) -> Iterator[None]:
-        """Pause at each ``next``, longer each time; raises if a peer fails or time is over."""
+        """Pause between attempts, longer each time; raises if a peer fails or the time is over."""
         pause_s = _FIRST_PAUSE_S
         while True:
+            yield
             self._check_time(what)
             self._mesh.poll(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            yield
 
     def _check_time(self, what: str) -> None:
         if time.monotonic() > self._deadline_s:
@@ -421,7 +410,7 @@ class Start:
             )
 
 
-class _OtherKeyError(Exception):
+class _OtherKeyError(ConnectionRefusedError):
     """The other side has another key."""
 
 
@@ -484,10 +473,6 @@ def peer_credentials(link: socket.socket) -> tuple[int, int]:
     data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     process, user, _ = credentials.unpack(data)
     return process, user
-
-
-def _user_of(link: socket.socket) -> int:
-    return peer_credentials(link)[1]
 
 
 def _open_process(link: socket.socket) -> int | None:
