@@ -9,8 +9,10 @@ import time
 
 import pytest
 from tests.test_forks import in_child
+from torch.distributed import PrefixStore
 
 from procpipe.channel.monitor import FAILURE, GOODBYE, encode_failure
+from procpipe.channel.store import MeshStore
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError, WaitTimeoutError
 from tests.channel.meshes import Peer, Recorded, frame, make_mesh, make_meshes, nothing, received_by
 
@@ -302,3 +304,15 @@ def test_a_peer_may_end_after_it_has_left(wired):
     assert not mesh.is_connected(0)
     assert mesh.monitor.failure is None
     other.end()
+
+
+def test_torchs_store_over_the_mesh(net):
+    stores = [PrefixStore("group", MeshStore(mesh)) for mesh in net(3)]
+    stores[0].set("key", "value")
+    assert [store.get("key") for store in stores] == [b"value"] * 3
+
+    meshes = net(2)
+    store = MeshStore(meshes[0])
+    meshes[1].close()
+    with pytest.raises(PeerLostError):
+        store.get("never set")
