@@ -180,6 +180,7 @@ class Mesh:
         """
         if ready():
             return
+        self.check_open()  # in a forked child nothing would end the wait
         started_s, gone_s = time.monotonic(), math.inf
         self.monitor.start_wait(what, started_s)
         while True:

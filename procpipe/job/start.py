@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from procpipe.channel.mesh import Mesh
-from procpipe.errors import PeerLostError, WaitTimeoutError
+from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.grid import Grid
 from procpipe.processes import boot_id
 
@@ -128,9 +128,11 @@ class Start:
         self._files = files
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
+        self._listeners: list[socket.socket] = []
         self._links: dict[tuple[int, int], socket.socket] = {}
         self._store: Store | None = meeting.store
         self._key = os.environ.get(_KEY_VARIABLE, "").encode()
+        self._has_users_key = bool(self._key)
 
     def connect(self) -> None:
         """Connect to every other rank; every rank calls it, and it waits for all of them.
@@ -139,19 +141,15 @@ class Start:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        from torch.distributed import DistError
-
         try:
-            listeners = self._listen()
-            try:
-                for peer in range(self._grid.rank):
-                    for kind in (_DATA, _ALARM):
-                        self._keep(peer, kind, self._connect_to(peer, kind))
-                self._accept_higher(listeners)
-            finally:
-                for listener in listeners:
-                    listener.close()
-        except DistError as error:
+            self._listen()
+            for peer in range(self._grid.rank):
+                for kind in (_DATA, _ALARM):
+                    self._keep(peer, kind, self._connect_to(peer, kind))
+            self._accept_higher()
+        except RuntimeError as error:  # torch's, of the store
+            if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
+                raise
             where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
             raise PeerLostError(
                 0,
@@ -159,35 +157,34 @@ class Start:
                 f"while rank {self._grid.job_rank} waited for the others to start",
             ) from error
         finally:
-            for link in self._links.values():
+            for link in (*self._listeners, *self._links.values()):
                 link.close()
 
     # -- listening ------------------------------------------------------------------------------
 
-    def _listen(self) -> list[socket.socket]:
+    def _listen(self) -> None:
         """Open this rank's listeners, and write into the store where they are."""
         rank = self._grid.rank
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners.append(local)
         for _ in self._pauses("an older process of this job to end"):
             with contextlib.suppress(OSError):
                 local.bind(self._unix_name(rank))
                 break
-        listeners = [local]
         if not self._meeting.is_on_one_host:
             self.host = self._tcp_host()
             remote = socket.socket(_family(self.host), socket.SOCK_STREAM)
+            self._listeners.append(remote)
             remote.bind((self.host, 0))
-            listeners.append(remote)
-        for listener in listeners:
+        for listener in self._listeners:
             listener.listen(4 * self._grid.num_ranks)
             listener.setblocking(False)
         if not self._meeting.is_on_one_host:
-            if rank == 0:
-                self._key = self._key or secrets.token_hex(32).encode()
-            is_given = _KEY_VARIABLE in os.environ
-            key = self._key.decode() if rank == 0 and not is_given else ""
-            self._set("address", [host_identity(), *listeners[-1].getsockname()[:2], key])
-        return listeners
+            key = ""
+            if rank == 0 and not self._has_users_key:
+                key = secrets.token_hex(32)
+                self._key = key.encode()
+            self._set("address", [host_identity(), *remote.getsockname()[:2], key])
 
     def _unix_name(self, rank: int) -> str:
         name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
@@ -274,7 +271,8 @@ class Start:
             host, *tcp, key = self._get("address", peer)
             is_local = host == host_identity()
             target = target if is_local else tuple(tcp)
-            self._key = key.encode() if key else self._key
+            if peer == 0 and not self._has_users_key:
+                self._key = key.encode()
         family = socket.AF_UNIX if is_local else _family(target[0])
         link = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -311,12 +309,12 @@ class Start:
         if files_of_peer:
             self.files_of[peer] = files_of_peer
 
-    def _accept_higher(self, listeners: Sequence[socket.socket]) -> None:
+    def _accept_higher(self) -> None:
         """Accept both connections of each higher rank."""
         grid = self._grid
         poller = select.poll()
-        by_descriptor = {listener.fileno(): listener for listener in listeners}
-        for listener in listeners:
+        by_descriptor = {listener.fileno(): listener for listener in self._listeners}
+        for listener in self._listeners:
             poller.register(listener, select.POLLIN)
         while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
             self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
