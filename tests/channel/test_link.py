@@ -14,7 +14,6 @@ import torch
 
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 
@@ -83,23 +82,8 @@ class Broken(Slow):
 
 
 @pytest.fixture
-def meshes():
-    sockets = socket.socketpair()
-    made = []
-    for rank, sock in enumerate(sockets):
-        sock.setblocking(False)
-        made.append(
-            Mesh(
-                rank,
-                {1 - rank: sock},
-                timeout_s=60.0,
-                stall_timeout_s=30.0,
-                reports=WaitReports(),
-            )
-        )
-    yield made
-    for mesh in made:
-        mesh.close()
+def meshes(net):
+    return net(2)
 
 
 def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):

@@ -344,9 +344,10 @@ def capture_in_a_layer(world: Any) -> list[int]:
     stage.eval()
     loss = stage.step(torch.ones(2, 4))
     assert loss.item() == 4.0
-    queued = [each.queued_with() for each in stage._world.transports.opened]
+    transports: list[Any] = stage._world.transports.opened
+    queued: list[int] = transports[0].queued_with()
     stage.close()
-    return queued[0]
+    return queued
 
 
 @pytest.mark.gpu
