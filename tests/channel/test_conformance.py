@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import traceback
 from datetime import timedelta
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.channel.mesh import Mesh
 from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
@@ -143,7 +141,7 @@ class Meeting:
 
     def __call__(self):
         self._num_meetings += 1
-        store, key = self._world._start.shared_store(), f"{self._name} {self._num_meetings}"
+        store, key = self._world.store, f"{self._name} {self._num_meetings}"
         store.set(f"{key} {self._world.rank}", "here")
         store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import socket
 import threading
 import time
 import weakref
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
-from procpipe.channel.mesh import Mesh
 from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 
@@ -163,6 +161,7 @@ def test_a_timeout_names_the_channel_and_the_message(meshes):
 def test_a_sender_that_has_left_is_named(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
     receiver.expect()
+    meshes[0].leave()
     meshes[0].close()
 
     with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
@@ -173,6 +172,7 @@ def test_a_sender_that_has_left_is_named(meshes):
 def test_a_send_may_end_after_its_receiver_has_left(meshes):
     sender = Sender(meshes[0], 1, 1, Late(), CPU)
     sender.send(Flat.of(BIG))
+    meshes[1].leave()
     meshes[1].close()
 
     sender.settle()
@@ -194,7 +194,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         receiver.take()
@@ -203,7 +203,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
 def test_a_send_that_fails_names_the_failed_rank(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         sender.send(Flat.of(BIG))
@@ -243,8 +243,9 @@ def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
     assert sender.reap() == 0
 
 
-def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes):
+def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, monkeypatch):
     """Symptom: it went on only after the sender's next task, for which the receiver waited."""
+    monkeypatch.setattr("procpipe.channel.link._PAUSE_S", 20.0)
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()

@@ -99,7 +99,7 @@ def plain(code):
 
 
 HIDES_THE_KEY = """
-store = stage._world._start.shared_store()
+store = stage._world.store
 bare, prefix = store.underlying_store, store._prefix
 assert bare.get(prefix + "host/0").startswith(b"sealed1:")
 assert not bare.check([prefix + "key"])
