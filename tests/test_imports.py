@@ -114,8 +114,8 @@ FOR_LAUNCHER = (
     "procpipe.tree",
 )
 
-#: What benchmarks may import, too: where they choose the transport.
-FOR_BENCHMARKS = ("procpipe.job.world",)
+#: What benchmarks may import, too: where they choose the transport, and its thread blocks.
+FOR_BENCHMARKS = ("procpipe.job.world", "procpipe.channel.nccl")
 
 #: Modules that import only the standard library and each other.
 PURE = (
