@@ -144,9 +144,8 @@ PURE = (
 MAY_IMPORT_DISTRIBUTED = (
     "procpipe.replicas.gloo",
     "procpipe.channel.nccl",
-    "procpipe.job.joining",
-    "procpipe.job.rollcall",
-    "procpipe.job.store",
+    "procpipe.channel.store",
+    "procpipe.job.start",
     "procpipe.job.world",
     "procpipe.state",
     "procpipe.replicas.group",

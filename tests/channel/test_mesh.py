@@ -8,13 +8,13 @@ import threading
 import time
 
 import pytest
-from tests.test_forks import in_child
 from torch.distributed import PrefixStore
 
 from procpipe.channel.monitor import FAILURE, GOODBYE, encode_failure
 from procpipe.channel.store import MeshStore
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError, WaitTimeoutError
 from tests.channel.meshes import Peer, Recorded, frame, make_mesh, make_meshes, nothing, received_by
+from tests.test_forks import in_child
 
 
 def failed(mesh, error=RemoteStageError, **options):
@@ -233,7 +233,7 @@ def test_ranks_leave_together(net):
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):
     monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
-    one, other = net(2)
+    one, _ = net(2)
     for _ in range(20):
         one.send(1, 7, 0, 0, bytes(1 << 20))
 

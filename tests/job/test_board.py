@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_forks import in_child
 
 from procpipe.job import board as board_module
 from procpipe.job.board import Board
+from tests.test_forks import in_child
 
 pytestmark = pytest.mark.dist
 

@@ -33,9 +33,7 @@ class Rank(threading.Thread):
 
     def __init__(self, rank, num_ranks, meeting, host="", timeout_s=DEADLINE_S):
         super().__init__(name=host, daemon=True)
-        self.mesh = Mesh(
-            rank, timeout_s=timeout_s, stall_timeout_s=DEADLINE_S, reports=Reports()
-        )
+        self.mesh = Mesh(rank, timeout_s=timeout_s, stall_timeout_s=DEADLINE_S, reports=Reports())
         self.file = os.memfd_create("a file")
         grid = Grid(rank, num_ranks)
         self.connection = Start(self.mesh, grid, meeting, [self.file], timeout_s)
@@ -257,9 +255,7 @@ def connected(rank, meeting):
 def test_a_rank_of_another_user_is_refused(job, monkeypatch, refuses):
     ours, meeting = os.geteuid(), meeting_of("xx")
     other = "rank 1" if refuses == "connector" else "rank 0"
-    monkeypatch.setattr(
-        os, "geteuid", lambda: ours + (threading.current_thread().name == other)
-    )
+    monkeypatch.setattr(os, "geteuid", lambda: ours + (threading.current_thread().name == other))
     ranks = [*job(["rank 0"], 2, meeting, timeout_s=0.3)]
     ranks += job(["rank 1"], 2, meeting, first=1, timeout_s=0.3)
     errors = [rank.ended() for rank in ranks]
@@ -277,9 +273,13 @@ def test_a_rank_of_another_user_is_refused(job, monkeypatch, refuses):
 def test_pipelines_and_rounds_of_a_job_have_names_of_their_own(monkeypatch):
     def meeting(numbers=None, number=0, **changed):
         variables = {
-            **{"MASTER_ADDR": "host", "MASTER_PORT": "1", "WORLD_SIZE": "2"},
-            **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"},
-            **{"LOCAL_WORLD_SIZE": "2", **changed},
+            "MASTER_ADDR": "host",
+            "MASTER_PORT": "1",
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            **changed,
         }
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

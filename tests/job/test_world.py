@@ -7,11 +7,11 @@ import resource
 
 import pytest
 import torch
-from tests.test_forks import in_child
 
 from procpipe.job.devices import pci_addresses
 from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World, _made, _raise_file_limit
+from tests.test_forks import in_child
 
 CPU = torch.device("cpu")
 
