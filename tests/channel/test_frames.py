@@ -16,7 +16,7 @@ from tests.channel.meshes import frame, pair
 
 
 class Narrow:
-    """A socket to itself; a system call moves the next of ``sizes`` bytes at most, 0 would block."""
+    """A socket to itself; each system call moves at most the next of ``sizes``, 0 would block."""
 
     def __init__(self, sizes):
         self.sizes = itertools.cycle(sizes)

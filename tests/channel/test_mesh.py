@@ -233,7 +233,7 @@ def test_ranks_leave_together(net):
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):
     monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
-    one, other = net(2)
+    one, _ = net(2)
     for _ in range(20):
         one.send(1, 7, 0, 0, bytes(1 << 20))
 

@@ -1,4 +1,4 @@
-"""What the monitor thread makes of events: of peers, of waits, and of a main thread that is stuck."""
+"""What the monitor makes of events: of peers, of waits, and of a main thread that is stuck."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class WokenError(Exception):
     """Raised by a signal handler."""
 
 
-class Interrupting(RemoteStageError):
+class InterruptingError(RemoteStageError):
     """Interrupts the main thread while its story is being sent, until that has raised."""
 
     def __init__(self):
@@ -177,7 +177,7 @@ class Interrupting(RemoteStageError):
 
 
 def test_a_signal_handler_that_raises_does_not_stop_a_failure(watched):
-    error = Interrupting()
+    error = InterruptingError()
 
     def handle(number, frame):
         error.has_raised.set()

@@ -8,13 +8,13 @@ import os
 import psutil
 import pytest
 import torch
-from tests.test_forks import in_child
 
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.meta import describe
 from procpipe.channel.shm import ShmTransport
 from procpipe.tree import Flat
 from tests.dist.script import run_forked
+from tests.test_forks import in_child
 
 KIND = 1
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.test_forks import in_child
 
 from procpipe.job.pin import cores_of_host, pin_this_process, shares
 from procpipe.words import cpus_text
 from tests.cases import for_each
+from tests.test_forks import in_child
 
 ROOT = Path(__file__).parents[2]
 FIRST_CPU = min(os.sched_getaffinity(0))

@@ -69,7 +69,7 @@ class Rig:
             self.executors[j].begin()
             try:
                 steps = program(plan, routes, j, has_loss=True)
-                with Observers([self.traces[j]]).step(Order("step", 0)):
+                with Observers([self.traces[j]]).step(Order("step")):
                     outcomes[j] = self.executors[j].run(steps, batches[j])
             except BaseException as error:
                 raised[j] = error
