@@ -86,7 +86,7 @@ class Wait:
 
 
 class Monitor:
-    """The thread of one rank's pipeline; it starts with the first peer.
+    """The thread of one rank's pipeline; it starts before the first peer is connected.
 
     ``numbers`` holds each rank's number in the job, and ``name_of`` describes a rank.
 
@@ -143,10 +143,13 @@ class Monitor:
                 self._processes[peer] = process
                 self._peer_of[process] = peer
                 self._poller.register(process, select.POLLIN)
+        self.start()
+        self._wake()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
         if self._thread.ident is None:
             self._thread.start()
-        else:
-            self._wake()
 
     # -- for the main thread --------------------------------------------------------------------
 

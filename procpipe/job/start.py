@@ -46,7 +46,7 @@ from procpipe.processes import boot_id
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: The job's key where the user, or ``procpipe run``, gives one; this host's address for its peers.
+#: The job's key, where the user gives one; and this host's address for its peers.
 _KEY_VARIABLE, _ADDRESS_VARIABLE = "PROCPIPE_KEY", "PROCPIPE_ADDRESS"
 
 #: Magic, rank, what the connection is for, challenge.
@@ -133,6 +133,7 @@ class Start:
         self._store: Store | None = meeting.store
         self._key = os.environ.get(_KEY_VARIABLE, "").encode()
         self._has_users_key = bool(self._key)
+        self._waits_for = ""  # for reports of a stall
 
     def connect(self) -> None:
         """Connect to every other rank; every rank calls it, and it waits for all of them.
@@ -141,12 +142,16 @@ class Start:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
         """
+        monitor = self._mesh.monitor
+        monitor.start()
+        monitor.start_wait(lambda: self._waits_for, time.monotonic())
         try:
             self._listen()
             for peer in range(self._grid.rank):
                 for kind in (_DATA, _ALARM):
                     self._keep(peer, kind, self._connect_to(peer, kind))
             self._accept_higher()
+            monitor.end_wait()
         except RuntimeError as error:  # torch's, of the store
             if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
                 raise
@@ -400,6 +405,7 @@ class Start:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _check_time(self, what: str) -> None:
+        self._waits_for = what
         if time.monotonic() > self._deadline_s:
             raise WaitTimeoutError(
                 f"rank {self._grid.job_rank} waited {self._timeout_s:.1f} s for {what}: did every "

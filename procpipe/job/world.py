@@ -178,7 +178,9 @@ class World:
             files = self.board.descriptor, self.memory
             self._start = Start(self.mesh, self.grid, self._meeting, files, self._timeout_s)
             if self.num_ranks > 1:
+                self.board.start_call("Stage")
                 self._start.connect()
+                self.board.end_call()
             self._stalls.open_boards(self.mesh, self._start.files_of)
             self.transports.memory_of = {k: files[1] for k, files in self._start.files_of.items()}
         return self.mesh
