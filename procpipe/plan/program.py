@@ -29,11 +29,11 @@ the argument above still holds. It costs one more buffer, and no more than that;
 further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
 nothing. All receives move up by the same number of tasks, so each channel keeps its order.
 
-**The loss** follows a gradient on each hop: that of the micro-batch which completes it. A stage
-passes it on when it has sent that gradient, for which it needed the one that the loss followed to
-it. So it never waits for the loss longer than for gradients, and the order of what two stages send
-each other stays the same at both ends. In a plan without gradients the loss comes and goes at the
-end of the program, behind all else.
+**The loss** goes ahead of a gradient on each hop: that of the micro-batch which completes it. The
+last partition's stage sends it before it makes that gradient, the others pass it on when they have
+made theirs, for which they needed the gradient that came behind it. So none waits for the loss, and
+what two stages send each other stays in the same order at both ends. In a plan without gradients
+the loss passes at the end of the program.
 """
 
 from __future__ import annotations
@@ -204,16 +204,14 @@ def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Progra
         out = [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[0] == stage]
         return (*steps, *into, *out)
     assert plan.last_forward is not None, "a mini-batch with a loss has forward tasks"
-    following = {
-        Transfer(GRADIENT, plan.last_forward, hop.source, hop.destination): hop
-        for hop in routes.loss_hops
-    }
-    found: list[Step] = []
-    for step in steps:
-        found.append(step)
-        if not isinstance(step, Run) and step.transfer in following:
-            found.append(type(step)(following[step.transfer]))
-    return tuple(found)
+    ahead_of: dict[Step, Step] = {}
+    for hop in routes.loss_hops:
+        gradient = Transfer(GRADIENT, plan.last_forward, hop.source, hop.destination)
+        ahead_of[Receive(gradient)] = Receive(hop)
+        is_made_here = hop.source == len(routes.placement) - 1
+        behind = map(Run, gradient.makers) if is_made_here else [Send(gradient)]
+        ahead_of |= dict.fromkeys(behind, Send(hop))
+    return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)
 
 
 def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:
@@ -231,11 +229,6 @@ def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: 
     )
 
 
-def programs(
-    plan: Plan, routes: Routes, *, ahead: int = 1, has_loss: bool = False
-) -> tuple[Program, ...]:
-    """Make the programs of all stages."""
-    return tuple(
-        program(plan, routes, stage, ahead=ahead, has_loss=has_loss)
-        for stage in range(plan.num_stages)
-    )
+def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
+    """Make the programs of all stages, of a call without a loss."""
+    return tuple(program(plan, routes, stage, ahead=ahead) for stage in range(plan.num_stages))

@@ -1,4 +1,4 @@
-"""Where the loss goes: once to every stage, behind a gradient, in the same order at both ends."""
+"""Where the loss goes: to every stage, ahead of a gradient, in the same order at both ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 from procpipe.plan.placement import folded, looped
-from procpipe.plan.program import Program, Receive, Run, Send, programs
+from procpipe.plan.program import Program, Receive, Run, Send, program
 from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES
@@ -29,19 +29,19 @@ def test_the_loss_passes_every_stage_as_gradients_do() -> None:
 
 
 def steps_of_middle(plan: Plan) -> list[str]:
-    return [str(step) for step in programs(plan, Routes(3), has_loss=True)[1]]
+    return [str(step) for step in program(plan, Routes(3), 1, has_loss=True)]
 
 
-def test_a_stage_passes_the_loss_on_behind_the_gradient_of_the_last_forward() -> None:
+def test_a_stage_passes_the_loss_on_ahead_of_the_gradient_of_the_last_forward() -> None:
     assert steps_of_middle(gpipe(2, 3))[4:] == [
-        "receive gradient 1: 2->1",
         "receive loss 0: 2->1",
+        "receive gradient 1: 2->1",
         "run F1@1",
         "send activation 1: 1->2",
         "receive gradient 0: 2->1",
         "run B1@1",
-        "send gradient 1: 1->0",
         "send loss 0: 1->0",
+        "send gradient 1: 1->0",
         "run B0@1",
         "send gradient 0: 1->0",
     ]
@@ -84,7 +84,10 @@ def test_all_small_programs_pass_the_loss_in_order_and_end(n: int) -> None:
             for routes in routes_of(plan):
                 for ahead in (0, 1):
                     with case(f"{name}, m={m}, n={n}, ahead={ahead}, skips={routes.skips}"):
-                        made = programs(plan, routes, ahead=ahead, has_loss=True)
+                        made = [
+                            program(plan, routes, stage, ahead=ahead, has_loss=True)
+                            for stage in range(n)
+                        ]
                         check_passed_once(made, routes)
                         check_order(made, routes)
                         assert run_unbuffered(made, routes) == list(map(len, made))

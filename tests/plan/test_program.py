@@ -59,8 +59,8 @@ def test_the_program_of_the_first_stage() -> None:
         run F0@0
         send activation 0: 0->1
         send target 0: 0->1
-        receive gradient 1: 1->0
         receive loss 0: 1->0
+        receive gradient 1: 1->0
         run F1@0
         send activation 1: 0->1
         send target 1: 0->1
@@ -80,9 +80,9 @@ def test_the_program_of_the_last_stage() -> None:
         receive target 1: 0->1
         run F0@1
         run F1@1
+        send loss 0: 1->0
         run B1@1
         send gradient 1: 1->0
-        send loss 0: 1->0
         run R0@1
         run B0@1
         send gradient 0: 1->0
