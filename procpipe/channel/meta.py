@@ -122,20 +122,11 @@ def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
 
     Not as inference tensors, even in inference mode: a message may arrive early and belong to a
     later call that records gradients, which refuses tensors made in inference mode.
-
-    On a GPU integers are zeros: an aborted transfer leaves memory as it is, and kernels queued
-    behind it still run. Most integers are indices; one out of range is a fault of the device, after
-    which torch's destructors end the process without an error message.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return allocate(meta, device)
-    tensors = [tensor.empty(device) for tensor in meta.tensors]
-    if device != "cpu" and torch.device(device).type == "cuda":
-        for tensor in tensors:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                tensor.zero_()
-    return tensors
+    return [tensor.empty(device) for tensor in meta.tensors]
 
 
 def layout(sizes_bytes: list[int], alignment: int) -> tuple[list[int], int]:
