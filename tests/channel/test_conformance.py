@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import traceback
 from datetime import timedelta
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
+from tests.channel.meshes import make_meshes
 from tests.channel.simulated import Device, Process, transports_on
 
 CPU = torch.device("cpu")
@@ -47,8 +45,7 @@ def memory_sides():
 def link_sides(transports=(None, None)):
     """Two meshes in one process, one thread each; by default all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    first, second = socket.socketpair()
-    meshes = [mesh_over(0, {1: first}), mesh_over(1, {0: second})]
+    meshes = make_meshes(2, timeout_s=TIMEOUT_S)
     sides = [
         Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
     ]
@@ -59,18 +56,6 @@ def simulated_gpu_sides():
     """The same, but with CUDA IPC on a simulated GPU for tensors."""
     gpu = Device()
     return link_sides(transports_on([Process(gpu), Process(gpu)]))
-
-
-def mesh_over(rank, sockets):
-    for sock in sockets.values():
-        sock.setblocking(False)
-    return Mesh(
-        rank,
-        sockets,
-        timeout_s=TIMEOUT_S,
-        stall_timeout_s=TIMEOUT_S,
-        reports=WaitReports(),
-    )
 
 
 def links(mesh, transport, device):

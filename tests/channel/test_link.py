@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import socket
 import threading
 import time
 import weakref
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
+from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
@@ -84,19 +82,7 @@ class Broken(Slow):
 
 @pytest.fixture
 def meshes():
-    sockets = socket.socketpair()
-    made = []
-    for rank, sock in enumerate(sockets):
-        sock.setblocking(False)
-        made.append(
-            Mesh(
-                rank,
-                {1 - rank: sock},
-                timeout_s=60.0,
-                stall_timeout_s=30.0,
-                reports=WaitReports(),
-            )
-        )
+    made = make_meshes(2, timeout_s=60.0)
     yield made
     for mesh in made:
         mesh.close()
@@ -210,7 +196,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         receiver.take()
@@ -219,7 +205,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
 def test_a_send_that_fails_names_the_failed_rank(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         sender.send(Flat.of(BIG))

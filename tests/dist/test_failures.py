@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from datetime import timedelta
 from operator import methodcaller
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.on_gpus
 SOON_S = 5.0
 
 WIDTH, CHUNKS = 4, 3
+
+#: Samples of a mini-batch whose micro-batches are too large to travel inside a token.
+BULK = 8 * CHUNKS * INLINE_BYTES // (4 * WIDTH)
 
 
 class BoomError(Exception):
@@ -85,7 +89,7 @@ def stage_of(world, faulty_stage=None, faulty=None, **options):
     layers = OrderedDict((f"l{k}", nn.Linear(WIDTH, WIDTH)) for k in range(2 * world.num_ranks))
     if faulty is not None:
         layers[f"l{2 * faulty_stage + 1}"] = faulty
-    defaults = {"chunks": CHUNKS, "checkpoint": "always", "loss_fn": F.mse_loss}
+    defaults: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": "always", "loss_fn": F.mse_loss}
     balance = options.pop("balance", [2] * world.num_ranks)
     return Stage(nn.Sequential(layers), balance, world=world, **(defaults | options))
 
@@ -97,7 +101,7 @@ def batch(size=6):
 def train(world, faulty_stage, where, act=boom, api="step", size=6):
     """Train until something acts: a layer, for instance, or the loader of the data."""
     options = {where: act} if where in ("loss_fn", "loss_weight") else {}
-    faulty = None if faulty_stage is None else Faulty(where, act)
+    faulty: nn.Module | None = None if faulty_stage is None else Faulty(where, act)
     if where == "output":
         faulty, options = Returns(act), {"check_loss": True}
 
@@ -268,7 +272,9 @@ def is_killed(world, when):
     pid = int(world.store.get("pid/1"))
 
     def kill_once_it_waits():
-        while (reading := Board.of_process(pid).read()).wait is None or reading.task != "B2":
+        board = Board.of_process(pid)
+        assert board is not None
+        while (reading := board.read()).wait is None or reading.task != "B2":
             pass
         os.kill(pid, signal.SIGKILL)
 
@@ -394,7 +400,7 @@ def test_arguments_that_are_wrong_are_refused(ranks, balance, error, words):
 @pytest.mark.parametrize("origin", [0, 2])
 def test_arguments_that_are_wrong_on_one_rank_end_all(ranks, origin):
     """They do so at once, before any call: rank 1 calls nothing, and waits for an end."""
-    of_rank = [{}, {}, {}]
+    of_rank: list[dict[str, Any]] = [{}, {}, {}]
     of_rank[origin] = {"balance": [2, 1]}
 
     outcomes = ranks(3).run(options_differ, of_rank)
