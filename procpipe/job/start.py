@@ -73,6 +73,10 @@ _BUFFER_BYTES = 4 << 20
 #: Socket option: a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
 _SO_PEERPIDFD = 77
 
+#: The job's store where rank 0 holds it, until the process ends: others may come early for the next
+#: pipeline, and would lose it with this one.
+_held: list[Store] = []
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -228,7 +232,7 @@ class Start:
         return f"procpipe/{members}/{number}/{name}/{rank}"
 
     def _opened_store(self) -> Store:
-        """Return the launcher's store; without one, rank 0 holds it until the pipeline closes."""
+        """Return the launcher's store; without one, rank 0 holds it."""
         if self._store is None:
             from torch.distributed import DistError, TCPStore
 
@@ -249,6 +253,8 @@ class Start:
                 except (OSError, DistError):
                     if holds:
                         raise
+            if holds:
+                _held[:] = [self._store]  # they share one server
         assert self._store is not None, "it is opened, or the time is over"
         return self._store
 

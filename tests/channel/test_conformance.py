@@ -45,7 +45,7 @@ def memory_sides():
 def link_sides(transports=(None, None)):
     """Two meshes in one process, one thread each; by default all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    meshes = make_meshes(2)
+    meshes = make_meshes(2, timeout_s=TIMEOUT_S)
     sides = [
         Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
     ]

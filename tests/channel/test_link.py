@@ -14,6 +14,7 @@ import torch
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
 from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
+from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
@@ -80,8 +81,11 @@ class Broken(Slow):
 
 
 @pytest.fixture
-def meshes(net):
-    return net(2)
+def meshes():
+    made = make_meshes(2, timeout_s=60.0)
+    yield made
+    for mesh in made:
+        mesh.close()
 
 
 def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):

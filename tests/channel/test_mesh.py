@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore
@@ -58,7 +59,7 @@ def test_an_early_frame_is_kept_for_its_handler(net):
 def test_two_ranks_that_fill_each_others_sockets(net):
     meshes = net(2)
     memory = bytearray(1 << 20)
-    received = [], []
+    received: Any = ([], [])
     for mesh, frames, peer in zip(meshes, received, (1, 0), strict=True):
         mesh.on(
             peer,

@@ -137,31 +137,6 @@ def test_a_child_cannot_use_the_stage_without_a_launcher():
     assert "StageClosedError: step() cannot run: this process (" in done.stderr
 
 
-CHILD_OF_A_STUCK_RANK = """
-    import os, sys
-    from torch import nn
-    from procpipe import Stage
-
-    stage = Stage(nn.Sequential(nn.Linear(4, 4)), [1])
-    stage._world.transports.is_device_stuck = True  # as after a failure of a peer
-    pid = os.fork()
-    if pid == 0:
-        sys.exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    stage._world.transports.is_device_stuck = False
-"""
-
-
-def test_a_child_does_not_end_as_its_parent_must():
-    """A rank with a stuck device ends at once, with exit code 1; a child has no device to wait for.
-
-    So of the pipeline's work at the end of a script a child does nothing.
-    """
-    done = run_forked(CHILD_OF_A_STUCK_RANK).check()
-
-    assert (done.stdout, done.stderr) == ("7\n", "")
-
-
 class Forks(nn.Linear):
     """Forks in its second forward; the child ends there, or continues the call."""
 

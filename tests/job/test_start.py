@@ -105,7 +105,7 @@ def test_all_ranks_connect_to_one_another(job, hosts):
         for peer in others:
             is_local = rank.mesh.socket_of(peer).family == socket.AF_UNIX
             assert is_local == (peer in same_host)
-            received = []
+            received: list[object] = []
             rank.mesh.on(peer, 7, lambda *frame, received=received: received.append(frame))
             ranks[peer].mesh.send(number, 7, 0, 1, b"hello")
             rank.mesh.wait(lambda received=received: received, lambda: "hello", peer=peer)
@@ -350,6 +350,7 @@ def test_the_process_at_the_other_end(monkeypatch, has_peerpidfd):
         process = start._open_process(ours)
     with open(f"/proc/self/fdinfo/{process}") as info:
         assert f"Pid:\t{os.getpid()}\n" in info.readlines()
+    assert process is not None
     os.close(process)
 
 

@@ -26,7 +26,7 @@ TRAIN = """
 import json, os, signal, socket, sys, time
 import psutil, torch, torch.nn.functional as F
 from torch import nn
-import procpipe.job.joining as starting
+import procpipe.job.start as starting
 from procpipe import Stage
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -45,7 +45,7 @@ def build(balance, **options):
     return Stage(model(), balance, chunks=4, loss_fn=F.mse_loss, **options)
 
 def links(stage):
-    mesh = stage._world._mesh
+    mesh = stage._world.mesh
     return {peer: mesh.socket_of(peer).family.name for peer in mesh.peers}
 
 def train(stage, steps):
@@ -120,9 +120,9 @@ def test_processes_on_a_host_end_with_the_process_of_the_tests():
 
 #: A stranger connects to each rank that waits for this rank, and later to what listens.
 MEET_STRANGERS = """
-connect_to, listen, sockets = starting.connect_to, starting.listen, set()
+connect_to, listen, sockets = starting.Start._connect_to, starting.Start._listen, set()
 NOISE = (
-    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe2" + bytes(100), os.urandom(9999)
+    b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe3" + bytes(100), os.urandom(9999)
 )
 
 def disturb(address):
@@ -130,16 +130,17 @@ def disturb(address):
         with socket.create_connection(address) as stranger:
             stranger.sendall(words)
 
-def disturb_and_connect_to(peer, address, us):
-    disturb(address.tcp)
-    return connect_to(peer, address, us)
+def disturb_and_connect_to(start, peer, kind):
+    _, *address, _ = start._get("address", peer)
+    disturb(tuple(address))
+    return connect_to(start, peer, kind)
 
-def note_and_listen(host):
-    listeners, address = listen(host)
-    sockets.update(sock.getsockname()[0] for sock in listeners if sock.family != socket.AF_UNIX)
-    return listeners, address
+def note_and_listen(start):
+    listen(start)
+    ours = [sock for sock in start._listeners if sock.family != socket.AF_UNIX]
+    sockets.update(sock.getsockname()[0] for sock in ours)
 
-starting.connect_to, starting.listen = disturb_and_connect_to, note_and_listen
+starting.Start._connect_to, starting.Start._listen = disturb_and_connect_to, note_and_listen
 stage = build([1, 1, 1])
 first = train(stage, 1)
 mine = psutil.Process().net_connections("inet")
