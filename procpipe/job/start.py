@@ -253,9 +253,9 @@ class Start:
                 except (OSError, DistError):
                     if holds:
                         raise
+            assert self._store is not None, "it is opened, or the time is over"
             if holds:
                 _held[:] = [self._store]  # they share one server
-        assert self._store is not None, "it is opened, or the time is over"
         return self._store
 
     # -- connecting -----------------------------------------------------------------------------
