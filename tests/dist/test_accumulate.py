@@ -78,7 +78,7 @@ def check(bare, schedule, mode, is_reversed, num_partitions):
         plain = make_model(dtype)
         options: Any = {"chunks": chunks, "schedule": schedule, "checkpoint": mode}
         options |= {"loss_fn": F.cross_entropy, "loss_weight": weigh}
-        what = f"{n} of {chunks}, {weigh}, {dtype}"
+        what = f"{n} of {chunks}, {weigh is not None}, {dtype}"
         with stage_of(bare, what, plain, balance, **options) as stage:
             returned = []
             for input, target in make_batches(n, 9, dtype):
