@@ -141,7 +141,7 @@ class Meeting:
 
     def __call__(self):
         self._num_meetings += 1
-        store, key = self._world._start.shared_store(), f"{self._name} {self._num_meetings}"
+        store, key = self._world.store, f"{self._name} {self._num_meetings}"
         store.set(f"{key} {self._world.rank}", "here")
         store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
 

@@ -165,7 +165,7 @@ def test_a_timeout_names_the_channel_and_the_message(meshes):
 def test_a_sender_that_has_left_is_named(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
     receiver.expect()
-    meshes[0].close()
+    meshes[0].leave()
 
     with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
         receiver.take()
@@ -175,7 +175,7 @@ def test_a_sender_that_has_left_is_named(meshes):
 def test_a_send_may_end_after_its_receiver_has_left(meshes):
     sender = Sender(meshes[0], 1, 1, Late(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[1].close()
+    meshes[1].leave()
 
     sender.settle()
 

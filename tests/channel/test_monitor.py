@@ -39,7 +39,7 @@ class Watched:
     def play(self, event):
         """Make one thing happen, and wait until the thread has handled it."""
         what, _, of = event.partition(" of ")
-        alarm = self.alarms.get(int(of)) if of.isdigit() else None
+        alarm: Any = self.alarms.get(int(of)) if of.isdigit() else None
         if what == "failure":
             alarm.send(failure(int(of), f"boom on {of}"))
         elif what == "goodbye":
