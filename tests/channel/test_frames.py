@@ -19,20 +19,20 @@ class Narrow:
     """A socket to itself; each system call moves at most the next of ``sizes``, 0 would block."""
 
     def __init__(self, sizes):
-        self.sizes = itertools.cycle(sizes)
+        self.of_sends, self.of_reads = itertools.cycle(sizes), itertools.cycle(sizes)
         self.under_way = bytearray()
 
     def sendmsg(self, parts):
         parts = [*parts]
         assert len(parts) <= 1024, "IOV_MAX"
-        data = b"".join(parts)[: next(self.sizes)]
+        data = b"".join(parts)[: next(self.of_sends)]
         if not data:
             raise BlockingIOError
         self.under_way += data
         return len(data)
 
     def recv_into(self, buffer):
-        num_bytes = min(next(self.sizes), len(buffer), len(self.under_way))
+        num_bytes = min(next(self.of_reads), len(buffer), len(self.under_way))
         if not num_bytes:
             raise BlockingIOError
         buffer[:num_bytes] = self.under_way[:num_bytes]

@@ -160,13 +160,8 @@ def reports_of(outcomes):
     ("n", "origin", "where", "num_samples", "replicas"),
     [
         (2, 0, "between", 6, 1),
-        (2, 1, "layer", INLINE_BYTES, 1),
-        (3, 0, "layer", 6, 1),
         (3, 1, "layer", INLINE_BYTES, 1),
-        (4, 2, "between", 6, 1),
-        (4, 0, "layer", 8, 2),
         (4, 1, "between", 8, 2),
-        (4, 2, "between", 8, 2),
         (4, 3, "layer", 8, 2),
     ],
 )
