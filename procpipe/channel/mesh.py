@@ -297,7 +297,9 @@ class Mesh:
         self._read_until(lambda: not self._data.keys() - self._left, timeout_s)
 
     def close(self) -> None:
-        """Close the sockets; later calls raise an error."""
+        """Close the sockets, once; later calls raise an error."""
+        if self._is_closed:  # the numbers of its descriptors may be those of others by now
+            return
         self._is_closed = True
         self.monitor.close()
         for data in self._data.values():

@@ -21,7 +21,6 @@ waits for the device (https://github.com/pytorch/pytorch/issues/104487).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -182,10 +181,9 @@ class Monitor:
         self._close_all()
 
     def give_up_in_child(self, error: ProcpipeError) -> None:
-        """Close a forked child's copies, in which this thread does not run."""
+        """Note that this is a forked child, in which this thread does not run."""
         self._lock = threading.RLock()  # the parent's thread may have held the old one
-        self.failure, self._is_closed = error, True
-        self._close_all()
+        self.failure = error
 
     def _do(self, act: Callable[[], None]) -> None:
         """Have the thread do something, and wait for that; a signal ends only the wait."""
@@ -321,8 +319,7 @@ class Monitor:
             for peer in tuple(self._alarms):
                 self._close(peer)
             for descriptor in (self.wakes_main, self._wakes_us):
-                with contextlib.suppress(OSError):  # closed before
-                    os.close(descriptor)
+                os.close(descriptor)
 
 
 def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:

@@ -106,7 +106,7 @@ class Meeting:
             )
         is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         members = "" if numbers is None else ",".join(map(str, numbers))
-        # Each agent of torchrun counts its own restarts, so other hosts' names may differ.
+        # Each agent of torchrun counts its own restarts: names differ, where there are several.
         name = "/".join([members or "all", str(number), *job, str(os.geteuid())])
         return cls(name, is_on_one_host)
 
@@ -193,7 +193,8 @@ class Start:
             if rank == 0 and not self._has_users_key:
                 key = secrets.token_hex(32)
                 self._key = key.encode()
-            self._set("address", [host_identity(), *remote.getsockname()[:2], key])
+            places = self._unix_name(rank), *remote.getsockname()[:2]
+            self._set("address", [host_identity(), *places, key])
 
     def _unix_name(self, rank: int) -> str:
         name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
@@ -279,9 +280,9 @@ class Start:
         target: Any = self._unix_name(peer)
         is_local = self._meeting.is_on_one_host
         if not is_local:
-            host, *tcp, key = self._get("address", peer)
+            host, name, *tcp, key = self._get("address", peer)
             is_local = host == host_identity()
-            target = target if is_local else tuple(tcp)
+            target = name if is_local else tuple(tcp)
             if peer == 0 and not self._has_users_key:
                 self._key = key.encode()
         family = socket.AF_UNIX if is_local else _family(target[0])

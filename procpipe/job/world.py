@@ -105,6 +105,7 @@ class World:
         self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
         os.ftruncate(self.memory, _MEMORY_BYTES)
         self._start: Start | None = None
+        self._is_closed = False
         self.transports = OpenTransports(self.mesh, self.device, self.memory)
         self._stalls.transports = self.transports
 
@@ -227,7 +228,7 @@ class World:
 
     def close(self) -> None:
         """Send a goodbye to the peers, unless there was a failure, and close every connection."""
-        if self.board in _closed_boards:
+        if self._is_closed:
             return
         self.transports.leave()
         self.mesh.close()
@@ -238,6 +239,7 @@ class World:
         os.close(self.memory)
         self._start = None
         self._stalls.close()
+        self._is_closed = True
         _closed_boards.append(self.board)
 
 

@@ -128,6 +128,16 @@ def test_a_job_may_start_again_at_once(job):
         assert [rank.ended() for rank in ranks] == [None, None]
 
 
+def test_agents_on_one_host_count_their_own_restarts(job):
+    """Symptom: after a failure, the ranks of two torchrun agents of one host did not meet again."""
+    first, second = (
+        Meeting(f"all/0/{count}", False, store) for store in [HashStore()] for count in "01"
+    )
+    ranks = [*job("x", 2, first), *job("x", 2, second, first=1)]
+
+    assert [rank.ended() for rank in ranks] == [None, None]
+
+
 # -- older entries of the store ------------------------------------------------------------------
 
 
@@ -136,7 +146,7 @@ def test_an_older_entry_of_the_store_is_read_again(job, monkeypatch, what):
     monkeypatch.setattr(start, "_HANDSHAKE_TIMEOUT_S", 0.05)
     meeting = meeting_of("xy")
     with socket.create_server(("127.0.0.1", 0)) as older:
-        entry = ["x", *older.getsockname(), "0" * 64]
+        entry = ["x", "\0older", *older.getsockname(), "0" * 64]
         meeting.store.set("procpipe/all/0/address/0", json.dumps(entry))
         meeting.store.set("procpipe/all/0/host/0", json.dumps("127.0.0.1"))
         if what == "nothing":
@@ -240,7 +250,7 @@ def test_strangers_are_refused(job, monkeypatch, hosts, sent):
 def connected(rank, meeting):
     """Return a socket that is connected to a rank's listener."""
     if meeting.store is not None:
-        _, *address, _ = json.loads(meeting.store.get("procpipe/all/0/address/0"))
+        _, _, *address, _ = json.loads(meeting.store.get("procpipe/all/0/address/0"))
         return socket.create_connection(address)
     while True:
         link = socket.socket(socket.AF_UNIX)

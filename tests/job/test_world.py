@@ -189,6 +189,20 @@ def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
     assert in_child(started) == "['cores', 'CUDA']"
 
 
+def test_a_second_close_does_nothing(environment):
+    """Symptom: it closed files that were opened after the first, such as a newer stage's."""
+    environment()
+    world = World.from_environment()
+    world.close()
+    newer = World.from_environment()
+    before = os.listdir("/proc/self/fd")
+
+    world.close()
+
+    assert os.listdir("/proc/self/fd") == before
+    newer.close()
+
+
 @pytest.mark.dist
 def test_the_file_limit_is_raised_to_what_is_allowed():
     def raised():
