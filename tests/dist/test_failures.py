@@ -218,18 +218,6 @@ def test_memory_runs_out(ranks, where):
     assert all(re.search(message, failure.text) for failure in outcomes.errors())
 
 
-def raise_long_text():
-    raise BoomError("start" + "x" * (50 << 20) + "end")
-
-
-def test_a_long_exception_text_is_shortened(ranks):
-    victim, _ = ranks(2).run(train, 1, "forward", raise_long_text).errors()
-
-    assert "BoomError: startxxx" in victim.text
-    assert "task F1@1 (micro-batch 1)" in victim.text
-    assert len(victim.text) < 1 << 18
-
-
 # -- calls after a failure -----------------------------------------------------------------------
 
 
