@@ -35,6 +35,9 @@ Handler = Callable[[int, int, memoryview], None]
 Place = Callable[[int, int], memoryview | None]
 _Frame = tuple[int, int, bytearray]
 
+#: The system's calls take no longer time, such as an infinite one.
+_MAX_POLL_S = 3600.0
+
 #: How long a leaving rank waits for peers that are too busy to read its last frame.
 _LAST_FRAME_TIMEOUT_S = 5.0
 
@@ -218,7 +221,7 @@ class Mesh:
 
     def _read_and_write(self, timeout_s: float) -> None:
         """Read and send what is possible within a time; after a failure, all that has come."""
-        for descriptor, event in self._poller.poll(max(0.0, timeout_s) * 1000):
+        for descriptor, event in self._poller.poll(min(max(0.0, timeout_s), _MAX_POLL_S) * 1000):
             if descriptor == self.monitor.wakes_main:
                 for peer in tuple(self._data):
                     while self._read(peer):

@@ -261,7 +261,7 @@ class Monitor:
             self._has_left = True
 
     def _send_to_all(self, frame_type: int, body: bytes) -> None:
-        """Send a frame of a few kilobytes, which an empty socket takes at once."""
+        """Send a frame of at most 400 kB (``run/faults.py``), which an empty socket takes at once."""
         for peer, alarm in self._alarms.items():
             if peer not in self.left:
                 alarm.send(frame_type, 0, 0, (body,))
@@ -333,7 +333,8 @@ def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:
 def encode_failure(error: RemoteStageError) -> bytes:
     """Return a rank's failure as JSON."""
     is_lost = isinstance(error, PeerLostError)
-    return json.dumps({"rank": error.rank, "story": error.story, "is_lost": is_lost}).encode()
+    sent = {"rank": error.rank, "story": error.story, "is_lost": is_lost}
+    return json.dumps(sent, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def decode_failure(data: bytes) -> RemoteStageError:

@@ -365,8 +365,9 @@ class Start:
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_vanished_host(link)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if kind == _DATA else ():
-            link.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        # An alarm must be taken at once; for data over TCP the system finds a size by itself.
+        if kind == _ALARM or link.family == socket.AF_UNIX:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         link.setblocking(False)
         self._links[peer, kind] = link
         if (peer, 1 - kind) in self._links:

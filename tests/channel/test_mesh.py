@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -101,6 +102,17 @@ def test_a_wait_reads_only_what_it_needs(wired):
     alone.poll()
     alone.close()
     assert alone.peers == ()
+
+
+def test_a_wait_without_a_limit():
+    a, b = make_meshes(2, timeout_s=math.inf, stall_timeout_s=math.inf)
+    received = received_by(a, 1, 7)
+    b.send(0, 7, 0, 0)
+
+    a.wait(lambda: received, nothing)
+
+    a.close()
+    b.close()
 
 
 def test_a_timeout_error_has_the_rank_the_time_and_the_message():
