@@ -55,6 +55,8 @@ class Channels:
     senders: dict[Channel, Sender] = field(default_factory=dict)
     receivers: dict[Channel, Receiver] = field(default_factory=dict)
     poll: Callable[[], None] = lambda: None
+    #: Waits until nothing that was sent holds this rank's device; reads nothing if that is so.
+    wait_posted: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class Executor:
                         of_ties.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
-            self._channels.poll()
+            self._channels.wait_posted()
             self._add_up_tied(of_ties)
             part = self._loss_part(batch) if batch.is_step and program else None
             self._end_gradients(part, batch, outcome)

@@ -119,7 +119,7 @@ class Pipeline:
         Until its next call a rank may do anything: wait for a peer by other means, write into the
         mini-batch it gave, or into parameters that a layer returned.
         """
-        self.channels.poll()
+        self.channels.wait_posted()
         for sender in self.channels.senders.values():
             sender.wait_reusable()
         self.wires.mesh.flush()

@@ -140,6 +140,10 @@ def _open_channels(
     across = [peer for peer, transport in transports.items() if transport is None]
     holding = [sender for sender in channels.senders.values() if sender.holds_device]
 
+    def wait_posted() -> None:
+        for sender in holding:
+            sender.wait_posted()
+
     def poll() -> None:
         """Read what has come, send on what waits, and release what has arrived elsewhere.
 
@@ -151,10 +155,9 @@ def _open_channels(
             send_on(mesh, peer)
         for sender in channels.senders.values():
             sender.reap()
-        for sender in holding:
-            sender.wait_posted()
+        wait_posted()
 
-    channels.poll = poll
+    channels.poll, channels.wait_posted = poll, wait_posted
     return channels
 
 

@@ -131,7 +131,7 @@ def disturb(address):
             stranger.sendall(words)
 
 def disturb_and_connect_to(start, peer, kind):
-    _, *address, _ = start._get("address", peer)
+    _, _, *address, _ = start._get("address", peer)
     disturb(tuple(address))
     return connect_to(start, peer, kind)
 
