@@ -29,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -201,6 +202,13 @@ class Monitor:
     # -- in the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a fault here, after which nothing would be noticed
+            story = f"its monitor thread: {''.join(traceback.format_exception(error))}"
+            self._note(RemoteStageError(self._numbers[self._rank], story))
+
+    def _watch(self) -> None:
         every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self._timeout_s / 4)
         while not self._is_closed:
             for descriptor, _ in self._poller.poll(every_s * 1000):

@@ -116,7 +116,8 @@ class Calls:
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {text_of(error)}"
         self._world.board.fail()
         try:
-            if isinstance(error, RemoteStageError):  # the monitor has passed it on
+            if isinstance(error, RemoteStageError):
+                self._world.mesh.fail(error)  # new to ranks of this pipeline if it is of another
                 self._is_victim = True
             elif not isinstance(error, FOUND_BY_EACH):
                 who = self._world.grid.name_of(self._world.rank)

@@ -195,6 +195,18 @@ def test_a_signal_handler_that_raises_does_not_stop_a_failure(watched):
     assert watched.sent_to(2) == [OURS]
 
 
+def test_a_fault_of_the_thread_is_a_failure(watched, monkeypatch):
+    """Symptom: from then on no end of a peer was noticed."""
+    monkeypatch.setattr(watched.reports, "last_seen", lambda peer: [][peer])
+
+    watched.alarms[1].close()
+
+    assert is_readable(watched.monitor.wakes_main)
+    assert watched.monitor.failure.rank == 0
+    assert "IndexError: list index out of range" in watched.monitor.failure.story
+    assert watched.sent_to(2)[0][0] == 0
+
+
 # -- the main thread -----------------------------------------------------------------------------
 
 

@@ -69,6 +69,29 @@ for stage in (a, b):
     assert done.duration_s < 60
 
 
+def test_a_failure_in_a_pipeline_ends_the_others_of_its_ranks():
+    """Symptom: rank 2 blamed rank 0, which had only left, for the failure of rank 1."""
+    done = run_forked(
+        script("""
+from procpipe.job.world import World
+layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+stages = [
+    Stage(layers, [1, 1], world=World.from_environment(None, (0, other)))
+    for other in (1, 2) if RANK in (0, other)
+]
+if RANK == 1:
+    raise KeyError("origin")
+for stage in stages:
+    stage(x)
+"""),
+        num_ranks=3,
+    )
+
+    for rank in (0, 2):
+        line = f"rank {rank} ends, because rank 1 failed in the script: KeyError: 'origin'"
+        assert line in done.stderr, str(done)
+
+
 def test_torchrun_starts_again_after_a_failure():
     """What the first attempt left in the launcher's store must not affect the next one."""
     done = run_script(
