@@ -82,7 +82,7 @@ class Wait:
         self.what = what
         self.since_s = since_s
         self.next_stall_s = stall_timeout_s
-        self.is_noted = False
+        self.noted = ""  # on the board
 
 
 class Monitor:
@@ -162,7 +162,7 @@ class Monitor:
         """Follow it no more: it was successful."""
         with self._lock:
             wait, self._wait = self._wait, None
-            if wait is not None and wait.is_noted:
+            if wait is not None and wait.noted:
                 self._reports.end_wait()
 
     def fail(self, error: ProcpipeError) -> None:
@@ -279,9 +279,9 @@ class Monitor:
         with self._lock:
             wait = self._wait
             waited_s = now_s - wait.since_s if wait is not None else 0.0
-            if wait is not None and not wait.is_noted and waited_s >= _NOTE_AFTER_S:
-                wait.is_noted = True
-                self._reports.start_wait(wait.what(), wait.since_s)
+            if wait is not None and waited_s >= _NOTE_AFTER_S and wait.noted != wait.what():
+                wait.noted = wait.what()
+                self._reports.start_wait(wait.noted, wait.since_s)
         if wait is not None:
             self._seen = None
             if waited_s >= wait.next_stall_s:
