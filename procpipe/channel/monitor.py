@@ -269,7 +269,7 @@ class Monitor:
             self._has_left = True
 
     def _send_to_all(self, frame_type: int, body: bytes) -> None:
-        """Send a frame of at most 400 kB (``run/faults.py``), which an empty socket takes at once."""
+        """Send a frame of 400 kB at most (``story_of``), which an empty socket takes at once."""
         for peer, alarm in self._alarms.items():
             if peer not in self.left:
                 alarm.send(frame_type, 0, 0, (body,))
