@@ -82,7 +82,7 @@ class Wait:
         self.what = what
         self.since_s = since_s
         self.next_stall_s = stall_timeout_s
-        self.is_noted = False
+        self.noted = ""  # on the board
 
 
 class Monitor:
@@ -162,7 +162,7 @@ class Monitor:
         """Follow it no more: it was successful."""
         with self._lock:
             wait, self._wait = self._wait, None
-            if wait is not None and wait.is_noted:
+            if wait is not None and wait.noted:
                 self._reports.end_wait()
 
     def fail(self, error: ProcpipeError) -> None:
@@ -269,7 +269,7 @@ class Monitor:
             self._has_left = True
 
     def _send_to_all(self, frame_type: int, body: bytes) -> None:
-        """Send a frame, of 400 kB at most (``run/faults.py``): an empty socket takes it at once."""
+        """Send a frame of 400 kB at most (``story_of``), which an empty socket takes at once."""
         for peer, alarm in self._alarms.items():
             if peer not in self.left:
                 alarm.send(frame_type, 0, 0, (body,))
@@ -279,9 +279,9 @@ class Monitor:
         with self._lock:
             wait = self._wait
             waited_s = now_s - wait.since_s if wait is not None else 0.0
-            if wait is not None and not wait.is_noted and waited_s >= _NOTE_AFTER_S:
-                wait.is_noted = True
-                self._reports.start_wait(wait.what(), wait.since_s)
+            if wait is not None and waited_s >= _NOTE_AFTER_S and wait.noted != wait.what():
+                wait.noted = wait.what()
+                self._reports.start_wait(wait.noted, wait.since_s)
         if wait is not None:
             self._seen = None
             if waited_s >= wait.next_stall_s:

@@ -405,7 +405,7 @@ class Start:
 
     def _pauses(self, what: str) -> Iterator[None]:
         """Pause between attempts, longer each time; raises if a peer fails or the time is over."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, self._waits_for = _FIRST_PAUSE_S, what
         while True:
             yield
             self._check_time(what)

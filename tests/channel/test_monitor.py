@@ -259,6 +259,16 @@ def test_a_long_wait_is_reported_again_after_twice_the_time(main):
         assert looked(main, 1017.0, 1100.0) == ["waits no more"]
 
 
+def test_what_is_waited_for_may_change(main):
+    """Symptom: the start of a job was reported as a wait for what came first, or for nothing."""
+    names = ["rank 1", "rank 2"]
+    main.do(lambda: main.monitor.start_wait(lambda: names[0], 1000.0))
+
+    assert looked(main, 1001.0, 1002.0) == ["waits for rank 1"]
+    names.pop(0)
+    assert looked(main, 1003.0, 1004.0) == ["waits for rank 2"]
+
+
 def test_a_short_wait_is_not_reported(main):
     main.do(lambda: main.monitor.start_wait(lambda: "rank 1", 1000.0))
     looked(main, 1000.01)
