@@ -161,13 +161,13 @@ def loss_of_first_entry(output: Any, x: Any, y: Any, how: str) -> Any:
 
 def use_the_first_entry(world: Any, how: str) -> str:
     """Return the error of such a loss; on rank 0, which cannot know of it, none."""
-    stage = make_stage(world)
+    stage, text = make_stage(world), ""
     for x, y in stage.batches([(X, Y)]):
         try:
             loss_of_first_entry(stage(x), x, y, how)
         except RemoteValueError as error:
-            return str(error)
-    return ""
+            text = str(error)
+    return text
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
