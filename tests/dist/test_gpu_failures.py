@@ -19,37 +19,15 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.channel import nccl
-from tests.dist import test_failures
-from tests.dist.report import Failure, Outcome, Outcomes
+from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
-from tests.dist.test_failures import BULK, SOON_S, boom, kill, train
+from tests.dist.test_failures import BULK, SOON_S, boom, check, check_lost, kill, train
 from tests.held import happens, hold
 
 pytestmark = pytest.mark.gpu
 
 WIDTH = 256
 CHUNKS = 4
-
-
-def without_ended(outcomes: Outcomes, origin: int) -> Outcomes:
-    """Return the outcomes but for victims that did not wait for their device; check their line."""
-
-    def is_ended(outcome: Outcome) -> bool:
-        if outcome.rank == origin or not outcome.error or outcome.error.type != "ProcessDied":
-            return False
-        assert f"rank {outcome.rank} ends, because rank {origin} " in outcome.output, str(outcome)
-        assert outcome.output.count("\n") == 1, str(outcome)
-        return True
-
-    return Outcomes(outcome for outcome in outcomes if not is_ended(outcome))
-
-
-def check(outcomes: Outcomes, origin: int, error: str, *words: str) -> None:
-    test_failures.check(without_ended(outcomes, origin), origin, error, *words)
-
-
-def check_lost(outcomes: Outcomes, origin: int, *words: str) -> None:
-    test_failures.check_lost(without_ended(outcomes, origin), origin, *words)
 
 
 class Long(nn.Module):
