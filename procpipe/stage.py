@@ -432,7 +432,7 @@ class Stage(Gradients):
     def close(self) -> None:
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""
         self._calls.close()
-        self._batches.stops.restore()
+        self._batches.close()
 
     # -- one call, step by step -----------------------------------------------------------------
 

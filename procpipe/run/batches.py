@@ -102,6 +102,11 @@ class Batches:
             self._keep(items)
         return self.stops.is_stopped
 
+    def close(self) -> None:
+        """Set earlier handlers of signals again, and drop what a stopped loop has read from."""
+        self.stops.restore()
+        self._unfinished = None
+
     def _keep(self, items: Iterator[Any]) -> None:
         """Keep a stopped loop's iterator: a ``Resumable`` forgets its position when that ends."""
         self._unfinished = items
