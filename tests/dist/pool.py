@@ -12,9 +12,10 @@
                         <-- Outcome -----------   closes the World
       no outcome in time: stop all, SIGABRT all, continue all: faulthandler writes every stack
 
-Processes start when first needed and are used again. If one dies, it is replaced, and on GPUs all
-are; so they are if a run hangs or is interrupted. They are forks of one process that has imported
-torch (tests/dist/forks.py): the import would take each of them a second or two.
+Processes start when first needed and are used again. If one dies, all are replaced: a stage that an
+earlier test left open in another process would blame its end on the rank of that number. So they
+are if a run hangs or is interrupted. They are forks of one process that has imported torch
+(tests/dist/forks.py): the import would take each of them a second or two.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.dist.devices import devices_of_ranks, is_on_gpus
+from tests.dist.devices import devices_of_ranks
 from tests.dist.forks import fork_server
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Job
@@ -110,11 +111,8 @@ class Pool:
             # job, so the next test needs new ones.
             self._discard()
             raise
-        dead = [o.rank for o in outcomes if o.error and o.error.type == "ProcessDied"]
-        if dead and is_on_gpus():
-            self._discard()  # what the others have on a GPU may depend on the dead process
-        for rank in dead if self._workers else ():
-            self._workers.pop(rank).end(0.0)
+        if any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes):
+            self._discard()
         return outcomes
 
     def close(self) -> None:
