@@ -12,9 +12,10 @@
                         <-- Outcome -----------   closes the World
       no outcome in time: stop all, SIGABRT all, continue all: faulthandler writes every stack
 
-Processes start when first needed and are used again. If one dies, it is replaced, and on GPUs all
-are; so they are if a run hangs or is interrupted. They are forks of one process that has imported
-torch (tests/dist/forks.py): the import would take each of them a second or two.
+Processes start when first needed and are used again. If one dies, all are replaced: a stage that an
+earlier test left open in another process would blame its end on the rank of that number. So they
+are if a run hangs or is interrupted. They are forks of one process that has imported torch
+(tests/dist/forks.py): the import would take each of them a second or two.
 """
 
 from __future__ import annotations
@@ -110,11 +111,10 @@ class Pool:
             # job, so the next test needs new ones.
             self._discard()
             raise
-        dead = [o.rank for o in outcomes if o.error and o.error.type == "ProcessDied"]
-        if is_on_gpus() and any(o.error for o in outcomes):
-            self._discard()  # their devices may wait for ever
-        for rank in dead if self._workers else ():
-            self._workers.pop(rank).end(0.0)
+        errors = [outcome.error for outcome in outcomes if outcome.error]
+        # On GPUs after any error: their devices may wait for ever.
+        if errors and (is_on_gpus() or any(error.type == "ProcessDied" for error in errors)):
+            self._discard()
         return outcomes
 
     def close(self) -> None:
