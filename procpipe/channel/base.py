@@ -89,6 +89,9 @@ class DeviceTransfers(Protocol):
         hang in another thread. After ``drain`` there are none.
         """
 
+    def are_over(self) -> bool:
+        """Return, without waiting, whether the device has done all transfers; asks the device."""
+
 
 class OpenedDevice(Opened, DeviceTransfers, Protocol):
     """What a rank has open on its device."""

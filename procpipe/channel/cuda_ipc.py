@@ -195,6 +195,10 @@ class CudaIpcTransport:
         """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
         return sorted(self._under_way.ranks())
 
+    def are_over(self) -> bool:
+        """Return whether all transfers are over; see ``DeviceTransfers``."""
+        return not self._under_way.look_at_all()
+
     def close(self) -> None:
         """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""
         self._free_closed()

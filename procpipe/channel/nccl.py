@@ -104,6 +104,10 @@ class Communicators:
         ranks = {*self._connecting_to, *self._under_way.ranks()}
         return sorted(ranks - {self._rank})
 
+    def are_over(self) -> bool:
+        """Return whether all transfers are over; see ``DeviceTransfers``."""
+        return not (self._connecting_to or self._under_way.look_at_all())
+
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
@@ -147,7 +151,7 @@ class Communicators:
         group.eager_connect_single_device(self._device)
         self._groups[ranks] = group
         begin(group, [token]).block_current_stream()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
         self._connecting_to = ()
 
 

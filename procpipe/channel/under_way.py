@@ -29,6 +29,12 @@ class UnderWay:
             begun.popleft()
         return not begun
 
+    def look_at_all(self) -> set[int]:
+        """Look what is done; return the ranks with which something is under way."""
+        for ranks in tuple(self._of):
+            self.look(ranks)
+        return self.ranks()
+
     def clear(self) -> None:
         """Note that all is done."""
         for begun in self._of.values():

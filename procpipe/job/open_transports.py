@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
+from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.transports import TransportChoice
 from procpipe.optional import needed
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
+
+#: How long transfers of a stage that failed may take to end before this process opens others.
+_END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
+
+#: What stages that failed have left on this process's devices.
+_left_behind: list[OpenedDevice] = []
 
 
 class OpenTransports:
@@ -93,9 +101,26 @@ class OpenTransports:
         return nccl
 
     def add_of_device(self, transport: OpenedDevice) -> None:
-        """Add what a rank exchanges by its device; it is closed with the others."""
+        """Add what a rank exchanges by its device; it is closed with the others.
+
+        Raises ``StageClosedError`` where a stage that failed has left transfers there.
+        """
+        self._check_device()
         self._of_device.append(transport)
         self.opened.append(transport)
+
+    def _check_device(self) -> None:
+        """Check that nothing on the device waits for a peer that may have gone."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while not all(each.are_over() for each in _left_behind):
+            if time.monotonic() >= deadline_s:
+                raise StageClosedError(
+                    f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
+                    f"{self._device} are transfers of a stage that failed, which may never end. "
+                    "Start the processes again (torchrun does so with --max-restarts)"
+                )
+            time.sleep(_LOOK_EVERY_S)
+        _left_behind.clear()
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
@@ -115,5 +140,6 @@ class OpenTransports:
         if self._of_device and self._mesh.monitor.failure is not None:
             keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
+            _left_behind.extend(self._of_device)
         while self.opened:
             self.opened.pop().close()

@@ -177,7 +177,9 @@ def channels_last_stays_so(end: End) -> None:
         last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         kept += [x, x.contiguous(memory_format=last), torch.complex(x, x + 1).conj()]
         kept += [kept[-2].float()]
-    values = [*kept, kept, kept[1].transpose(2, 3), kept[3][:, ::2], kept[1].transpose(0, 1)]
+    values = [*kept, kept]
+    if end.device.type == "cpu":  # on its way to a device such a view becomes dense
+        values += [kept[1].transpose(2, 3), kept[3][:, ::2], kept[1].transpose(0, 1)]
     if end.rank == 0:
         for value in values:
             end.sender().send(flat(end, value))

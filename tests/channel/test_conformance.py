@@ -94,7 +94,7 @@ def run_all(world, transport_name):
     if transport_name in ("nccl", "cuda_ipc"):
         device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
         torch.cuda.set_device(device)
-    world.device = device
+    world.device = world.transports._device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
     (transport,) = world.transports.open(
@@ -170,10 +170,10 @@ def test_shm(shm_errors, name):
 def test_cuda_ipc(ranks):
     """Both ranks on one GPU."""
     for errors in ranks(2).run(run_all, "cuda_ipc").values():
-        assert errors == dict.fromkeys(NAMES)
+        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))
 
 
 @pytest.mark.gpu(2)
 def test_nccl(ranks):
     for errors in ranks(2).run(run_all, "nccl").values():
-        assert errors == dict.fromkeys(NAMES)
+        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))

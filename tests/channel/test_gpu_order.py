@@ -53,12 +53,12 @@ def a_transfer_does_not_wait_for_the_receivers_compute(end: Any) -> None:
     if end.rank == 0:
         send(end, 7)
         end.sender().settle()
-        assert happens(lambda: are_over(end), TIMEOUT_S)
+        assert happens(end.transport.are_over, TIMEOUT_S)
         end.meet()
     else:
         with held(compute(end)):
             received = take(end)
-            assert happens(lambda: are_over(end), TIMEOUT_S)
+            assert happens(end.transport.are_over, TIMEOUT_S)
             end.meet()
         assert_all(received, 7)
 
@@ -78,7 +78,7 @@ def received_memory_is_kept_for_compute(end: Any) -> None:
             del received
             for _ in range(num_later):
                 take(end)
-                assert happens(lambda: are_over(end), TIMEOUT_S)
+                assert happens(end.transport.are_over, TIMEOUT_S)
             end.meet()
         assert_all(result, 1)
 
@@ -94,7 +94,7 @@ def memory_that_compute_still_reads_is_not_received_into(end: Any) -> None:
             result = old + 1
             del old
             received = take(end)
-            assert happens(lambda: are_over(end), TIMEOUT_S)
+            assert happens(end.transport.are_over, TIMEOUT_S)
             end.meet()
         assert_all(result, 4)
         assert_all(received, 7)
@@ -138,7 +138,7 @@ def a_slot_is_filled_without_the_receiver(end: Any) -> None:
     if end.rank == 0:
         for k in range(2):
             send(end, k)
-        assert happens(lambda: are_over(end), TIMEOUT_S)
+        assert happens(end.transport.are_over, TIMEOUT_S)
         end.meet()
     else:
         end.meet()
@@ -151,7 +151,7 @@ def a_slot_is_filled_again_only_when_it_was_read(end: Any) -> None:
         send(end, 7)
         end.meet()  # the receiver has queued its part
         send(end, 9)
-        assert not happens(lambda: are_over(end), PATIENCE_S)
+        assert not happens(end.transport.are_over, PATIENCE_S)
         end.meet()
     else:
         with held(end.transport._receiving[0, KIND]):
@@ -257,12 +257,6 @@ def held_sends(end: Any) -> Iterator[None]:
         yield
 
 
-def are_over(end: Any) -> bool:
-    """Return whether the device has done this rank's transfers; for the main thread."""
-    under_way = end.transport._under_way
-    return all(under_way.look(ranks) for ranks in tuple(under_way._of))
-
-
 def compute(end: Any) -> torch.cuda.Stream:
     return torch.cuda.current_stream(end.device)
 
@@ -293,7 +287,7 @@ def assert_all(tensor: Tensor, value: int) -> None:
 def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
     """Run every case on this rank; return what each one raised."""
     if transport_name == "cuda_ipc":
-        world.device = torch.device("cuda", 0)
+        world.device = world.transports._device = torch.device("cuda", 0)
         torch.cuda.set_device(world.device)
     routes = [(a, 1 - a, kind) for a in (0, 1) for kind in (KIND, 2)]
     mesh = world.connect()
