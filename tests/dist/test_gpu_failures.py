@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.channel import nccl
+from procpipe.errors import RemoteStageError, StageClosedError
 from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
-from tests.dist.test_failures import BULK, SOON_S, boom, check, check_lost, kill, train
+from tests.dist.stages import stage_of
+from tests.dist.test_failures import BULK, SOON_S, BoomError, boom, check, check_lost, kill, train
 from tests.held import happens, hold
 
 pytestmark = pytest.mark.gpu
@@ -117,6 +119,29 @@ def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
     assert isinstance(failure, Failure)
     assert failure.type == "ProcessDied"
     check_lost(outcomes, origin, f"rank {origin}{place} ended without a message")
+
+
+def opens_another_stage(bare: Any) -> None:
+    options = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
+    data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
+    model = nn.Sequential(Long(), Long(boom if bare.rank == 1 else None))
+    with (
+        pytest.raises((BoomError, RemoteStageError)),
+        stage_of(bare, "fails", model, [1, 1], **options) as stage,
+    ):
+        stage.step(*data)
+    with (
+        pytest.raises((StageClosedError, RemoteStageError)) as caught,
+        stage_of(bare, "another", nn.Sequential(Long(), Long()), [1, 1], **options) as stage,
+    ):
+        stage.step(*data)
+    assert "cannot open another stage: on cuda:" in str(caught.value)
+
+
+@pytest.mark.gpu(2)
+def test_no_stage_is_opened_where_a_failed_one_has_left_transfers(ranks: Any) -> None:
+    """Rank 0 has sent what rank 1 never receives; the next wait for the device would not end."""
+    ranks(2).run(opens_another_stage, world=False).values()
 
 
 class NeverEnds(nn.Linear):
