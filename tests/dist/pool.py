@@ -14,8 +14,9 @@
 
 Processes start when first needed and are used again. If one dies, all are replaced: a stage that an
 earlier test left open in another process would blame its end on the rank of that number. So they
-are if a run hangs or is interrupted. They are forks of one process that has imported torch
-(tests/dist/forks.py): the import would take each of them a second or two.
+are if a run hangs, is interrupted, or leaves transfers on a GPU that never end. They are forks of
+one process that has imported torch (tests/dist/forks.py): the import would take each of them a
+second or two.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.dist.devices import devices_of_ranks, is_on_gpus
+from tests.dist.devices import devices_of_ranks
 from tests.dist.forks import fork_server
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Job
@@ -111,9 +112,8 @@ class Pool:
             # job, so the next test needs new ones.
             self._discard()
             raise
-        errors = [outcome.error for outcome in outcomes if outcome.error]
-        # On GPUs after any error: their devices may wait for ever.
-        if errors and (is_on_gpus() or any(error.type == "ProcessDied" for error in errors)):
+        died = any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes)
+        if died or any(outcome.is_spoilt for outcome in outcomes):
             self._discard()
         return outcomes
 

@@ -138,7 +138,15 @@ def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    return Outcome(rank, None if failure else value, failure, duration_s=duration_s)
+    return Outcome(
+        rank, None if failure else value, failure, duration_s=duration_s, is_spoilt=_is_spoilt()
+    )
+
+
+def _is_spoilt() -> bool:
+    """Return whether a stage that failed has left transfers on this process's GPU."""
+    transports = sys.modules.get("procpipe.job.open_transports")
+    return transports is not None and bool(transports._left_behind)
 
 
 def _make_world(job: Job, rank: int, store: dist.Store, name: str) -> Any:
