@@ -21,7 +21,7 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure, ratio
 from benchmarks.workloads import Job, Workload
 
-_OURS, _OURS_GLOO, _PEER, _BARE = "procpipe", "procpipe over gloo", "torch GPipe", "bare gloo"
+_OURS, _OURS_SOCKETS, _PEER, _BARE = "procpipe", "procpipe over sockets", "torch GPipe", "bare gloo"
 _ALONE = "one process"
 
 _NUM_STAGES = 2
@@ -112,7 +112,7 @@ def measure_size(kib: int, m: int, rounds: int) -> Times:
     from benchmarks.peers.bare import bare_gloo
 
     job = _job("size", lambda: nn.Sequential(Pass(), Pass()), kib * 256, m)
-    more = {_OURS_GLOO: {"transport": "gloo"}}
+    more = {_OURS_SOCKETS: "sockets"}
     num_messages = min(_A_TURN, _A_TURN_BYTES // (kib * 1024))
     num_steps = max(1, num_messages // (2 * m))
     return _measure(job, more, {_BARE: bare_gloo(job)}, rounds, num_steps)
@@ -138,7 +138,7 @@ def _launch(function: str, grid: Sequence[int], rounds: int) -> dict[int, Times]
 
 def _measure(
     job: Job,
-    more_of_ours: Mapping[str, Mapping[str, Any]],
+    transports: Mapping[str, str],
     more: Mapping[str, Step],
     rounds: int,
     num_steps: int,
@@ -148,7 +148,7 @@ def _measure(
     from benchmarks.peers.torch_pipelining import gpipe
 
     stages = {_OURS: stage_of(job)}
-    stages |= {name: stage_of(job, **options) for name, options in more_of_ours.items()}
+    stages |= {name: stage_of(job, transport=each) for name, each in transports.items()}
     steps = {name: step_of(stage, job) for name, stage in stages.items()}
     steps |= {_PEER: gpipe(job), **more, _ALONE: one_process(job)}
     times = measure(steps, num_rounds=rounds, num_steps=num_steps)
@@ -229,7 +229,7 @@ def _draw(figure: Any, by_size: Mapping[int, Times], by_number: Mapping[int, Tim
         names = list(next(iter(by_row.values())))
         for name in names:
             values = [seconds_a_message(times, m)[name] * 1e6 for times in by_row.values()]
-            colour = f"C{(_OURS, _OURS_GLOO, _PEER, _BARE, _ALONE).index(name)}"
+            colour = f"C{(_OURS, _OURS_SOCKETS, _PEER, _BARE, _ALONE).index(name)}"
             axis.plot(list(by_row), values, marker=".", label=name, color=colour)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

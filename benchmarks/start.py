@@ -73,7 +73,7 @@ def tabulate(n: int, by_name: Mapping[str, Launches]) -> Table:
         [".2f"] * 10,
         [
             "+: seconds to each point from the one before it, at the last process there; medians",
-            "process: torchrun starts Python; procpipe connects in the first step, the others "
+            "process: torchrun starts Python; procpipe connects as it is built, the others "
             "before they are built",
             f"{_FLOOR}, first step: backward(gradient) has torch.autograd import sympy, which "
             "torch GPipe's library has imported already and procpipe does without",

@@ -26,9 +26,8 @@ from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import check_not_sharded, is_sharded
 from procpipe.errors import BalanceError
 from procpipe.job.grid import Grid
-from procpipe.job.transports import NAMES
 from procpipe.job.world import World
-from procpipe.model.arguments import checked_limits, checked_replicas, checked_transport
+from procpipe.model.arguments import checked_limits, checked_replicas
 from procpipe.model.cut import (
     check_enough_layers,
     check_model,
@@ -46,6 +45,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.chooser import Chooser, FixedSchedule
+from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
@@ -71,7 +71,6 @@ class Settings:
     grid: Grid  # this rank's place among stages and replicas
     schedule: Schedule  # the plan of each step, or how it is found
     limits_bytes: list[int] | None  # the most that each stage may hold, for a measured schedule
-    transport: str | None  # the name of one, or None for the best
     defers_batch_norm: bool  # whether batch normalisation is replaced
     trace: str | os.PathLike[str] | None  # where rank 0 writes a timeline; rank 0's counts
 
@@ -84,7 +83,6 @@ class Settings:
         balance: Iterable[int] | str | None,
         schedule: str | Callable[[int, int], Plan],
         memory_limit_bytes: int | Sequence[int] | None,
-        transport: str | None,
         defers_batch_norm: bool,
         trace: str | os.PathLike[str] | None,
     ) -> Settings:
@@ -101,8 +99,7 @@ class Settings:
         chooser_of(chosen, limits)
         if chosen.is_measured and world.device.type == "cuda":
             recorder_type()
-        checked_transport(transport, NAMES)
-        return cls(grid, chosen, limits, transport, bool(defers_batch_norm), trace)
+        return cls(grid, chosen, limits, bool(defers_batch_norm), trace)
 
 
 @dataclass(frozen=True)
@@ -191,6 +188,7 @@ def found_balance(
     sample: Any,
     chunks: int,
     world: World,
+    control: Control,
     settings: Settings,
 ) -> list[int]:
     """Find a balance.
@@ -211,7 +209,7 @@ def found_balance(
         numbers = grid.numbers if grid.is_part else None
         check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
-        return agreed_balance(name, module, sample, chunks, world, num_partitions)
+        return agreed_balance(name, module, sample, chunks, world, control, num_partitions)
     balance, basis = estimated_balance(num_partitions, module, sample)
     if world.rank == 0:
         write_note(f"procpipe: {basis}")
@@ -238,6 +236,7 @@ def chooser_of(schedule: Schedule, limits_bytes: Sequence[int] | None) -> Choose
 
 def connect(
     world: World,
+    control: Control,
     settings: Settings,
     cut: Cut,
     layers: Mapping[str, nn.Module],
@@ -247,7 +246,7 @@ def connect(
     chunks: int,
     checkpoint: str,
 ) -> Pipeline:
-    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+    """Build this rank's part of the pipeline; every rank calls it, and it waits for all of them.
 
     ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
     user has set now.
@@ -267,7 +266,6 @@ def connect(
         "placement": list(cut.placement),
         "deferred_batch_norm": settings.defers_batch_norm,
         "the type of devices": world.device.type,
-        "transport": settings.transport,
         "trace": settings.trace is not None,
         "layers": cut.facts,
         "shared by partitions": [str(tie) for tie in cut.ties],
@@ -290,7 +288,7 @@ def connect(
         placement=cut.placement,
         ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
-    wires = connect_wires(world, grid, routes, facts, settings.transport)
+    wires = connect_wires(world, control, grid, routes, facts)
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, grid, routes, chooser)
     replicas = connect_replicas(world, settings, cut, wires, layers)

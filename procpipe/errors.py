@@ -8,7 +8,6 @@
     ├── DisagreementError (ValueError)     ranks have different settings, models or scalers
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
     ├── MemoryLimitError (ValueError)      no plan keeps to the memory that stages are allowed
-    ├── FileLimitError (OSError)           the process may not open as many files as it needs
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
     ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
@@ -96,10 +95,6 @@ class MemoryLimitError(ProcpipeError, ValueError):
             ". Allow it more, give it fewer layers (balance), or make micro-batches smaller "
             "(chunks)"
         )
-
-
-class FileLimitError(ProcpipeError, OSError):
-    """The process, or its host, may not open as many files (sockets, shared memory) as needed."""
 
 
 class RemoteValueError(ProcpipeError, RuntimeError):

@@ -47,7 +47,7 @@ from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_o
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
-from procpipe.run.control import Agree
+from procpipe.run.control import Agree, Control
 from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.messages import FetchDetail, Order
@@ -65,8 +65,8 @@ class Stage(Gradients):
     is what this process's optimizer needs, and ``state_dict()`` is this stage's part of the
     model's. Started without a launcher, it is the whole model in one stage.
 
-    Building it does not communicate, unless it fails or rank 0 is to find a balance; the first
-    call connects the processes.
+    Building it connects the processes, and waits for all of them; the first call compares their
+    settings and opens the channels.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
@@ -77,7 +77,7 @@ class Stage(Gradients):
             an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
-            (then every rank waits for rank 0 here). If left out, each rank finds the same one from
+    . If left out, each rank finds the same one from
             the layers' parameters and forward FLOPs (on the meta device: nothing is computed), or
             parameters alone where the layers cannot run there, and rank 0 prints it. Without a
             launcher it is checked, but all layers are in one partition.
@@ -125,11 +125,6 @@ class Stage(Gradients):
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
             the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
             different options for them, or if your code writes into one. Give it on every rank.
-        transport: what carries large tensors: ``"shm"`` (CPUs of one host, the default there),
-            ``"gloo"`` (CPUs, several hosts), ``"nccl"`` (different GPUs; shared ones too
-            from NCCL 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``) or ``"cuda_ipc"`` (all stages
-            on one GPU). By default each pair of ranks uses what suits it, so that on GPUs
-            there may be both.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where rank 0 writes a timeline of all stages when the stages close, or when the run
@@ -175,7 +170,6 @@ class Stage(Gradients):
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
         check_tied: bool = False,
-        transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
         trace: str | os.PathLike[str] | None = None,
@@ -188,6 +182,7 @@ class Stage(Gradients):
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
         try:
+            self._control = Control(self._world.connect())
             build.check(module, self._world)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
@@ -197,14 +192,13 @@ class Stage(Gradients):
                 balance=balance,
                 schedule=schedule,
                 memory_limit_bytes=memory_limit_bytes,
-                transport=transport,
                 defers_batch_norm=deferred_batch_norm,
                 trace=trace,
             )
             self._grid = self._settings.grid
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
-                    balance, module, sample, self.chunks, self._world, self._settings
+                    balance, module, sample, self.chunks, self._world, self._control, self._settings
                 )
             cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = cut.balance
@@ -534,6 +528,7 @@ class Stage(Gradients):
         try:
             pipeline = build.connect(
                 self._world,
+                self._control,
                 self._settings,
                 self._cut,
                 dict(self.named_children()),

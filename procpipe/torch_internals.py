@@ -13,7 +13,6 @@
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
     FSDPModule._get_fsdp_state, its _mp_policy      likewise
     …, its _fsdp_param_groups, or _fsdp_param_group likewise, where gradients are corrected
-    _dynamo.callback_handler                        compiling counts as computing
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -255,28 +254,6 @@ def is_compiled(module: nn.Module) -> bool:
         return False
     wrapper = getattr(sys.modules["torch._dynamo"], "OptimizedModule", ())
     return isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def on_compiling(
-    begin: Callable[[object], None], end: Callable[[object], None]
-) -> Callable[[], None] | None:
-    """Have two functions called when torch begins and ends to compile code of this process.
-
-    They are called by whichever thread compiles. Returns a function that removes them; None where
-    torch's compiler is not loaded yet, or lacks the names.
-    """
-    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
-    if handler is None:
-        return None
-
-    def remove() -> None:
-        with contextlib.suppress(ValueError):  # a user has cleared all
-            handler.remove_start_callback(begin)
-            handler.remove_end_callback(end)
-
-    handler.register_start_callback(begin)
-    handler.register_end_callback(end)
-    return remove
 
 
 # -- tensors without values ----------------------------------------------------------------------

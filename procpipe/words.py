@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def seconds_text(seconds: float) -> str:
@@ -28,6 +28,17 @@ def counted(number: int, noun: str) -> str:
     """Write a count with its noun: "1 stage", "4 micro-batches"."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def cpus_text(cpus: Iterable[int]) -> str:
+    """Write CPUs as the kernel does: 0, 1, 2 and 8 are "0-2,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
 def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:

@@ -30,6 +30,7 @@ pytestmark = [
 INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, INVALID_DEVICE = 1, 2, 100, 101
 INITIALIZATION_ERROR, INVALID_CONTEXT, PEER_ACCESS_UNSUPPORTED = 3, 201, 217
 INVALID_HANDLE, NOT_READY = 400, 600
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 NON_BLOCKING, NO_TIMING = 1, 2
 POISON = 0x7F
 LONG_MS = 100_000
@@ -441,6 +442,67 @@ def order_with_default_stream():
 
 def test_the_default_stream_waits_for_blocking_streams_only(tmp_path):
     assert run(order_with_default_stream, folder=tmp_path) == [NOT_READY, [1] * 8]
+
+
+def query_while_a_thread_waits():
+    stream, other = new_stream(), new_stream()
+    gate, found = hold(stream), []
+    before = CUDA.emulated_gpu_synchronizations()
+    waiting = threading.Thread(target=check, args=("cudaStreamSynchronize", stream))
+    waiting.start()
+    while CUDA.emulated_gpu_synchronizations() == before:
+        time.sleep(0.001)
+    querying = threading.Thread(target=lambda: found.append(query(other)))
+    querying.start()
+    querying.join(0.3)
+    hangs = querying.is_alive()
+    let_go(gate)
+    waiting.join()
+    querying.join()
+    return [hangs, found]
+
+
+def test_a_query_hangs_while_another_thread_waits(tmp_path):
+    """As it can on a real GPU: https://github.com/pytorch/pytorch/issues/104487."""
+    assert run(query_while_a_thread_waits, folder=tmp_path) == [True, [0]]
+
+
+def capture(queries: bool):
+    stream, graph = new_stream(), ctypes.c_void_p()
+    check("cudaStreamBeginCapture", stream, 0)
+    if queries:
+        threads = [threading.Thread(target=query, args=[new_stream()]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    found = [query(stream)] if queries else []
+    return [*found, call("cudaStreamEndCapture", stream, ctypes.byref(graph))]
+
+
+def test_a_query_in_any_thread_breaks_a_capture(tmp_path):
+    assert run(capture, False, folder=tmp_path) == [0]
+    assert run(capture, True, folder=tmp_path) == [CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED]
+
+
+def use_another_stream():
+    held_stream, other, memory = new_stream(), new_stream(), filled(1)  # a third stream
+    gate, event = hold(held_stream), made("cudaEventCreateWithFlags", NO_TIMING)
+    fill(memory, 2, other)
+    time.sleep(0.3)
+    before = query(other)
+    let_go(gate)
+    check("cudaEventRecord", event, other)
+    check("cudaStreamSynchronize", other)
+    return before
+
+
+@pytest.mark.parametrize(
+    ("connections", "number", "found"), [(0, 1, 0), (1, 1, NOT_READY), (1, 2, 0)]
+)
+def test_streams_of_one_hardware_queue_wait_for_one_another(tmp_path, connections, number, found):
+    """Three streams are used, the first of which is that of ``filled``."""
+    settings = {"connections": connections, "cuda_device_max_connections": number}
+    assert run(use_another_stream, folder=tmp_path, **settings) == found
 
 
 def end_while_busy():

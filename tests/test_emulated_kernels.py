@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -448,3 +449,34 @@ def test_record_stream(records, writes):
     torch.cuda.synchronize()
     good = bool((other == 0).all()) if writes else bool((result == 1).all())
     assert good is records
+
+
+LAZY = """
+import torch
+from tests.held import happens, hold_for
+
+x = torch.ones(3, device="cuda")
+waited = []
+for _ in range(2):
+    may_go_on = hold_for(torch.cuda.Stream(), 0.3)
+    y = x.neg()
+    waited.append(may_go_on.is_set())
+    assert happens(may_go_on.is_set, 10.0)
+print(waited)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, [False, False]),
+        ({"EMULATED_GPU_LAZY_LOADING": "1"}, [True, False]),
+        ({"EMULATED_GPU_LAZY_LOADING": "1", "CUDA_MODULE_LOADING": "EAGER"}, [False, False]),
+    ],
+    ids=["", "lazy", "eager"],
+)
+def test_the_first_launch_of_an_operator_waits_for_the_device(settings, found):
+    done = subprocess.run(
+        [sys.executable, "-c", LAZY], env=os.environ | settings, stdout=subprocess.PIPE, check=True
+    )
+    assert done.stdout.decode().strip() == str(found)

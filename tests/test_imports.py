@@ -19,9 +19,8 @@
                  |
      errors  containers  tree            leaves: for all (the last two for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
-     forks  signals  notes  limits       leaves: what processes share, report and open
-         processes  optional             leaves: what is in /proc; what this installation lacks
-               words                     leaf: lists in English
+     forks  notes  processes             leaves: what processes share and report; what is in /proc
+        optional  words                  leaves: what this installation lacks; lists in English
 
 An import inside a function or under ``TYPE_CHECKING`` counts like any other.
 """
@@ -48,32 +47,33 @@ MAY_IMPORT = {
     "containers": {"errors", "torch_internals"},
     "tree": {"containers", "errors"},
     "forks": set(),
-    "signals": set(),
     "notes": set(),
     "processes": set(),
-    "limits": {"errors"},
     "words": set(),
     "optional": set(),
     "plan": {"errors"},
     "skip": {"errors", "tree"},
-    "channel": {"errors", "forks", "limits", "processes", "signals", "torch_internals", "tree"},
+    "channel": {"errors", "forks", "torch_internals", "tree"},
     "compute": {"skip", "errors", "notes", "torch_internals", "tree"},
     "model": {"compute", "plan", "errors", "words"},
-    "job": {"channel", "errors", "forks", "limits", "notes", "optional", "processes", "words"},
+    "job": {"channel", "errors", "forks", "notes", "optional", "processes", "words"},
     "run": {
         *("plan", "compute", "channel", "containers", "data", "job"),
-        *("errors", "forks", "notes", "signals", "torch_internals", "tree", "words"),
+        *("errors", "notes", "tree", "words"),
     },
     "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
-    "balance": {"compute", "data", "job", "skip", "errors", "torch_internals", "tree", "words"},
+    "balance": {
+        *("compute", "data", "job", "run", "skip"),
+        *("errors", "torch_internals", "tree", "words"),
+    },
     "tuning": {"compute", "plan", "run", "errors", "words"},
     "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
     "replicas": {
         *("channel", "compute", "data", "job", "plan", "run"),
-        *("batchnorm", "torch_internals", "tree"),
+        *("batchnorm", "forks", "torch_internals"),
     },
     "sharded": {"compute", "data", "errors", "model", "plan", "run", "torch_internals", "tree"},
-    "state": {"run", "stage", "errors", "forks", "notes", "version"},
+    "state": {"job", "run", "stage", "errors", "notes", "version"},
     "hf": {"data", "losses", "skip", "stage", "state", "torch_internals"},
 }
 
@@ -105,7 +105,7 @@ FOR_LAUNCHER = (
     "procpipe.job",
     "procpipe.losses",
     "procpipe.optional",
-    "procpipe.processes",
+    "procpipe.replicas.gloo",
     "procpipe.words",
     "procpipe.containers",
     "procpipe.data.loss",
@@ -113,6 +113,9 @@ FOR_LAUNCHER = (
     "procpipe.model.ties",
     "procpipe.tree",
 )
+
+#: What benchmarks may import, too: where they choose the transport, and its thread blocks.
+FOR_BENCHMARKS = ("procpipe.job.world", "procpipe.channel.nccl")
 
 #: Modules that import only the standard library and each other.
 PURE = (
@@ -143,13 +146,12 @@ PURE = (
 
 #: Modules that may import torch.distributed; benchmarks compare with peers in it.
 MAY_IMPORT_DISTRIBUTED = (
-    "procpipe.channel.gloo",
     "procpipe.channel.nccl",
-    "procpipe.job.joining",
-    "procpipe.job.rollcall",
-    "procpipe.job.store",
+    "procpipe.channel.store",
+    "procpipe.job.start",
     "procpipe.job.world",
     "procpipe.state",
+    "procpipe.replicas.gloo",
     "procpipe.replicas.group",
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
@@ -223,7 +225,7 @@ BAD_EXAMPLES = {
     "channel imports run": (
         {"procpipe.channel.base": "import procpipe.job.world", "procpipe.job.world": ""},
         "procpipe.channel.base:1 imports procpipe.job.world: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, torch_internals, tree",
     ),
     "compute imports a top-level module": (
         {"procpipe.compute.partition": "from procpipe import stage", "procpipe.stage": ""},
@@ -233,12 +235,12 @@ BAD_EXAMPLES = {
     "a package imports an optional one": (
         {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
         "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, torch_internals, tree",
     ),
     "a package imports public names": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.channel.mesh": "from procpipe import Stage"},
         "procpipe.channel.mesh:1 imports procpipe.Stage: channel may import only "
-        "errors, forks, limits, processes, signals, torch_internals, tree",
+        "errors, forks, torch_internals, tree",
     ),
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
@@ -368,6 +370,8 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
     if target in PUBLIC or within(target, ("procpipe.launch", *OPEN)):
         return None
     if within(module, ("procpipe.launch",)) and within(target, FOR_LAUNCHER):
+        return None
+    if within(module, ("benchmarks",)) and within(target, FOR_BENCHMARKS):
         return None
     if an_import.module not in PUBLIC:
         return f"imports {target}: use public names, procpipe.plan, timeline and tuning"

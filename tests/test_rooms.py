@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = (
     *("balance", "tuning", "timeline", "replicas", "sharded", "state", "hf"),
     *("launch/run", "launch/doctor", "launch/plan", "launch/timeline"),
-    *("channel/gloo.py", "channel/nccl.py", "channel/cuda_ipc.py"),
+    *("channel/nccl.py", "channel/cuda_ipc.py"),
 )
 
 #: Runs in a process that has imported torch: for each tree a fork that imports procpipe from it,
@@ -52,7 +52,7 @@ def run_step(part, rank, port):
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 1 << 16), nn.Linear(1 << 16, 1))  # too much for a token
-    options = {"transport": "shm", "loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
+    options = {"loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
     stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
     assert all(parameter.grad.any() for parameter in stage.parameters())

@@ -26,6 +26,7 @@ from benchmarks.rounds import Step, measure, spread
 from examples.models.gpt import gpt as build
 from procpipe import Stage
 from procpipe.balance import divide, profile_layers
+from procpipe.job.world import World
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import simulate
@@ -83,8 +84,9 @@ def gpt(
     stages: list[Stage] = []
 
     def ours() -> Step:
+        World.transport = transport
         stage = Stage(
-            model(), plan["balance"], chunks=m, devices=devices, transport=transport,
+            model(), plan["balance"], chunks=m, devices=devices,
             schedule=_SCHEDULE, checkpoint=_MODE, loss_fn=loss_of, timeout_s=60.0,
         )  # fmt: skip
         stages.append(stage)

@@ -5,6 +5,7 @@
     against_one_process    parity, and a step's time beside one process
     host                   cost of a task, how far the host is ahead, synchronisations
     messages               latency and bandwidth, by size
+    blocks                 the same, by the thread blocks that a transfer by NCCL may take
     trace                  a timeline of all stages, and where its time went
 
 Every rank calls all but the first, with ``devices`` one a rank, and waits for the others.
@@ -35,6 +36,8 @@ from benchmarks.gpu.child import Recorder
 from benchmarks.gpu.results import RESULTS
 from benchmarks.rounds import Step, Times, measure, spread
 from procpipe import Stage
+from procpipe.channel import nccl
+from procpipe.job.world import World
 
 #: A real difference between kernels run in another order is of about 1e-15.
 _TOLERANCE = 1e-10
@@ -169,22 +172,39 @@ def messages(
     num_rounds: int,
 ) -> None:
     """Measure messages of some sizes, in bytes, from the first to the second GPU."""
+    World.transport = transport
     one, more = (
         Stage(
-            nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices, transport=transport,
+            nn.Sequential(Pass(), Pass()), [1, 1], chunks=m, devices=devices,
             loss_fn=torch.sum, timeout_s=_TIMEOUT_S,
         )
         for m in (1, 1 + _MANY)
     )  # fmt: skip
     alone = nn.Sequential(Pass(), Pass()).to(one.device)
     for size in sizes:
-        row = torch.zeros(1, size // 4 if one.rank == 0 else 1, device=one.device)
+        row = torch.zeros(1, size // 4, device=one.device)
         steps = _message_steps(one, more, alone, row)
         times = measure(steps, num_rounds=num_rounds, num_steps=1)
         name = f"{_where(devices, transport).rpartition(', ')[2]}, {size} B"
         record("messages", name, _message_cells(times, size), times=times)
     one.close()
     more.close()
+
+
+def blocks(record: Recorder, *, most: Sequence[int], **options: Any) -> None:
+    """Measure messages with each number of thread blocks that a transfer by NCCL may take."""
+    for number in most:
+        nccl._MAX_BLOCKS, nccl._PART = number, 1.0
+        messages(_with_name(record, f"{number} blocks"), **options)
+
+
+def _with_name(record: Recorder, more: str) -> Recorder:
+    """Return what records under a longer name."""
+
+    def longer(kind: str, name: str = "", *found: Any, **raw: Any) -> None:
+        record(kind, f"{name}, {more}", *found, **raw)
+
+    return longer
 
 
 def _message_steps(one: Stage, more: Stage, alone: nn.Module, row: Tensor) -> dict[str, Step]:
@@ -257,9 +277,10 @@ def _blocks(
 ) -> tuple[Stage, Step, tuple[Tensor, Tensor]]:
     """Make a pipeline of sixteen equal layers, its step, and its mini-batch."""
     device = devices[dist.get_rank()]
+    World.transport = transport
     stage = Stage(
         _layers(width, device), [16 // len(devices)] * len(devices), chunks=num_micro_batches,
-        devices=devices, transport=transport, checkpoint="never", loss_fn=F.mse_loss,
+        devices=devices, checkpoint="never", loss_fn=F.mse_loss,
         timeout_s=_TIMEOUT_S, **options,
     )  # fmt: skip
     torch.manual_seed(1)
@@ -299,10 +320,11 @@ def _differences(
     for _ in range(4):
         layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.ReLU(inplace=True)]
     plain = nn.Sequential(*layers).double().to(device)
+    World.transport = transport
     num_partitions = n * (2 if schedule in ("interleaved", "zb-v") else 1)
     stage = Stage(
         copy.deepcopy(plain), [16 // num_partitions] * num_partitions, chunks=4, devices=devices,
-        transport=transport, checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
+        checkpoint=mode, schedule=schedule, loss_fn=F.cross_entropy,
         timeout_s=_TIMEOUT_S,
     )  # fmt: skip
     largest = dict.fromkeys(("loss", "output", "gradients", "buffers"), 0.0)

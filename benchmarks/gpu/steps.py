@@ -35,6 +35,11 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "sizes": ([8 << (3 * k) for k in range(9)] + [256 << 20], [8, 64 << 10, 1 << 20]),
         "num_rounds": (10, 2),
     },
+    "blocks": {
+        "sizes": ([1 << 20, 64 << 20], [8, 1 << 20]),
+        "num_rounds": (5, 1),
+        "most": ((1, 2, 4, 8, 16), (1, 4)),
+    },
     "gpt": {
         "sizes": ([32768, 24, 1792, 14, 1024], [64, 2, 16, 2, 8]),
         "micro_batch": (2, 1),
@@ -103,6 +108,8 @@ def steps_for(
     add("host", 25, "host", pair)
     add("ipc-messages", 25, "messages", gpus[:1] * 2)
     add("nccl-messages", 25, "messages", pair, transport="nccl")
+    if num_gpus > 1:
+        add("nccl-blocks", 30, "blocks", pair, transport="nccl")
     add("gpt", 70, "gpt", pair)
     add("gpt-peers", 50, "gpt", pair, with_peers=True)
     add("trace", 20, "trace", pair)

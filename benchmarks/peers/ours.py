@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.rounds import Step
 from benchmarks.workloads import Job
 from procpipe import Stage
+from procpipe.job.world import World
 
 
 def procpipe(
@@ -26,9 +27,15 @@ def procpipe(
 
 
 def stage_of(
-    job: Job, checkpoint: str = "never", *, partitions_per_stage: int = 1, **options: Any
+    job: Job,
+    checkpoint: str = "never",
+    *,
+    partitions_per_stage: int = 1,
+    transport: str | None = None,
+    **options: Any,
 ) -> Stage:
     """Make this rank's stage, for callers that need more than its step."""
+    World.transport = transport
     return Stage(
         job.model(),
         job.balance(partitions_per_stage * job.num_stages),

@@ -27,6 +27,7 @@ from benchmarks.report import Cell, Report, Table
 from benchmarks.rounds import Step, launch, measure, ratio
 from examples.models.unet import unet
 from procpipe import Stage
+from procpipe.job.world import World
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.simulate import simulate
@@ -117,13 +118,13 @@ def measure_variants(
 
 def _waiting(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]:
     """Make a stage of the model that waits, with a message of so many MiB a micro-batch."""
+    World.transport = "shm" if name == SHARED_MEMORY else "sockets"
     stage = SwitchedStage(
         waiting_unet(task_s),
         BALANCE,
         VARIANTS.get(name, Components()),
         chunks=m,
         loss_fn=lambda output: output.mean(),
-        transport="shm" if name == SHARED_MEMORY else "gloo",
     )
     input = torch.ones(m, mib << 18)
     return stage, lambda: float(stage.step(input))

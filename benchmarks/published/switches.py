@@ -45,8 +45,8 @@ class SwitchedStage(Stage):
     """A stage of which some components are off.
 
     Takes what :class:`~procpipe.Stage` takes. Where transfers are not beside compute, large tensors
-    have to go by a transport that reports their arrival (``transport="gloo"`` on CPUs), and every
-    tensor that a stage passes on has to require a gradient.
+    have to go through sockets (``World.transport``), whose ``settle`` waits for the transfer, and
+    every tensor that a stage passes on has to require a gradient.
 
     Args:
         module: the full model.

@@ -27,6 +27,9 @@ _MIN_BYTES_PER_PROCESS = _GIB // 2
 #: On CPUs, 7 are open and 3 for each process; loaders, logs and drivers come on top.
 _FILES_ALONE, _FILES_PER_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
 
+#: CUDA's hardware queues, as a rank sets them (``job/devices.py``).
+_QUEUES_IF_UNSET = "32"
+
 _SLOW_NAME_S = 2.0
 
 #: A host that is not overloaded is far better: 0.03 ms and 1 GB/s on a 2-core virtual machine.
@@ -161,33 +164,46 @@ def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
         yield OK, "between all neighbours"
 
 
+def _check_hardware_queues(facts: Facts) -> Iterator[Verdict]:
+    number = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES_IF_UNSET)
+    if facts.gpus and number == _QUEUES_IF_UNSET:
+        yield OK, f"{number} hardware queues a process"
+    elif facts.gpus:
+        yield (
+            WARNING,
+            f"CUDA_DEVICE_MAX_CONNECTIONS={number}",
+            "unset it, if nothing else needs it: a stage has a stream for each rank it sends to "
+            "or receives from, and streams of one hardware queue wait for one another",
+        )
+
+
 def _check_cores(facts: Facts) -> Iterator[Verdict]:
     num_cpus, num_processes = facts.limits.num_cpus, facts.num_processes
-    shares = sorted({place.num_cores for place in facts.places})
+    shares = sorted(set(facts.cores_of))
     if num_cpus is not None and num_cpus < num_processes:
         yield (
             WARNING,
-            f"{facts.topology}, but CPU time of {num_cpus:g} CPUs only, for "
+            f"{facts.cores}, but CPU time of {num_cpus:g} CPUs only, for "
             f"{counted(num_processes, 'process')}",
             "raise the container's CPU limit (docker run --cpus, a pod's resources.limits.cpu): "
             "when it is used up, all processes stop until the next tenth of a second",
         )
     elif shares[0] > 0:
         number = f"{shares[0]}" if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
-        yield OK, f"{facts.topology}; each process has {number} of its own"
+        yield OK, f"{facts.cores}; each process has {number} of its own"
     elif facts.environment.get("PROCPIPE_PIN") == "0":
-        yield OK, f"{facts.topology}; no process is pinned, because of PROCPIPE_PIN=0"
+        yield OK, f"{facts.cores}; no process is pinned, because of PROCPIPE_PIN=0"
     else:
         yield (
             WARNING,
-            f"{facts.topology}, for {num_processes} processes: none is pinned",
+            f"{facts.cores}, for {num_processes} processes: none is pinned",
             "start fewer processes, or stages that should run at the same time take turns",
         )
 
 
 def _check_threads(facts: Facts) -> Iterator[Verdict]:
     number = facts.environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    least = min(place.num_cores for place in facts.places) or 1
+    least = min(facts.cores_of) or 1
     if number.isdigit() and 0 < int(number) <= least:
         yield OK, f"OMP_NUM_THREADS={number}"
     elif number:
@@ -313,6 +329,7 @@ _CHECKS: Mapping[str, Callable[[Facts], Iterator[Verdict]]] = {
     "GPUs": _check_gpus,
     "sharing GPUs": _check_sharing,
     "peer access": _check_peer_access,
+    "streams": _check_hardware_queues,
     "cores": _check_cores,
     "threads": _check_threads,
     "memory": _check_memory,

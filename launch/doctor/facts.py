@@ -27,8 +27,8 @@ import psutil
 import torch
 
 from procpipe.job.devices import pci_of
-from procpipe.job.pinning import ProcessPlace, places_of_host
-from procpipe.job.topology import read_text, read_topology
+from procpipe.job.pin import cores_of_host, shares
+from procpipe.words import counted
 
 #: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
@@ -39,6 +39,7 @@ NO_LIMIT = 1 << 62
 
 #: The variables that change what happens.
 VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
     "NCCL_P2P_DISABLE",
@@ -83,12 +84,12 @@ def limits_of(root: Path = Path("/")) -> GroupLimits:
     num_cpus: list[float] = []
     memory: list[tuple[int, int]] = []
     for folder in _group_folders(root):
-        quota, period = [*read_text(folder / "cpu.max").split(), "", ""][:2]
+        quota, period = [*_read_text(folder / "cpu.max").split(), "", ""][:2]
         if not quota:  # version 1 of control groups
-            quota, period = (read_text(folder / f"cpu.cfs_{k}_us") for k in ("quota", "period"))
+            quota, period = (_read_text(folder / f"cpu.cfs_{k}_us") for k in ("quota", "period"))
         if quota.isdigit() and period.isdigit():  # "max" and -1 mean no limit
             num_cpus.append(int(quota) / int(period))
-        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
+        limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes its own infinity
             memory.append((int(limit), _used_bytes(folder)))
     limit_bytes, used_bytes = min(memory, key=lambda pair: pair[0] - pair[1], default=(None, 0))
@@ -99,7 +100,7 @@ def _group_folders(root: Path) -> list[Path]:
     """Return the folders that may hold limits of this process, of either version of cgroups."""
     folders: list[Path] = []
     mounts = root / "sys/fs/cgroup"
-    for line in read_text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         for mount in (
@@ -110,12 +111,20 @@ def _group_folders(root: Path) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
+def _read_text(path: Path) -> str:
+    """Return a file's text without white space around it, "" if there is none."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _used_bytes(folder: Path) -> int:
-    used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
+    used = _read_text(folder / "memory.current") or _read_text(folder / "memory.usage_in_bytes")
     if not used.isdigit():
         return 0
     parts: dict[str, str] = dict(
-        re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+        re.findall(r"^(\w+) (\d+)$", _read_text(folder / "memory.stat"), re.MULTILINE)
     )
     # Version 1 has it with the groups inside this one, and without.
     droppable = parts.get("total_inactive_file") or parts.get("inactive_file") or "0"
@@ -243,8 +252,8 @@ class Facts:
     torch: TorchBuild
     gpus: tuple[VisibleGpu, ...]
     gpu_error: str
-    topology: str
-    places: tuple[ProcessPlace, ...]  # where each process would run
+    cores: str  # how many physical ones, in words
+    cores_of: tuple[int, ...]  # how many of them each process is pinned to, 0 for none
 
     python: str = field(default_factory=platform.python_version)
     #: GPUs that the kernel's driver has, whether or not torch can use them.
@@ -285,10 +294,13 @@ def gather(num_processes: int | None = None) -> Facts:
         _nccl_version(),
     )
     gpus, gpu_error = _gpus() if build.cuda else ((), "")
-    topology = read_topology()
-    number = num_processes or len(gpus) or max(2, min(4, len(topology.cores)))
-    places = places_of_host(number, [gpu.pci for gpu in gpus][:number])
-    return Facts(number, build, gpus, gpu_error, topology.summary(), tuple(places))
+    cores = cores_of_host()
+    num_cpus = sum(map(len, cores))
+    text = counted(len(cores), "core")
+    text += f" ({num_cpus} logical CPUs)" if num_cpus > len(cores) else ""
+    number = num_processes or len(gpus) or max(2, min(4, len(cores)))
+    cores_of = map(len, shares(number, [gpu.pci for gpu in gpus]))
+    return Facts(number, build, gpus, gpu_error, text, tuple(cores_of))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ _TIMEOUT_S = 20.0
 class Line:
     """This rank's ends of the two channels to a neighbour."""
 
-    def __init__(self, mesh: Mesh, peer: int, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self, mesh: Mesh, peer: int, transport: Transport | None, device: torch.device
+    ) -> None:
         sends, takes = (_DOWN, _UP) if mesh.rank < peer else (_UP, _DOWN)
         self._sender = Sender(mesh, peer, sends, transport, device, f"a probe to rank {peer}")
         self._receiver = Receiver(mesh, peer, takes, transport, f"a probe from rank {peer}")
@@ -136,7 +138,7 @@ def probe(world: World) -> dict[str, Any]:
     mesh = world.connect()
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
-    choice = agree_on_transports(control, world.offer(), None)
+    choice = agree_on_transports(control, world.offer())
     transports = world.transports.open(
         choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed import HashStore
 
 from procpipe.balance import LayerProfile, Profile, profile_layers
-from procpipe.channel.gloo import GlooGroup
 from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
+from procpipe.replicas.gloo import GlooGroup
 from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 #: For each size; longer if three rounds take longer.

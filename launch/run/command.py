@@ -16,13 +16,12 @@ from typing import NoReturn
 import torch
 
 from procpipe.job.devices import pci_of
-from procpipe.job.pinning import places_of_host, table
-from procpipe.job.topology import read_topology
+from procpipe.job.pin import SWITCH, cores_of_host, shares
 from procpipe.launch.console import natural, positive
 from procpipe.launch.run import job
 from procpipe.launch.run.drawn_ranks import drawn, replicas_of
 from procpipe.launch.run.engine import Job
-from procpipe.words import counted
+from procpipe.words import counted, cpus_text, text_table
 
 #: Torch's own variable for how long processes may take to end after a signal.
 _GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options, parser.error)
     num_threads, reason = _num_threads(options.nproc, options.threads)
     if options.no_pin or options.numa_binding:
-        os.environ["PROCPIPE_PIN"] = "0"
+        os.environ[SWITCH] = "0"
     if options.dry_run:
         num_replicas, fault = replicas_of(options)
         if fault:
@@ -92,10 +91,9 @@ def _num_threads(num_processes: int, wanted: int | None) -> tuple[int, str]:
     variable = os.environ.get("OMP_NUM_THREADS", "")
     if variable.isdigit() and int(variable) > 0:
         return int(variable), "OMP_NUM_THREADS is set"
-    places = places_of_host(num_processes)
-    if all(place.cpus for place in places):
-        return min(place.num_cores for place in places), "the physical cores of a process"
-    num_cores = len(read_topology().cores)
+    if num_least := min(map(len, shares(num_processes))):
+        return num_least, "the physical cores of a process"
+    num_cores = len(cores_of_host())
     return max(1, num_cores // num_processes), f"{num_cores} cores, {num_processes} processes"
 
 
@@ -108,12 +106,11 @@ def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int)
     processes = f"{counted(options.nproc, 'process')} on this host"
     if options.numa_binding:
         print(f"{processes}, torch's own NUMA binding, {options.numa_binding}")
-    elif os.environ.get("PROCPIPE_PIN") == "0":
+    elif os.environ.get(SWITCH) == "0":
         print(f"{processes}, not pinned to cores")
     else:
-        num_gpus = min(options.nproc, torch.cuda.device_count())
-        places = places_of_host(options.nproc, [*map(pci_of, range(num_gpus))])
-        print(f"{processes}:\n\n{table(places)}")
+        print(f"{processes}:\n")
+        print("\n".join(_table_of_cores(options.nproc)))
     hosts = "this one; a free port of it as meeting point"
     if options.rdzv_endpoint:
         numbers = str(least) if least == most else f"{least} to {most}"
@@ -124,6 +121,17 @@ def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int)
     print(f"hosts     {hosts}")
     print(f"restarts  {options.max_restarts}")
     print(f"logs      {Path(options.log_dir) / '…'}")
+
+
+def _table_of_cores(num_processes: int) -> list[str]:
+    """Return a table of where each process would run, as lines."""
+    gpus = [pci_of(index) for index in range(min(num_processes, torch.cuda.device_count()))]
+    devices = [*(f"GPU {pci}" for pci in gpus), *["CPU"] * (num_processes - len(gpus))]
+    rows = [("process", "device", "cores", "CPUs")]
+    for rank, cores in enumerate(shares(num_processes, gpus)):
+        cpus = cpus_text(cpu for core in cores for cpu in core)
+        rows.append((str(rank), devices[rank], str(len(cores) or "-"), cpus or "any"))
+    return text_table(rows, num_left=len(rows[0]))
 
 
 def _job(options: argparse.Namespace, folder: Path) -> Job:

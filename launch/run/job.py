@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -47,7 +46,6 @@ def run(job: Job, token: str, view_mode: str) -> int:
     """
     sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
     os.environ[TOKEN] = ":".join(filter(None, (os.environ.get(TOKEN), token)))
-    _give_key(job)
     # Orphaned descendants become children of this process, so that all can be found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return _Run(job, token, view_mode).to_its_end()
@@ -185,13 +183,3 @@ def _writable(stream: TextIO | None) -> TextIO:
 
 def _name(number: signal.Signals) -> str:
     return "Ctrl-C" if number is signal.SIGINT else number.name
-
-
-def _give_key(job: Job) -> None:
-    """Make a key for the ranks, which then need not be in the launcher's store.
-
-    Not on several hosts, whose launchers would make different keys; a user's file may have one.
-    """
-    os.environ.pop("PROCPIPE_KEY", None)  # of a run that has started this one
-    if job.max_nodes == 1 and not os.environ.get("PROCPIPE_KEY_FILE"):
-        os.environ["PROCPIPE_KEY"] = secrets.token_hex(32)

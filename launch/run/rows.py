@@ -24,9 +24,8 @@ import psutil
 
 from procpipe.job.board import BoardReading
 from procpipe.job.grid import Grid
-from procpipe.job.topology import cpus_text
 from procpipe.launch.run.ranks import Attempt, Rank
-from procpipe.words import bytes_text
+from procpipe.words import bytes_text, cpus_text
 
 _WINDOW_S = 5.0
 

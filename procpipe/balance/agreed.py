@@ -1,7 +1,7 @@
 """A balance by name: rank 0 profiles the model, and every rank takes what it found.
 
-rank 0      sample ── first micro-batch ── profile ── optimal blocks ──> store
-others                                                                   store ──> balance
+rank 0      sample ── first micro-batch ── profile ── optimal blocks ──┐
+others                                                                  └──> balance
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from procpipe.balance import Inputs, balance_by_size, balance_by_time
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
+from procpipe.run.control import Control
 
 
 def agreed_balance(
-    kind: str, module: nn.Sequential, sample: Any, chunks: int, world: World, num_partitions: int
+    kind: str,
+    module: nn.Sequential,
+    sample: Any,
+    chunks: int,
+    world: World,
+    control: Control,
+    num_partitions: int,
 ) -> list[int]:
     """Find a balance on rank 0; every rank calls it, and the others wait.
 
@@ -28,6 +35,7 @@ def agreed_balance(
             ``balance.Inputs`` of several, or a dict of its named ones.
         chunks: micro-batches in a mini-batch.
         world: this process's place in the job.
+        control: joins rank 0 and the others.
         num_partitions: the number of partitions.
 
     Raises:
@@ -40,7 +48,7 @@ def agreed_balance(
         )
     if not world.is_launched:
         return [len(module)]
-    found: list[int] = world.agreed(
+    found: list[int] = control.found_on_first(
         "balance", lambda: _found(kind, module, sample, chunks, world, num_partitions)
     )
     return found

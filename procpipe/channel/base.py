@@ -1,8 +1,8 @@
 """What a transport must do: carry tensors that are too large to travel inside a token.
 
-Transports: ``shm`` (CPUs of one host), ``gloo`` (CPUs), ``nccl`` (different GPUs), ``cuda_ipc``
-(ranks on one GPU). ``link.py`` builds channels on them. ``tests/channel/conformance.py`` runs the
-same cases over each.
+Transports: ``shm`` (CPUs of one host), ``nccl`` (different GPUs), ``cuda_ipc`` (ranks on one GPU).
+``link.py`` builds channels on them, and without one between CPUs of several hosts.
+``tests/channel/conformance.py`` runs the same cases over each.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ class Opened(Protocol):
         """Wait until no transfer is under way on this rank's device; called before ``close``."""
 
     def close(self) -> None:
-        """Release everything that is shared with other processes."""
+        """Release everything that is shared with other processes.
+
+        Without ``drain`` before, as after a failure, only what no device may still use.
+        """
 
 
 class Transport(Opened, Protocol):
-    """Moves tensors between two processes; both ends call in the same order for each channel."""
+    """Moves tensors between two processes.
 
-    needs_acknowledgement: bool
-    """Whether a sender learns only from the receiver that its tensors have arrived."""
+    Both ends call in the same order for all channels from one to the other; only a receive that was
+    allowed for an earlier message (``Receiver.forgo``) may be posted before its turn.
+    """
 
-    blocks: bool
-    """Whether waiting for a received message blocks this process in native code."""
+    holds_device: bool
+    """Whether a send holds the sender's device until its receive is posted."""
 
     copies_at_once: bool
     """Whether what is sent may be overwritten as soon as ``post_send`` returns."""
@@ -61,7 +65,10 @@ class Transport(Opened, Protocol):
     """Messages of CPU tensors up to this size travel inside their token instead."""
 
     def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
-        """Begin to send, without waiting; the token carries the returned note to the receiver."""
+        """Begin to send, without waiting; the token carries the returned note to the receiver.
+
+        Each tensor's elements are one behind the other in memory, in whatever order.
+        """
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -75,15 +82,15 @@ class Transport(Opened, Protocol):
 class DeviceTransfers(Protocol):
     """Transfers that a device performs, so that a dead peer blocks the device."""
 
-    def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; safe in any thread."""
+    def queued_with(self) -> list[int]:
+        """Return the ranks with which transfers may be under way; safe in any thread.
 
-    def abort(self) -> bool:
-        """End all transfers, whatever their state; safe in any thread.
-
-        Returns whether the device is free of them, once it has run the compute that was queued, or
-        after half a minute.
+        Those that the main thread has begun and not seen done: this never calls CUDA, which can
+        hang in another thread. After ``drain`` there are none.
         """
+
+    def are_over(self) -> bool:
+        """Return, without waiting, whether the device has done all transfers; asks the device."""
 
 
 class OpenedDevice(Opened, DeviceTransfers, Protocol):

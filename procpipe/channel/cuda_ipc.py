@@ -21,10 +21,9 @@ small is dropped: the receiver closes it and sets its flag; only then is its mem
 end all slots are dropped (``drain``), and ranks wait for one another before they free them
 (``close``). A process that fails frees nothing, since others may be reading.
 
-A peer that has died never writes what a stream waits for; the device would then block for ever. So
-``abort`` writes it: first for receives, and a second later for sends. By then live peers have
-copied their messages out of the slots; otherwise a peer that has not detected the failure yet would
-copy the next message instead.
+A peer that has died never writes what a stream waits for, so after a failure this process ends
+without waiting for its device. The driver keeps memory that another process has open until that one
+ends, too; what a peer still copies is not used, since its next call fails.
 
 Streams write only to memory of their own GPU, possibly allocated by another process: a write to
 another GPU's is refused from CUDA 13.1 on (https://github.com/NVIDIA/nccl/issues/2052).
@@ -35,11 +34,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import os
 import struct
 import sys
-import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,21 +47,20 @@ from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
-from procpipe.limits import naming_file_limit
+from procpipe.channel.under_way import UnderWay
 
-_NAME = "procpipe-flags"
-
-#: A note begins with the numbers of the slot and of its message, the file of flags, and how many
-#: numbers of dropped slots follow.
-_NOTE = struct.Struct("<IQIH")
+#: A note begins with the numbers of the slot and of its message, and how many numbers of dropped
+#: slots follow.
+_NOTE = struct.Struct("<IQH")
 _NUMBER = struct.Struct("<I")
 _MAX_DROPPED = 1000
 
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
 
-#: Most slots of a process, dropped ones included; far more than are ever needed.
-_MAX_SLOTS = 1 << 20
+#: Most slots of a process, dropped ones included; far more than are ever needed. So large is its
+#: file of flags, a byte a slot.
+FLAGS_BYTES = 1 << 20
 
 #: A slot begins with its two numbers.
 _FILLED, _TAKEN, _TENSORS = 0, 128, 256
@@ -76,11 +71,6 @@ _ALIGNMENT = 256
 #: The driver cuts smaller allocations out of a block, which it would share as a whole.
 _GRANULE = 2 << 20
 
-#: Ending transfers: a number above that of any message, and how often it is written; how long live
-#: peers have to take their messages first, and how long streams may take then, behind the compute
-#: that is queued on the device.
-_ABORTED, _WRITE_EVERY_S, _TAKE_TIMEOUT_S, _ABORT_TIMEOUT_S = 1 << 62, 0.01, 1.0, 30.0
-
 
 class Note(NamedTuple):
     """The token's description of a slot."""
@@ -88,19 +78,18 @@ class Note(NamedTuple):
     number: int  # the slot's, unique for its sender
     serial: int  # which message of this slot it is, from 1
     dropped: tuple[int, ...]  # slots that the receiver is to close
-    descriptor: int  # the sender's file of flags
     handle: bytes  # opens the slot; empty if the receiver has opened it
 
     def pack(self) -> bytes:
         """Encode the note."""
-        start = _NOTE.pack(self.number, self.serial, self.descriptor, len(self.dropped))
+        start = _NOTE.pack(self.number, self.serial, len(self.dropped))
         return start + b"".join(map(_NUMBER.pack, self.dropped)) + self.handle
 
     @classmethod
     def unpack(cls, data: bytes) -> Note:
         """Decode what :meth:`pack` wrote; ``ValueError`` if the bytes are not a note."""
         try:
-            number, serial, descriptor, num_dropped = _NOTE.unpack_from(data)
+            number, serial, num_dropped = _NOTE.unpack_from(data)
             end = _NOTE.size + num_dropped * _NUMBER.size
             dropped = tuple(each for (each,) in _NUMBER.iter_unpack(data[_NOTE.size : end]))
         except struct.error as error:
@@ -108,25 +97,26 @@ class Note(NamedTuple):
         handle = data[end:]
         if len(dropped) != num_dropped or len(handle) not in (0, HANDLE_BYTES):
             raise ValueError(f"not the note of a slot: {data[:80]!r}")
-        return cls(number, serial, dropped, descriptor, handle)
+        return cls(number, serial, dropped, handle)
 
 
 class CudaIpcTransport:
     """Slots of one GPU's memory between this rank and those that share the GPU.
 
-    ``pids`` gives the process of each peer.
+    ``own_file`` is the descriptor of this rank's file of flags, of ``FLAGS_BYTES`` zeros, and
+    ``files`` has those of its peers; they may be closed afterwards.
     """
 
-    needs_acknowledgement = False
-    blocks = False  # only the stream waits
+    holds_device = False
     copies_at_once = False
     max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0
 
-    def __init__(self, gpu: Gpu, pids: Mapping[int, int]) -> None:
+    def __init__(self, gpu: Gpu, own_file: int, files: Mapping[int, int]) -> None:
         self._gpu = gpu
-        self._pids = dict(pids)
-        self._flags = _Flags.create()
+        self._flags = mmap.mmap(own_file, FLAGS_BYTES)
+        self._flags_of = {peer: mmap.mmap(file, FLAGS_BYTES) for peer, file in files.items()}
+        self._under_way = UnderWay()
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
@@ -135,19 +125,14 @@ class CudaIpcTransport:
         self._sending = defaultdict(gpu.new_stream)
         self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
         self._receiving = defaultdict(gpu.new_stream)
-        # Two more: the host waits for the first, and the second ends waits on all others.
-        self._making, self._releasing = (
-            gpu.new_stream(is_urgent=True),
-            gpu.new_stream(is_urgent=True),
-        )
-        self._flags_of: dict[int, _Flags] = {}
+        self._making = gpu.new_stream(is_urgent=True)  # the host waits for it
         self._opened: dict[tuple[int, int], _OpenedSlot] = {}
         self._closing: list[_OpenedSlot] = []
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[CudaIpcSent, bytes]:
-        """Queue the copies of contiguous tensors into a slot, behind the current stream."""
+        """Queue the copies of dense tensors into a slot, behind the current stream."""
         gpu = self._gpu
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot, dropped = self._free_slot(peer, channel_id, size)
@@ -162,8 +147,11 @@ class CudaIpcTransport:
         gpu.write(stream, slot.address + _FILLED, slot.serial)
         self._flags[slot.number] = _IN_USE
         handle = gpu.export(slot.address) if slot.serial == 1 else b""
-        note = Note(slot.number, slot.serial, dropped, self._flags.descriptor, handle)
-        return CudaIpcSent(gpu, slot, stream.record_event()), note.pack()
+        copied = stream.record_event()
+        self._under_way.add((peer,), copied.query)
+        return CudaIpcSent(gpu, slot, copied), Note(
+            slot.number, slot.serial, dropped, handle
+        ).pack()
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -185,6 +173,7 @@ class CudaIpcTransport:
                 gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
         gpu.write(stream, slot.address + _TAKEN, sent_note.serial)
         slot.copied = stream.record_event()
+        self._under_way.add((peer,), slot.copied.query)
         slot.flags[slot.number] = _FREE  # only once the write is queued
         return tensors, partial(_wait_received, gpu, tensors, slot.copied)
 
@@ -200,53 +189,21 @@ class CudaIpcTransport:
         self._close_unused()
         self._dropped = slots
         self._slots.clear()
+        self._under_way.clear()
 
-    def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; safe in any thread."""
-        streams = [*tuple(self._sending.items()), *tuple(self._receiving.items())]
-        return sorted({peer for (peer, _), stream in streams if not stream.query()})
+    def queued_with(self) -> list[int]:
+        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
+        return sorted(self._under_way.ranks())
 
-    def abort(self) -> bool:
-        """End all transfers, whatever their state, within 31 seconds; see ``DeviceTransfers``."""
-        sending, receiving = tuple(self._sending.values()), tuple(self._receiving.values())
-        self._release(self._to_fill, sending, _TAKE_TIMEOUT_S)
-        everything = (*sending, *receiving, self._making)
-        return self._release(self._to_fill + self._to_take, everything, _ABORT_TIMEOUT_S)
+    def are_over(self) -> bool:
+        """Return whether all transfers are over; see ``DeviceTransfers``."""
+        return not self._under_way.look_at_all()
 
     def close(self) -> None:
         """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""
-        self.abort()
         self._free_closed()
         for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
             held.clear()
-
-    @property
-    def _to_fill(self) -> list[int]:
-        """The addresses that receives wait for."""
-        opened = [*tuple(self._opened.values()), *self._closing]
-        return [slot.address + _FILLED for slot in opened]
-
-    @property
-    def _to_take(self) -> list[int]:
-        """The addresses that sends and ``drain`` wait for."""
-        slots = [*self._dropped, *itertools.chain.from_iterable(tuple(self._slots.values()))]
-        return [slot.address + _TAKEN for slot in slots]
-
-    def _release(
-        self, addresses: Sequence[int], streams: Sequence[torch.cuda.Stream], timeout_s: float
-    ) -> bool:
-        """Write what streams wait for until they are done; return False after the timeout.
-
-        Repeatedly, since a live peer may overwrite it with the number of its message.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while not all(stream.query() for stream in streams):
-            if time.monotonic() > deadline_s:
-                return False
-            for address in addresses:
-                self._gpu.write(self._releasing, address, _ABORTED)
-            time.sleep(_WRITE_EVERY_S)
-        return True
 
     # -- slots of this rank, to send from -------------------------------------------------------
 
@@ -271,8 +228,7 @@ class CudaIpcTransport:
         gpu, stream = self._gpu, self._making
         total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
         slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
-        # Old contents must not be taken for a message's number, nor for indices after an aborted
-        # transfer (see ``meta.allocate``).
+        # Old contents must not be taken for a message's number.
         gpu.clear(stream, slot.address, total)
         stream.synchronize()
         return slot
@@ -286,8 +242,6 @@ class CudaIpcTransport:
     # -- slots of peers, to receive from --------------------------------------------------------
 
     def _open(self, peer: int, note: Note) -> _OpenedSlot:
-        if peer not in self._flags_of:
-            self._flags_of[peer] = _Flags.open(self._pids[peer], note.descriptor)
         return _OpenedSlot(note.number, self._gpu.open(note.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
@@ -299,31 +253,6 @@ class CudaIpcTransport:
             slot.flags[slot.number] = _CLOSED
 
 
-class _Flags(mmap.mmap):
-    """One byte per slot of a process, in an anonymous file that its peers map, too."""
-
-    descriptor: int  # the file's in its process
-
-    @classmethod
-    def create(cls) -> _Flags:
-        with naming_file_limit("the flags of a GPU's slots", 2):
-            descriptor = os.memfd_create(_NAME)
-            os.ftruncate(descriptor, _MAX_SLOTS)
-            flags = cls(descriptor, _MAX_SLOTS)
-        flags.descriptor = descriptor
-        weakref.finalize(flags, os.close, descriptor)
-        return flags
-
-    @classmethod
-    def open(cls, pid: int, descriptor: int) -> _Flags:
-        with naming_file_limit(f"the flags of process {pid}", 2):
-            ours = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-            try:
-                return cls(ours, _MAX_SLOTS)
-            finally:
-                os.close(ours)
-
-
 @dataclass(eq=False)
 class _Slot:
     """A slot of this process, to send from."""
@@ -331,7 +260,7 @@ class _Slot:
     number: int
     address: int
     size_bytes: int
-    flags: _Flags
+    flags: mmap.mmap
     serial: int = 0  # of its last message
 
 
@@ -341,7 +270,7 @@ class _OpenedSlot:
 
     number: int
     address: int
-    flags: _Flags
+    flags: mmap.mmap
     copied: torch.cuda.Event | None = None  # its last message
 
 

@@ -1,144 +1,161 @@
-"""Framed messages between the ranks of one job, and the place where a process waits for them.
+"""The data sockets between the ranks of one job, and the one place that waits for other ranks.
 
-One connection (``connection.py``) joins each pair of ranks and carries everything between them:
-orders of the coordinator, tokens and small tensors of channels, failures, goodbyes.
+    main thread       waits in ``Mesh.wait`` only, or for its device; it alone uses data sockets
+    monitor thread    polls alarm sockets, processes and waits of the main thread; it never uses
+                      data sockets or CUDA (``monitor.py``)
+    other threads     wait for no rank
+    exceptions        before the first task: ``job/start.py``, and the connecting of NCCL and gloo
 
-A process is single-threaded here: it reads frames while it waits (``wait``) and between tasks
-(``poll``), and passes each to the handler registered for its peer and frame type. Since every wait
-is a wait for sockets, it ends when a peer fails or dies: its failure, its goodbye or the end of
-its stream wakes the waiter (``failures.py``). What a peer had sent before its end is handled first.
-Only transfers that block in native code need another thread, which reports stalls
-(``native_waits.py``).
-
-While the main thread is in native code, for instance waiting for a device, another thread may look
-for failures in what the main thread is going to read (``look_ahead``).
+The main thread reads frames while it waits (``wait``) and between tasks (``poll``), and passes each
+to the handler registered for its peer and frame type. What a peer had sent before it failed is
+handled first; then the wait raises the failure (``docs/starting_and_ending.md``).
 """
 
 from __future__ import annotations
 
 import math
+import os
+import select
 import socket
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-from procpipe.channel.connection import Connections
-from procpipe.channel.failures import Failures, decode_failure, encode_failure
-from procpipe.channel.native_waits import NativeWaits, WaitReports
-from procpipe.channel.sockets import has_vanished
-from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
+from procpipe.channel.frames import READ_BYTES, Frames
+from procpipe.channel.monitor import GOODBYE, Monitor, Reports, too_long
+from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children
-from procpipe.signals import put_off
 
 #: Handles a frame: sequence number, flags, body (writable, valid only during the call).
 Handler = Callable[[int, int, memoryview], None]
+
+#: Says where the body of a large frame goes, by its flags and number of bytes; None for anywhere.
+Place = Callable[[int, int], memoryview | None]
 _Frame = tuple[int, int, bytearray]
 
-BUSY = 253
-GOODBYE = 254
-FAILURE = 255
-
-#: A longer wait is reported.
-_REPORT_AFTER_S = 0.05
+#: The system's calls take no longer time, such as an infinite one.
+_MAX_POLL_S = 3600.0
 
 #: How long a leaving rank waits for peers that are too busy to read its last frame.
 _LAST_FRAME_TIMEOUT_S = 5.0
 
-#: How long a peer whose transfer broke may take to send its failure, or to end.
+#: How long a peer whose transfer or socket broke may take to send its failure, or to end.
 _FAILURE_TIMEOUT_S = 2.0
 
 
-class _BusyPeers:
-    """Peers that do what ``timeout_s`` does not count."""
-
-    def __init__(self) -> None:
-        self.peers: set[int] = set()
-        self._changed_s = 0.0
-
-    def note(self, peer: int, *, is_busy: bool) -> None:
-        (self.peers.add if is_busy else self.peers.discard)(peer)
-        self._changed_s = time.monotonic()
-
-    def counted_s(self, started: float) -> float:
-        """Return how much of a wait counts towards ``timeout_s``."""
-        return 0.0 if self.peers else time.monotonic() - max(started, self._changed_s)
-
-
 class Mesh:
-    """The connections of one rank, made of a non-blocking socket to each other rank.
+    """The connections of one rank; ``add`` is called with each other rank's.
 
-    ``ranks`` holds each rank's number in the job, which messages name; ``name_of`` describes one.
-    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``, which
-    begins anew whenever a peer has been busy (``send_busy``).
-    ``num_looks`` counts how often incoming data was looked for; ``failures`` are known so far.
+    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``.
+
+    Attributes:
+        rank: this one.
+        ranks: each rank's number in the job, which messages name.
+        name_of: describes a rank.
+        monitor: notices the failures of peers.
     """
 
     def __init__(
         self,
         rank: int,
-        sockets: Mapping[int, socket.socket],
         *,
         timeout_s: float,
         stall_timeout_s: float,
-        reports: WaitReports,
+        reports: Reports,
         ranks: Sequence[int] = range(1 << 62),
         name_of: Callable[[int], str] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
-        self.num_looks = 0
-        self.peers = tuple(sorted(sockets))  # the other ranks, in order
         self.timeout_s = timeout_s
-        self.stall_timeout_s = stall_timeout_s
-        self.reports = reports
-        self.native_waits = NativeWaits(stall_timeout_s, reports)
+        self.monitor = Monitor(
+            rank,
+            ranks,
+            self.name_of,
+            reports,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._data: dict[int, Frames] = {}
+        self._peer_of: dict[int, int] = {}  # by descriptor
+        self._left: set[int] = set()
         self._handlers: dict[tuple[int, int], Handler] = {}
+        self._places: dict[tuple[int, int], Place] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
-        self.failures = Failures(rank, ranks, self.name_of, reports)
-        self._busy = _BusyPeers()
-        self._reading = threading.RLock()
-        self._connections = Connections(sockets, self._take, self.failures.note_lost)
+        self._poller = select.poll()
+        self._poller.register(self.monitor.wakes_main, select.POLLIN)
+        self._has_left = self._is_closed = False
         give_up_in_children(self)
 
+    def add(
+        self, peer: int, data: socket.socket, alarm: socket.socket, process: int | None
+    ) -> None:
+        """Add a connected peer: two sockets, and a descriptor of its process, if it has one."""
+        self._data[peer] = Frames(
+            data, partial(self._take, peer), self._buffer, partial(self._place, peer)
+        )
+        self._peer_of[data.fileno()] = peer
+        self._poller.register(data, select.POLLIN)
+        self.monitor.add(peer, alarm, process)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks, in order, those that have left, too."""
+        return tuple(sorted({*self._data, *self._left}))
+
     def socket_of(self, peer: int) -> socket.socket:
-        """Return the socket to a connected peer."""
-        return self._connections.of[peer].sock
+        """Return the data socket to a connected peer."""
+        return self._data[peer].sock
 
     def is_connected(self, peer: int) -> bool:
         """Return whether frames can still be sent to a peer, as far as is known."""
-        return peer in self._connections.of and peer not in self.failures.left
+        return peer in self._data and peer not in self._left
 
-    def on(self, peer: int, frame_type: int, handler: Handler) -> None:
-        """Pass frames of a type from a peer to ``handler``, those that came early first."""
+    def on(self, peer: int, frame_type: int, handler: Handler, place: Place | None = None) -> None:
+        """Pass frames of a type from a peer to ``handler``, those that came early first.
+
+        ``place`` may give the memory that a large body is read into.
+        """
         self._handlers[peer, frame_type] = handler
+        if place is not None:
+            self._places[peer, frame_type] = place
         for sequence, flags, body in self._early.pop((peer, frame_type), ()):
             handler(sequence, flags, memoryview(body))
 
     # -- sending --------------------------------------------------------------------------------
 
-    def send(self, peer: int, frame_type: int, flags: int, sequence: int, *parts: Any) -> None:
-        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once."""
-        if not self.is_connected(peer):
-            self._blame_for_leaving(peer, "sends to it")
-        self._connections.send(peer, frame_type, flags, sequence, parts)
+    def send(
+        self,
+        peer: int,
+        frame_type: int,
+        flags: int,
+        sequence: int,
+        *parts: Any,
+        keep: bool = False,
+    ) -> None:
+        """Send a frame; never blocks, and the parts (byte buffers) may be reused at once.
 
-    def send_busy(self, *, is_busy: bool) -> None:
-        """Send to every peer that this rank begins or ends what ``timeout_s`` does not count."""
-        for peer in self.peers:
-            if self.is_connected(peer):
-                self.send(peer, BUSY, int(is_busy), 0)
+        With ``keep`` they may not, until they are sent and no longer referenced.
+        """
+        data = self._data.get(peer)
+        if data is None or peer in self._left:
+            self._blame_for_leaving(peer, "sends to it")
+        data.send(frame_type, flags, sequence, parts, keep=keep)
+        if data.has_unsent:
+            self._poller.modify(data.sock, select.POLLIN | select.POLLOUT)
 
     def has_unsent(self, peer: int) -> bool:
         """Return whether data for a peer waits until its socket can take more."""
-        connection = self._connections.of.get(peer)
-        return connection is not None and connection.has_unsent
+        data = self._data.get(peer)
+        return data is not None and data.has_unsent
 
     def flush(self) -> None:
         """Wait until the sockets have taken everything."""
-        self.wait(lambda: not self._connections.busy, lambda: "its peers to read")
+        self.wait(lambda: not any(map(self.has_unsent, self._data)), lambda: "its peers to read")
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -166,103 +183,86 @@ class Mesh:
         """
         if ready():
             return
-        started, gone_s = time.monotonic(), math.inf
-        stall_s, timeout_s, report_s = self.stall_timeout_s, self.timeout_s, _REPORT_AFTER_S
+        self.check_open()  # in a forked child nothing would end the wait
+        started_s, gone_s = time.monotonic(), math.inf
+        self.monitor.start_wait(what, started_s)
         while True:
-            if peer in self.failures.left:
-                gone_s = min(gone_s, time.monotonic())
-                if time.monotonic() - gone_s >= grace_s:
+            now_s = time.monotonic()
+            if peer in self._left:
+                gone_s = min(gone_s, now_s)
+                if now_s - gone_s >= grace_s:
                     self._blame_for_leaving(peer, f"waits for {what()}")
-            waited = time.monotonic() - started
-            left_s = timeout_s - self._busy.counted_s(started)
-            self._read_and_write(min(report_s - waited, stall_s - waited, left_s, every_s))
+            self._read_and_write(min(started_s + self.timeout_s - now_s, every_s))
             if ready():  # before any failure: a peer may have sent it before it failed
-                if report_s == math.inf:
-                    self.reports.end_wait()
+                self.monitor.end_wait()
                 return
             self._raise_failure()
-            waited = time.monotonic() - started
-            if waited >= report_s:
-                self.reports.start_wait(what(), started)
-                report_s = math.inf
-            if self._busy.counted_s(started) >= timeout_s:
-                raise self.too_long(waited, what())
-            if waited >= stall_s:
-                self._end_vanished()
-                self.reports.stalled(what(), waited)
-                stall_s *= 2
-
-    def too_long(self, waited_s: float, what: str) -> WaitTimeoutError:
-        """Return the error for a wait that exceeds ``timeout_s``."""
-        return WaitTimeoutError(
-            f"{self.name_of(self.rank)} has waited {waited_s:.1f} s for {what}; if that is not a "
-            "fault, give Stage a larger timeout_s"
-        )
-
-    def wait_failure(self, peers: Iterable[int] = (), meanwhile: str = "") -> None:
-        """Wait a moment for the failure behind an error, and raise it; return if none comes.
-
-        Of some peers it is a failure to have left; ``meanwhile`` says what this rank does.
-        """
-        deadline = time.monotonic() + _FAILURE_TIMEOUT_S
-        self._raise_failure()
-        while not (gone := self.failures.left.intersection(peers)):
-            left_s = deadline - time.monotonic()
-            if not self._connections.of or left_s <= 0:
-                return
-            self.poll(left_s)
-        self._blame_for_leaving(min(gone), meanwhile)
+            waited_s = time.monotonic() - started_s
+            if waited_s >= self.timeout_s:
+                raise too_long(self.name_of(self.rank), waited_s, what())
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Read and send what is possible within ``timeout_s``; raises errors like ``wait``."""
         self._read_and_write(timeout_s)
         self._raise_failure()
 
-    def _read_and_write(self, timeout_s: float) -> None:
-        with self._reading:
-            self.num_looks += 1
-            self._connections.read_and_write(timeout_s)
+    def wait_failure(self, peers: Iterable[int] = (), meanwhile: str = "") -> None:
+        """Wait a moment for the failure behind an error, and raise it; return if none comes.
 
-    def look_ahead(self) -> tuple[RemoteStageError | None, set[int]] | None:
-        """Look, in another thread, for failures in what the main thread is going to read.
-
-        Returns the failure of a peer, if there is one, and the peers that have left; None while the
-        main thread is reading itself, and once the mesh is closed.
+        Of some peers it is a failure to have left; ``meanwhile`` says what this rank does.
         """
-        if not self._reading.acquire(blocking=False):
-            return None
-        try:
-            failures = self.failures
-            if failures.is_sent or self._connections.is_closed:
-                return None
-            left = set(failures.left)
-            if isinstance(failures.first, RemoteStageError):  # read, but not raised yet
-                return failures.first, left
-            for peer, frames, has_ended in self._connections.look_ahead():
-                for frame_type, body in frames:
-                    if frame_type == GOODBYE:
-                        left.add(peer)
-                    elif frame_type == FAILURE:
-                        return decode_failure(body), left
-                if has_ended and peer not in left:
-                    is_local = self._connections.of[peer].is_local
-                    return failures.lost(peer, is_local), left
-            return None, left
-        finally:
-            self._reading.release()
+        deadline_s = time.monotonic() + _FAILURE_TIMEOUT_S
+        while not (gone := self._left.intersection(peers)):
+            left_s = deadline_s - time.monotonic()
+            if not self._data or left_s <= 0:
+                return
+            self.poll(left_s)
+        self._blame_for_leaving(min(gone), meanwhile)
 
-    def _end_vanished(self) -> None:
-        """Treat the ranks of hosts that no longer answer as dead."""
-        for peer, connection in list(self._connections.of.items()):
-            if has_vanished(connection.sock):
-                self._connections.end(peer)
-        self._raise_failure()
+    def _read_and_write(self, timeout_s: float) -> None:
+        """Read and send what is possible within a time; after a failure, all that has come."""
+        for descriptor, event in self._poller.poll(min(max(0.0, timeout_s), _MAX_POLL_S) * 1000):
+            if descriptor == self.monitor.wakes_main:
+                for peer in tuple(self._data):
+                    while self._read(peer):
+                        pass
+            elif descriptor in self._peer_of:  # else closed by an event before this one
+                peer = self._peer_of[descriptor]
+                if event & select.POLLOUT:
+                    self._send_on(peer)
+                if event & ~select.POLLOUT:
+                    self._read(peer)
+
+    def _read(self, peer: int) -> bool:
+        data = self._data.get(peer)
+        if data is None:
+            return False
+        may_have_more = data.read()
+        if data.has_ended:
+            self._end(peer)
+        return may_have_more
+
+    def _send_on(self, peer: int) -> None:
+        data = self._data[peer]
+        data.send_on()
+        if not data.has_unsent:
+            self._poller.modify(data.sock, select.POLLIN)
+
+    def _end(self, peer: int) -> None:
+        """Close the socket of a peer that has ended; if it has not left, its failure follows."""
+        data = self._data.pop(peer)
+        self._poller.unregister(data.sock)
+        del self._peer_of[data.sock.fileno()]
+        data.close()
+        if peer not in self._left and not self._has_left:
+            self._left.add(peer)
+            poller = select.poll()
+            poller.register(self.monitor.wakes_main, select.POLLIN)
+            poller.poll(_FAILURE_TIMEOUT_S * 1000)
 
     def _raise_failure(self) -> None:
-        if failure := self.failures.first:
-            if isinstance(failure, RemoteStageError):
-                self.send_failure(failure)
-            raise failure
+        if self.monitor.failure is not None:
+            raise self.monitor.failure
 
     def _take(
         self, peer: int, sequence: int, frame_type: int, flags: int, body: memoryview
@@ -271,69 +271,78 @@ class Mesh:
         if handler is not None:
             handler(sequence, flags, body)
         elif frame_type == GOODBYE:
-            self.failures.left.add(peer)
-        elif frame_type == BUSY:
-            self._busy.note(peer, is_busy=bool(flags))
-        elif frame_type != FAILURE:
+            self._left.add(peer)
+        else:
             self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
-        elif self.failures.first is None:
-            self.failures.first = decode_failure(bytes(body))
+
+    def _place(self, peer: int, frame_type: int, flags: int, num_bytes: int) -> memoryview | None:
+        place = self._places.get((peer, frame_type))
+        return None if place is None else place(flags, num_bytes)
 
     # -- endings --------------------------------------------------------------------------------
 
-    def send_failure(self, error: RemoteStageError) -> None:
-        """Send to every peer, once, that a rank failed; waits a moment for the sockets.
+    def fail(self, error: RemoteStageError) -> None:
+        """Send to every peer, once, that a rank failed; overtakes all data. Never raises."""
+        self.monitor.fail(error)
 
-        It overtakes everything that the sockets have not begun to take.
+    def leave(self, timeout_s: float = 0.0) -> None:
+        """Send a goodbye, unless there was a failure; wait up to ``timeout_s`` for all others'.
+
+        Before that it waits a few seconds at most until the sockets have taken everything.
         """
-        with put_off():
-            if self.failures.is_sent:
-                return
-            self.failures.is_sent = True
-            for connection in self._connections.of.values():
-                connection.drop_unsent(but_begun=True)
-            self._send_to_all(FAILURE, encode_failure(error).encode())
-
-    def part(self, timeout_s: float) -> None:
-        """Send a goodbye, and wait up to ``timeout_s`` for those of the others."""
-        if self.failures.is_sent or self.failures.first is not None:
+        if self.monitor.failure is not None or self._has_left:
             return
-        self._send_to_all(GOODBYE, b"")
-        self.failures.has_parted = True
-        deadline_s = time.monotonic() + timeout_s
-        while self._connections.of.keys() - self.failures.left and time.monotonic() < deadline_s:
-            self._read_and_write(deadline_s - time.monotonic())
+        for peer in self._data.keys() - self._left:
+            self.send(peer, GOODBYE, 0, 0)
+        self._read_until(lambda: not any(map(self.has_unsent, self._data)), _LAST_FRAME_TIMEOUT_S)
+        self.monitor.leave()
+        self._has_left = True
+        self._read_until(lambda: not self._data.keys() - self._left, timeout_s)
 
     def close(self) -> None:
-        """Send a goodbye and close the sockets."""
-        if not (self.failures.is_sent or self.failures.has_parted):
-            self._send_to_all(GOODBYE, b"")
-        self.native_waits.close()
-        with self._reading:
-            self._connections.close()
-        self._handlers.clear()
+        """Close the sockets, once; later calls raise an error."""
+        if self._is_closed:  # the numbers of its descriptors may be those of others by now
+            return
+        self._is_closed = True
+        self.monitor.close()
+        for data in self._data.values():
+            data.close()
+        for held in (self._data, self._peer_of, self._handlers, self._places):
+            held.clear()
+        self._poller = select.poll()
+
+    def check_open(self) -> None:
+        """Raise ``StageClosedError`` once it is closed; for operations that use no socket."""
+        if self._is_closed:
+            self._raise_failure()
+            raise StageClosedError("the stage was closed")
 
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; later calls there raise an error."""
-        self._reading = threading.RLock()  # a thread of the parent may hold the old one
-        self._connections.close()
-        self.failures.note_forked()
+        if self._is_closed:
+            return
+        self.monitor.give_up_in_child(
+            StageClosedError(
+                f"this process ({os.getpid()}) was forked from that of rank "
+                f"{self.ranks[self.rank]} ({os.getppid()}): only that one can use its stage"
+            )
+        )
+        self.close()
 
-    def check_process(self) -> None:
-        """Raise ``StageClosedError`` in a forked child; for operations that use no socket."""
-        if isinstance(self.failures.first, StageClosedError):
-            raise self.failures.first
-
-    def _send_to_all(self, frame_type: int, body: bytes) -> None:
-        """Send a last frame to all peers; waits a limited time until the sockets have taken it."""
-        for peer, connection in tuple(self._connections.of.items()):
-            if peer not in self.failures.left and not connection.is_torn:
-                self._connections.send(peer, frame_type, 0, 0, (body,))
-        self._connections.send_rest(_LAST_FRAME_TIMEOUT_S)
+    def _read_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Read and send until a condition holds, there is a failure, or for some time."""
+        deadline_s = time.monotonic() + timeout_s
+        while not ready() and self.monitor.failure is None and time.monotonic() < deadline_s:
+            self._read_and_write(deadline_s - time.monotonic())
 
     def _blame_for_leaving(self, peer: int, meanwhile: str) -> NoReturn:
         """Fail because a peer has left; send that to all, so that none names this rank instead."""
         self._raise_failure()
-        self.failures.first = self.failures.gone(peer, meanwhile)
-        self._raise_failure()
-        raise AssertionError("there is a failure")
+        error = PeerLostError(
+            self.ranks[peer],
+            f"{self.name_of(peer)} has left the pipeline (its script ended, or closed its "
+            f"stage) while {self.name_of(self.rank)} {meanwhile}: every rank must make the "
+            "same calls",
+        )
+        self.fail(error)
+        raise error

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,21 +17,70 @@ from torch import Tensor
 
 from procpipe.tree import Flat, Structure, from_json
 
+#: The order of elements in memory that is kept, by number of dimensions, besides contiguous; a
+#: tensor of any other order arrives contiguous.
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class TensorMeta(NamedTuple):
-    """Shape and dtype of one tensor, and whether the receiver is to send back a gradient."""
+    """What a receiver must know of one tensor, and whether it is to send back a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_channels_last: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
         return self.dtype.itemsize * math.prod(self.shape)
 
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Allocate the tensor."""
+        if not self.is_channels_last:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        order = _CHANNELS_LAST[len(self.shape)]
+        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=order)
 
-class Meta(NamedTuple):
+    def of(self, elements: Tensor) -> Tensor:
+        """Return the tensor of these elements, 1-D in the order of memory; not a copy."""
+        if not self.is_channels_last:
+            return elements.view(self.shape)
+        num, channels, *extents = self.shape
+        return elements.view(num, *extents, channels).movedim(-1, 1)
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Return whether a tensor has its elements in memory with the channels last.
+
+    Where extents are 1 it may be contiguous, too: its strides say which it was made as.
+    """
+    order = _CHANNELS_LAST.get(tensor.dim())
+    return (
+        order is not None
+        and tensor.is_contiguous(memory_format=order)
+        and tensor.stride(1) == 1
+        and tensor.stride(-1) == tensor.shape[1]
+    )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with its elements one behind the other in memory, contiguous or not.
+
+    Copies it if it is not so already. Lazy conjugation and negation are resolved.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if is_channels_last(tensor) else tensor.contiguous()
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return a 1-D view of a dense tensor's elements, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Meta:
     """Everything of a message but the elements of its tensors; fields as in ``Flat``."""
 
     structure: Structure
@@ -37,25 +88,29 @@ class Meta(NamedTuple):
     memories: tuple[tuple[str, ...], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
         """For each tensor, whether a gradient is to be sent back."""
         return tuple(tensor.requires_grad for tensor in self.tensors)
 
-    @property
+    @cached_property
+    def sizes_bytes(self) -> list[int]:
+        """Bytes of each tensor's elements."""
+        return [tensor.num_bytes for tensor in self.tensors]
+
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors' elements."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(self.sizes_bytes)
 
 
 def describe(message: Flat) -> Meta:
     """Return the metadata of a message."""
-    tensors, structure, flags = message
     return Meta(
-        structure,
+        message.structure,
         tuple(
-            TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad)
-            for tensor, requires_grad in zip(tensors, flags, strict=True)
+            TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad, is_channels_last(tensor))
+            for tensor, requires_grad in zip(message.tensors, message.requires_grad, strict=True)
         ),
         message.memories,
         message.changes,
@@ -67,25 +122,11 @@ def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
 
     Not as inference tensors, even in inference mode: a message may arrive early and belong to a
     later call that records gradients, which refuses tensors made in inference mode.
-
-    On a GPU integers are zeros: an aborted transfer leaves memory as it is, and kernels queued
-    behind it still run. Most integers are indices; one out of range is a fault of the device, after
-    which torch's destructors end the process without an error message.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return allocate(meta, device)
-    on_gpu = torch.device(device).type == "cuda"
-    return [
-        (torch.zeros if on_gpu and _is_integer(t.dtype) else torch.empty)(
-            t.shape, dtype=t.dtype, device=device
-        )
-        for t in meta.tensors
-    ]
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
+    return [tensor.empty(device) for tensor in meta.tensors]
 
 
 def layout(sizes_bytes: list[int], alignment: int) -> tuple[list[int], int]:
@@ -100,7 +141,9 @@ def layout(sizes_bytes: list[int], alignment: int) -> tuple[list[int], int]:
 def encode(meta: Meta) -> bytes:
     """Encode metadata as JSON."""
     tensors = [
-        [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad] for t in meta.tensors
+        [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad]
+        + [True] * t.is_channels_last
+        for t in meta.tensors
     ]
     sharing = [meta.memories, meta.changes] if meta.memories or meta.changes else []
     return json.dumps([meta.structure, tensors, *sharing], separators=(",", ":")).encode()
@@ -115,12 +158,21 @@ def decode(data: bytes) -> Meta:
             raise ValueError("memories of other tensors")
         return Meta(
             from_json(structure),
-            tuple(TensorMeta(_shape(s), _dtype(d), bool(flag)) for s, d, flag in tensors),
+            tuple(_tensor(*fields) for fields in tensors),
             tuple(tuple(map(str, names)) for names in memories),
             tuple((str(name), str(where)) for name, where in changes),
         )
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"not the metadata of a message: {data[:80]!r}") from error
+
+
+def _tensor(
+    extents: list[int], dtype: str, requires_grad: object, is_channels_last: object = False
+) -> TensorMeta:
+    shape = _shape(extents)
+    if is_channels_last and len(shape) not in _CHANNELS_LAST:
+        raise TypeError(f"{shape} has no channels last")
+    return TensorMeta(shape, _dtype(dtype), bool(requires_grad), bool(is_channels_last))
 
 
 def _shape(extents: list[int]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """GPU tensors through NCCL.
 
-Every directed channel has its own communicator, so that its transfers wait neither for those of
-another channel nor for compute. Transfers run on NCCL's stream of that communicator:
+Each directed pair of ranks has a communicator of its own, for all channels from one to the other,
+so that its transfers wait neither for those of another pair nor for compute. They run on NCCL's
+stream of that communicator:
 
     compute stream   F0 ────────── F1 ────────── F2 …
     send stream            0 ═══>        1 ═══>             begins when F0's kernels are done
@@ -12,6 +13,11 @@ tensors stay referenced until the transfer is over. A receive is posted from a s
 would queue behind the compute already launched; its tensors are recorded on the compute stream,
 which waits for them in ``wait``. The host never waits for the device.
 
+**Order.** Transfers of a communicator run in the order in which both ends begin them. The programs
+of a plan list sends and receives of a pair in the same order (``plan/program.py``). A note counts
+the messages of the pair, and a receive is begun only after those before it: an allowance that is
+left over (``Receiver.forgo``) could allow it too early.
+
 **The class.** ``ProcessGroupNCCL``, by name: the same in torch 2.11 to 2.15. For
 ``init_process_group("nccl")`` newer torch makes ``ProcessGroupNCCL2`` (unless
 ``TORCH_DIST_USE_NCCL2=0``), which 2.11 does not have. Connected eagerly, a group keeps to one
@@ -19,20 +25,23 @@ communicator; otherwise its first transfer would make another, with a warning. T
 of a batch warn, too.
 
 **Room.** A transfer that has begun holds its stream and some blocks of the GPU until its peer's
-has begun, and the devices choose the order. So no two communicators may share a stream (torch
-gives out 32 of each priority in turn; sends have the high one, receives the other), and all of them
-together must find room: the more there are, the fewer blocks each gets.
+has begun, and the devices choose the order. So no two communicators may share a stream, of which
+torch gives out 32 of high priority in turn; nor a hardware queue (``job/devices.py``). All of a
+rank's together may take a part of its GPU: the more there are, the fewer blocks each gets. Their
+priority is high at both ends: a receive that waits for compute would keep the sender's blocks.
 
-**The end.** A transfer whose peer has died never ends by itself. Aborting a communicator ends its
-kernels and then frees its memory, for which CUDA waits until all other kernels of the device are
-done. So all are aborted at the same time (https://github.com/pytorch/pytorch/issues/119797), by a
-thread each: ``abort()`` of torch waits, and NCCL groups aborts of one thread only
-(https://github.com/pytorch/pytorch/pull/150690 is for the communicators of one process group).
+**The end.** Aborting a communicator frees its memory, for which CUDA waits until all other kernels
+of the device are done. So it is done only after ``drain``. A transfer whose peer has died never
+ends, and an abort of it may hang in NCCL (https://github.com/NVIDIA/nccl/issues/1777): after a
+failure nothing is aborted, and the process ends without waiting for its device.
 
 **Torch's watchdog**, a thread or two per process group, would end the process when a transfer
 exceeds a timeout or NCCL reports an error, and print its own messages. A group made with
 ``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
-``Work.block_current_stream``, used here, does not. ``job/device_waits.py`` handles failures.
+``Work.block_current_stream``, used here, does not.
+
+**Torch's flight recorder** takes a stack for each transfer: 10 us of about 35 on an emulated GPU.
+It is left on, as users' own groups use it, too; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
 
 NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
 
@@ -43,207 +52,166 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
-from procpipe.channel.meta import Meta, allocate
+from procpipe.channel.meta import Meta, allocate, elements
+from procpipe.channel.under_way import UnderWay
 from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
-#: Thread blocks NCCL may take for a transfer: two saturate a link, more would slow compute; and for
-#: all transfers of a rank, so that they find room on the smallest GPUs (40 multiprocessors).
-_MAX_BLOCKS, _MAX_BLOCKS_OF_ALL = 4, 32
+#: The part of a GPU's multiprocessors that all transfers of a rank may take, each with a block; and
+#: the most for one. On a GPU of 132, four communicators get 8 blocks each.
+_PART, _MAX_BLOCKS = 1 / 4, 8
 
 #: The same for an operation of several ranks. The pipeline's transfers run beside it.
 _MAX_BLOCKS_TOGETHER = 8
 
-#: How many channels one rank may send on, and receive on: torch's streams of one priority, less
-#: the few that transports use otherwise.
-_MAX_CHANNELS = 29
+#: How many communicators a rank may have: torch's streams of high priority, less the few that
+#: are used otherwise.
+_MAX_COMMUNICATORS = 29
 
-#: Torch's own limit for a transfer and for an abort, set so high that it is never reached.
+#: Torch's own limit for a transfer, set so high that it is never reached.
 _OUT_OF_REACH_S = 30 * 86400.0
 
-#: How long all aborts together may take; each waits for the compute that is queued on the device.
-_ABORT_TIMEOUT_S = 30.0
+#: A note: how many messages the sender has sent to the receiver before, on all channels.
+_NOTE = struct.Struct("<Q")
 
 
 class Communicators:
-    """The communicators of one rank, each a process group of torch's, by their ranks and a number.
-
-    Subclasses fill ``_groups``, and note in ``_newest`` the end of what each does last.
-    """
+    """The communicators of one rank, each a process group of torch's, by the ranks in it."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._device = device
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._newest: dict[tuple[int, ...], torch.cuda.Event] = {}
-        self._over_stream = torch.cuda.Stream(device, priority=-1)  # waits for transfers' ends
-        self._aborting: list[threading.Thread] | None = None
-        self._lock = threading.Lock()
+        self._under_way = UnderWay()
         self._connecting_to: tuple[int, ...] = ()
-        self._is_initializing = False
+        self._is_drained = False
 
-    def busy_with(self) -> list[int]:
-        """Return the ranks with which transfers are not over; safe in any thread."""
-        peers = set(self._connecting_to)
-        for (*ranks, _), over in tuple(self._newest.items()):
-            if not over.query():
-                peers.update(ranks)
-        return sorted(peers - {self._rank})
+    def queued_with(self) -> list[int]:
+        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
+        ranks = {*self._connecting_to, *self._under_way.ranks()}
+        return sorted(ranks - {self._rank})
+
+    def are_over(self) -> bool:
+        """Return whether all transfers are over; see ``DeviceTransfers``."""
+        return not (self._connecting_to or self._under_way.look_at_all())
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
-
-    def abort(self) -> bool:
-        """End all transfers, whatever their state, within 30 seconds; see ``DeviceTransfers``.
-
-        Returns False while a communicator is being connected, which cannot be ended.
-        """
-        deadline_s = time.monotonic() + _ABORT_TIMEOUT_S
-        with self._lock:
-            if self._aborting is None:
-                self._aborting = [
-                    threading.Thread(target=_abort, args=(group,), daemon=True)
-                    for group in tuple(self._groups.values())
-                ]
-                for thread in self._aborting:
-                    thread.start()
-            aborting = self._aborting
-        for thread in aborting:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not (self._is_initializing or any(thread.is_alive() for thread in aborting))
+        self._under_way.clear()
+        self._is_drained = True
 
     def close(self) -> None:
-        """Abort and drop the communicators."""
-        if not self.abort():
-            keep_for_ever(self._groups.copy())  # the destructors would wait, too
-        self._newest.clear()
+        """Drop the communicators; abort them, if they are known to be idle."""
+        for group in self._groups.values():
+            if self._is_drained:
+                group.abort()
+            else:
+                keep_for_ever(group)  # its destructor would wait for its peers
         self._groups.clear()
 
     def _connect(
         self,
-        key: tuple[int, ...],
+        ranks: tuple[int, ...],
         store: Store,
-        place: tuple[int, int],
         num_blocks: int,
         begin: Callable[[Any, list[Tensor]], Work],
-        *,
-        is_high_priority: bool,
     ) -> None:
         """Make and connect a communicator, first operation included, which ``begin`` begins.
 
-        NCCL connects ranks in that; it blocks the hosts of all of them. ``place`` is this process's
-        number in the group, and how many there are; an operation may take ``num_blocks`` thread
-        blocks.
+        NCCL connects ranks in that; it blocks the hosts of all of them. An operation may take
+        ``num_blocks`` thread blocks, or fewer, if another rank can give only fewer.
         """
         from torch.distributed import ProcessGroupNCCL
 
+        own = PrefixStore(f"nccl/{'-'.join(map(str, ranks))}", store)
+        self._connecting_to = ranks
+        own.set(f"blocks/{self._rank}", str(num_blocks))
+        num_blocks = min(int(own.get(f"blocks/{rank}")) for rank in ranks)
         options = nccl_options(
-            ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=is_high_priority
+            ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=True
         )
-        self._connecting_to = key[:-1]
-        self._is_initializing = True
-        try:
-            own = PrefixStore(f"nccl/{'-'.join(map(str, key))}", store)
-            with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-                group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
-            token = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            group.eager_connect_single_device(self._device)
-            self._groups[key] = group
-            self._is_initializing = False
-            begin(group, [token]).block_current_stream()
-            torch.cuda.synchronize(self._device)
-        finally:
-            self._connecting_to, self._is_initializing = (), False
-
-    def _note(self, key: tuple[int, ...], work: Work) -> torch.cuda.Event:
-        """Return what is recorded at the end of an operation."""
-        with torch.cuda.stream(self._over_stream):
-            work.block_current_stream()
-            over: torch.cuda.Event = self._over_stream.record_event()
-        self._newest[key] = over
-        return over
+        with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+            place = ranks.index(self._rank), len(ranks)
+            group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        group.eager_connect_single_device(self._device)
+        self._groups[ranks] = group
+        begin(group, [token]).block_current_stream()
+        torch.cuda.current_stream(self._device).synchronize()
+        self._connecting_to = ()
 
 
 class NcclTransport(Communicators):
-    """One two-rank communicator per directed channel."""
+    """One two-rank communicator per directed pair of ranks, its key ``(source, destination)``."""
 
-    needs_acknowledgement = False
-    blocks = False  # only the stream waits
+    holds_device = True  # NCCL's are rendezvous
     copies_at_once = False
     inline_bytes = 0
-    max_posted = 1  # a receive that waits for its sender occupies part of the GPU
+    max_posted = 1 << 62  # only the first of a pair occupies part of the GPU
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
         self._receive_stream = torch.cuda.Stream(device)
+        self._num_sent: Counter[int] = Counter()
+        self._num_posted: Counter[int] = Counter()
+        self._early: dict[tuple[int, int], Receiving] = {}  # by source and number
 
     def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect this rank's communicators; waits for the peers.
 
         ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
-        job. All ranks connect theirs in this order, since each blocks the host until its other end
-        does the same. Raises ``ValueError`` if a rank would have more channels than there are
-        streams.
+        job. Raises ``ValueError`` if a rank would have more communicators than there are streams.
         """
-        channels = list(channels)
-        num_blocks = _num_blocks(channels)
-        for channel in channels:
-            if self._rank in channel[:2]:
-                is_sender = self._rank == channel[0]
-                self._connect(
-                    channel,
-                    store,
-                    (0 if is_sender else 1, 2),
-                    num_blocks,
-                    partial(_transfer, is_sender=is_sender),
-                    is_high_priority=is_sender,
-                )
+        pairs = sorted({channel[:2] for channel in channels})
+        num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        num_blocks = blocks_of(self._rank, pairs, num_multiprocessors)
+        for pair in in_rounds(pairs):
+            if self._rank in pair:
+                is_sender = self._rank == pair[0]
+                self._connect(pair, store, num_blocks, partial(_transfer, is_sender=is_sender))
 
-    def post_send(
-        self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[NcclSending, bytes]:
-        """Begin to send contiguous tensors after the current stream has made them."""
-        return NcclSending(*self._begin((self._rank, peer, channel_id), tensors)), b""
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
+        """Begin to send dense tensors after the current stream has made them."""
+        note = _NOTE.pack(self._num_sent[peer])
+        self._num_sent[peer] += 1
+        return Sending(self._begin((self._rank, peer), tensors)), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
+        (number,) = _NOTE.unpack(note)
         with torch.cuda.stream(self._receive_stream):
-            tensors = allocate(meta, self._device)
-            work, _ = self._begin((peer, self._rank, channel_id), tensors)
-            return tensors, partial(self._wait_received, work, tensors)
+            receiving = Receiving(allocate(meta, self._device))
+            self._early[peer, number] = receiving
+            while next_one := self._early.pop((peer, self._num_posted[peer]), None):
+                self._num_posted[peer] += 1
+                next_one.work = self._begin((peer, self._rank), next_one.tensors)
+                next_one.is_posted = True
+        return receiving.tensors, receiving.wait
 
-    def _begin(
-        self, channel: tuple[int, int, int], tensors: list[Tensor]
-    ) -> tuple[Work | None, torch.cuda.Event | None]:
+    def _begin(self, pair: tuple[int, int], tensors: list[Tensor]) -> Work | None:
         # As bytes, since NCCL supports neither all dtypes nor empty tensors.
-        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        parts = [elements(tensor).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not parts:
-            return None, None
-        work = _transfer(self._groups[channel], parts, is_sender=channel[0] == self._rank)
-        return work, self._note(channel, work)
-
-    def _wait_received(self, work: Work | None, tensors: list[Tensor]) -> None:
-        """Make the current stream wait for received tensors; the host goes on."""
-        if work is not None:
-            work.block_current_stream()
-        compute = torch.cuda.current_stream(self._device)
-        for tensor in tensors:
-            tensor.record_stream(compute)
+            return None
+        work = _transfer(self._groups[pair], parts, is_sender=pair[0] == self._rank)
+        self._under_way.add(pair, work.is_completed)
+        return work
 
 
 class NcclGroup(Communicators):
@@ -254,32 +222,26 @@ class NcclGroup(Communicators):
 
     def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
-        self._key = (*ranks, 0)
+        self._ranks = tuple(ranks)
 
     def connect(self, store: Store) -> None:
         """Connect to the other processes of the group; blocks until they do the same."""
-        *ranks, _ = self._key
         self._connect(
-            self._key,
-            store,
-            (ranks.index(self._rank), len(ranks)),
-            _MAX_BLOCKS_TOGETHER,
-            lambda group, tokens: group.allreduce(tokens),
-            is_high_priority=True,
+            self._ranks, store, _MAX_BLOCKS_TOGETHER, lambda group, tokens: group.allreduce(tokens)
         )
 
     def begin(self, operate: Callable[[Any], Work]) -> Work:
         """Begin an operation of torch's process group; the host never waits for it."""
-        work = operate(self._groups[self._key])
-        self._note(self._key, work)
+        work = operate(self._groups[self._ranks])
+        self._under_way.add(self._ranks, work.is_completed)
         return work
 
 
-class NcclSending(NamedTuple):
+@dataclass
+class Sending:
     """The send of one message's tensors."""
 
-    work: Work | None
-    over: torch.cuda.Event | None
+    work: Work | None  # None if they have no elements
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host goes on."""
@@ -288,20 +250,56 @@ class NcclSending(NamedTuple):
 
     def is_done(self) -> bool:
         """Return whether the device has completed the transfer."""
-        return self.over is None or self.over.query()
+        return self.work is None or self.work.is_completed()
 
 
-def _num_blocks(channels: list[tuple[int, int, int]]) -> int:
-    """Return how many thread blocks a transfer may take; the same on every rank."""
-    for end, does in (0, "send"), (1, "receive"):
-        ((rank, most),) = Counter(channel[end] for channel in channels).most_common(1)
-        if most > _MAX_CHANNELS:
-            raise ValueError(
-                f"rank {rank} would {does} on {most} channels by NCCL, but there can be "
-                f"{_MAX_CHANNELS}: use fewer partitions a stage, or fewer skips between stages"
-            )
-    ends = Counter(rank for channel in channels for rank in channel[:2])
-    return max(1, min(_MAX_BLOCKS, _MAX_BLOCKS_OF_ALL // max(ends.values())))
+@dataclass
+class Receiving:
+    """The receive of one message's tensors."""
+
+    tensors: list[Tensor]
+    is_posted: bool = False
+    work: Work | None = None  # None if they have no elements
+
+    def wait(self) -> None:
+        """Make the current stream wait for received tensors; the host goes on."""
+        assert self.is_posted, "a program allows all that was sent before what it takes"
+        if self.work is not None:
+            self.work.block_current_stream()
+        for tensor in self.tensors:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def blocks_of(rank: int, pairs: Iterable[tuple[int, int]], num_multiprocessors: int) -> int:
+    """Return how many thread blocks each transfer of a rank may take; pure.
+
+    A power of two, to which NCCL would round up (https://github.com/NVIDIA/nccl/issues/1198).
+    """
+    num_communicators = sum(rank in pair for pair in pairs)
+    if num_communicators > _MAX_COMMUNICATORS:
+        raise ValueError(
+            f"rank {rank} would exchange tensors by NCCL with so many ranks that it had "
+            f"{num_communicators} communicators, but there can be {_MAX_COMMUNICATORS}: use fewer "
+            "skips between distant stages"
+        )
+    most = min(_MAX_BLOCKS, int(num_multiprocessors * _PART / max(1, num_communicators)))
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the pairs in an order in which many ranks connect at the same time; pure.
+
+    A rank connects one pair at a time. In the order of ranks, each would wait for the one before;
+    here a pair is in the first round in which neither of its ranks has another pair.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        free = (found for found in rounds if {*pair}.isdisjoint(chain(*found)))
+        found = next(free, None)
+        if found is None:
+            rounds.append(found := [])
+        found.append(pair)
+    return [*chain(*rounds)]
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
@@ -329,9 +327,3 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _abort(group: Any) -> None:
-    """Abort a communicator; ignore errors of one that is broken already."""
-    with contextlib.suppress(RuntimeError):
-        group.abort()

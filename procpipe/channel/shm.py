@@ -8,10 +8,10 @@ The sender copies a message's tensors into a slot; the receiver uses them in pla
                                               free   │  <──────────────  when the last tensor of the
     may use it again                                                     message is freed
 
-Slots are parts of one anonymous file (memfd) of the sender, which each receiver opens through
-``/proc``: it has no name, takes nothing of ``/dev/shm``, and disappears with the processes that
-have it open, however they end. So a rank needs one descriptor for its own file and one for that of
-each rank it receives from, whatever the number of slots.
+Slots are parts of one anonymous file (memfd) of the sender, which each receiver has open, too: it
+has no name, takes nothing of ``/dev/shm``, and disappears with the processes that have it open,
+however they end. So a rank needs one descriptor for its own file and one for that of each rank it
+receives from, whatever the number of slots.
 
 A channel has as many slots as it ever had messages in use at a time, each as large as what was
 sent through it. A slot that has become too small is dropped: its part of the file becomes a hole,
@@ -34,14 +34,10 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.meta import Meta, layout
-from procpipe.forks import give_up_in_children
-from procpipe.limits import naming_file_limit
 
-_NAME = "procpipe-slots"
-
-#: A token's note of a slot: its start in the sender's file, its size, the file's descriptor in the
-#: sender, and how many slots were dropped since the token before; their starts follow.
-_NOTE = struct.Struct("<QQIH")
+#: A note: where the slot is in the sender's file, its size, and how many slots were dropped since
+#: the token before; their starts follow.
+_NOTE = struct.Struct("<QQH")
 _NUMBER = struct.Struct("<Q")
 _MAX_DROPPED = 1000
 
@@ -57,28 +53,29 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class ShmTransport:
-    """Shared memory between all ranks of a job on one host; ``pids`` gives each peer's process."""
+    """Shared memory between all ranks of a job on one host.
 
-    needs_acknowledgement = False
-    blocks = False
+    ``own_file`` is a descriptor of this rank's file, ``files`` those of the peers'. Who opened them
+    closes them, after ``close``.
+    """
+
+    holds_device = False
     copies_at_once = True
     max_posted = sys.maxsize
     inline_bytes = 1 << 13  # larger ones are copied less often through a slot
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        self._pids = dict(pids)
-        self._file: _File | None = None
+    def __init__(self, own_file: int, files: Mapping[int, int]) -> None:
+        self._own_file = own_file
+        self._files = files
         self._end = 0
         self._slots: dict[tuple[int, int], list[_ShmSlot]] = {}
         self._dropped: dict[tuple[int, int], list[int]] = {}
-        self._files_of: dict[int, _File] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
-        give_up_in_children(self)
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[_ShmSlot, bytes]:
-        """Copy contiguous CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
+        """Copy dense CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
         offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
         slot = self._free_slot(peer, channel_id, size)
         slot.memory[_IN_USE] = 1
@@ -86,7 +83,7 @@ class ShmTransport:
         for tensor, offset in zip(tensors, offsets, strict=True):
             ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
         dropped = self._dropped.get((peer, channel_id), [])
-        note = _NOTE.pack(slot.start, slot.num_bytes, slot.file.descriptor, len(dropped))
+        note = _NOTE.pack(slot.start, slot.num_bytes, len(dropped))
         if dropped:
             note += b"".join(map(_NUMBER.pack, dropped))
             dropped.clear()
@@ -96,15 +93,13 @@ class ShmTransport:
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Return the tensors of a message, in the memory of its slot."""
-        start, num_bytes, descriptor, num_dropped = _NOTE.unpack_from(note)
+        start, num_bytes, num_dropped = _NOTE.unpack_from(note)
         for k in range(num_dropped):
             (dropped,) = _NUMBER.unpack_from(note, _NOTE.size + k * _NUMBER.size)
             self._mapped.pop((peer, dropped), None)
         slot = self._mapped.get((peer, start))
         if slot is None:
-            if peer not in self._files_of:
-                self._files_of[peer] = _opened(self._pids[peer], descriptor, peer)
-            slot = self._mapped[peer, start] = _Mapped(self._files_of[peer], start, num_bytes)
+            slot = self._mapped[peer, start] = _Mapped(self._files[peer], start, num_bytes)
         return slot.lend(meta), lambda: None  # they are there
 
     def drain(self) -> None:
@@ -112,23 +107,8 @@ class ShmTransport:
 
     def close(self) -> None:
         """Drop all slots; a tensor that is still in one keeps its memory."""
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.discard_unused()
-        for file in self._files_of.values():
-            file.close()
-        self._file = None  # stays open while a message in it has not been received
-        for held in (self._slots, self._files_of, self._mapped):
-            held.clear()
-
-    def give_up_in_child(self) -> None:
-        """Free no slot when a forked child drops its tensors: the parent may still read them."""
-        for mapped in self._mapped.values():
-            mapped.never_take_back()
-        self._slots.clear()  # nor return its parent's memory to the system
-        if self._file is not None:
-            self._file.close()
-        self.close()
+        self._slots.clear()
+        self._mapped.clear()
 
     def _free_slot(self, peer: int, channel_id: int, size: int) -> _ShmSlot:
         slots = self._slots.setdefault((peer, channel_id), [])
@@ -141,39 +121,26 @@ class ShmTransport:
                 slots.remove(slot)
                 slot.discard_unused()
                 dropped.append(slot.start)
-        if self._file is None:
-            with naming_file_limit("the shared memory of a rank's messages"):
-                self._file = _File(os.memfd_create(_NAME))
-        slot = _ShmSlot(self._file, self._end, size)
+        slot = _ShmSlot(self._own_file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
         return slot
 
 
-class _File:
-    """An open file; closed with the object at the latest."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.close = weakref.finalize(self, os.close, descriptor)
-
-
 class _ShmSlot:
     """A slot of this process, to send from: a send is over once its tensors are in it."""
 
-    def __init__(self, file: _File, start: int, size_bytes: int) -> None:
-        self.file = file
+    def __init__(self, file: int, start: int, size_bytes: int) -> None:
         self.start = start
         self.num_bytes = -(-(_HEADER_BYTES + size_bytes) // _PAGE) * _PAGE
         self.size_bytes = self.num_bytes - _HEADER_BYTES
         try:  # else a later write without memory would end the process by SIGBUS
-            os.posix_fallocate(file.descriptor, start, self.num_bytes)
+            os.posix_fallocate(file, start, self.num_bytes)
         except OSError as error:
             raise MemoryError(
                 f"there is no shared memory for a message of {size_bytes / 2**20:.1f} MiB "
                 f"({error.strerror}): have fewer messages in use at a time (schedule='1f1b', or "
-                "smaller mini-batches), raise the limit of the process or its container, or use "
-                "Stage(transport='gloo')"
+                "smaller mini-batches), or raise the limit of the process or its container"
             ) from error
         self.memory = _mapped(file, start, self.num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
@@ -195,48 +162,41 @@ class _ShmSlot:
 class _Mapped:
     """A slot of another process, to receive from."""
 
-    def __init__(self, file: _File, start: int, num_bytes: int) -> None:
+    def __init__(self, file: int, start: int, num_bytes: int) -> None:
         self._memory = _mapped(file, start, num_bytes)
         self._memory[_IS_MAPPED] = 1
+        self._process = os.getpid()
         self._lent: weakref.ref[memoryview] | None = None
 
     def lend(self, meta: Meta) -> list[Tensor]:
         """Return tensors in the slot's memory; it is free when all of them are gone."""
-        sizes = [tensor.num_bytes for tensor in meta.tensors]
+        sizes = meta.sizes_bytes
         offsets, size = layout(sizes, _ALIGNMENT)
         loan = self._memory[_HEADER_BYTES : _HEADER_BYTES + size]
         self._lent = weakref.ref(loan, self._take_back)
         # No inference tensors: see ``meta.allocate``.
         with torch.inference_mode(False):
             return [
-                torch.frombuffer(
-                    loan,
-                    dtype=tensor.dtype,
-                    count=num_bytes // tensor.dtype.itemsize,
-                    offset=offset,
-                ).view(tensor.shape)
+                tensor.of(
+                    torch.frombuffer(
+                        loan,
+                        dtype=tensor.dtype,
+                        count=num_bytes // tensor.dtype.itemsize,
+                        offset=offset,
+                    )
+                )
                 if num_bytes
-                else torch.empty(tensor.shape, dtype=tensor.dtype)
+                else tensor.empty("cpu")
                 for tensor, num_bytes, offset in zip(meta.tensors, sizes, offsets, strict=True)
             ]
 
-    def never_take_back(self) -> None:
-        self._lent = None
-
     def _take_back(self, lent: object) -> None:
-        self._memory[_IN_USE] = 0
+        # A forked child has tensors in the slot, too, and its parent may still read them.
+        if os.getpid() == self._process:
+            self._memory[_IN_USE] = 0
 
 
-def _opened(pid: int, descriptor: int, peer: int) -> _File:
-    """Open the file of a peer's slots; ``FileNotFoundError`` if a failed peer has closed it."""
-    path = f"/proc/{pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise FileNotFoundError(f"rank {peer} has closed its shared memory")
-    with naming_file_limit(f"the shared memory of rank {peer}"):
-        return _File(os.open(path, os.O_RDWR))
-
-
-def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
+def _mapped(file: int, start: int, num_bytes: int) -> memoryview:
     """Map a slot into shared, writable memory; ``start`` is a multiple of the page size.
 
     Python's ``mmap`` would keep a descriptor for each (3.13 can do without: ``trackfd``), so this
@@ -245,13 +205,13 @@ def _mapped(file: _File, start: int, num_bytes: int) -> memoryview:
     """
     system = _system()
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-    address = system.mmap(None, num_bytes, protection, flags, file.descriptor, start)
+    address = system.mmap(None, num_bytes, protection, flags, file, start)
     if address == _FAILED:
         raise MemoryError(
             f"a message of {num_bytes / 2**20:.1f} MiB cannot be mapped into memory "
             f"({os.strerror(ctypes.get_errno())}): the process has too many messages in use at a "
             "time (vm.max_map_count), or an address space that is limited (ulimit -v): give fewer "
-            "micro-batches (chunks), use Stage(schedule='1f1b'), or Stage(transport='gloo')"
+            "micro-batches (chunks), or use Stage(schedule='1f1b')"
         )
     memory = (ctypes.c_char * num_bytes).from_address(address)
     # Not as Python ends: other exit functions may still use it, and the process frees it anyway.

@@ -3,72 +3,65 @@
 A rank that is stopped, deep in a layer, or dead cannot answer questions. So each writes its state
 to a page of shared memory as it goes, a few stores per task, and other processes read it:
 
-    rank 1:  board.start_task("F", 3); board.layer = 4; …          about 0.1 us a store
+    rank 1:  board.start_task("F", 3); board.enter_layer(4); …     about 0.1 us a store
     rank 0, the launcher:  Board.of_process(pid).read()            at any time
 
 The page is an anonymous file (memfd) of its process. Readers find it among the process's open
 files, so no name can be left behind; a reader's mapping outlives the process. Only processes that
 may look into one another's ``/proc`` entry, those of the same user, can read.
 
-Each number is one aligned 8-byte word, so it is never read half written. A text has a word before
-it with its length, which changes whenever the text is written, so that a reader notices and reads
-again. A reading as a whole is not of a single moment.
+Each number is one aligned 8-byte word, so it is never read half written. A text may be, once: the
+next reading shows it whole. A reading as a whole is not of a single moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
 import time
+from ctypes import Structure, c_char, c_int64, sizeof
 from dataclasses import dataclass
 from typing import Any
 
 _NAME = "procpipe-board"
 _SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
-_MAGIC = 0x3165706970636F72
 
-#: The words, in order.
-(
-    _MAGIC_AT,
-    _PID,
-    _RANK,
-    _NUM_RANKS,
-    _WRITTEN_NS,
-    _NUM_STEPS,
-    _NUM_SAMPLES,
-    _NUM_MICRO_BATCHES,
-    _LETTER,
-    _MICRO_BATCH,
-    _SINCE_NS,
-    _LAYER,
-    _WAIT_SINCE_NS,
-    _BUSY_NS,
-    _STEP_NS,
-    _DEVICE_BYTES,
-    _REPORTED_NS,
-    _HAS_FAILED,
-    _COMPILING_SINCE_NS,
-    _NUM_REPLICAS,
-    _PLACE,
-) = range(21)
+_MAX_CALL, _MAX_WAIT = 128, 640  # bytes
 
-#: The texts: where each begins, and how many bytes it may take, its word included.
-_CALL = (256, 128)
-_WAIT = (384, 640)
-_FACTS = (1024, _SIZE_BYTES - 1024)
 
-#: A text's word: how often it was written, shifted by this, plus its length in bytes; or -1.
-_LENGTH_BITS = 32
-_IS_WRITTEN_NOW = -1
+class _Page(Structure):
+    """What is in the file, before the facts."""
 
-#: How often a reader tries to read a text that is being written; its writer may be stopped.
-_NUM_LOOKS = 1000
+    _fields_ = (
+        ("pid", c_int64),  # written last; 0 before
+        ("rank", c_int64),
+        ("num_ranks", c_int64),
+        ("num_replicas", c_int64),
+        ("place", c_int64),
+        ("written_ns", c_int64),  # times are of the monotonic clock; 0 for never
+        ("num_steps", c_int64),
+        ("num_samples", c_int64),
+        ("num_micro_batches", c_int64),
+        ("letter", c_int64),  # of the task; 0 between tasks
+        ("micro_batch", c_int64),
+        ("since_ns", c_int64),  # when the task began
+        ("layer", c_int64),  # -1 for none
+        ("wait_since_ns", c_int64),
+        ("busy_ns", c_int64),
+        ("step_ns", c_int64),
+        ("device_bytes", c_int64),
+        ("reported_ns", c_int64),
+        ("has_failed", c_int64),
+        ("facts_bytes", c_int64),  # the length of the facts, which follow as JSON
+        ("call", c_char * _MAX_CALL),
+        ("wait", c_char * _MAX_WAIT),
+    )
 
-#: The file cannot be made shorter, which would end a reader of the removed part (SIGBUS).
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+#: Where the facts begin.
+_FACTS_AT = sizeof(_Page)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,6 @@ class BoardReading:
     task: str  # "F3"; "" between tasks
     task_s: float  # since that task began
     layer: str  # "layer 'conv2' (Conv2d)"; "" outside of layers
-    compiling_s: float | None  # since torch began to compile code; None if it does not
     wait: Wait | None  # if it has lasted for more than a moment
     num_steps: int  # mini-batches done
     num_samples: int  # in them, of all replicas
@@ -111,8 +103,6 @@ class BoardReading:
         place = self.task or (f"{self.call}()" if self.call else "the user's code")
         if self.wait is not None:
             return f"in {place}, waiting {self.wait.seconds:.1f} s for {self.wait.what}"
-        if self.compiling_s is not None:
-            return f"in {place}, compiling {self.layer or 'code'}, for {self.compiling_s:.1f} s"
         if self.task:
             place = f"{self.task}, {self.layer}" if self.layer else self.task
             return f"in {place}, for {self.task_s:.1f} s"
@@ -124,9 +114,11 @@ class BoardReading:
 class Board:
     """One process's board: the end that writes, or one that reads."""
 
-    def __init__(self, page: mmap.mmap) -> None:
-        self._page = page
-        self._words = memoryview(page).cast("q")
+    _page: _Page  # only at the end that writes
+    descriptor: int  # of its file there, to pass on
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
 
     @classmethod
     def create(cls, rank: int, num_ranks: int, place: int | None = None) -> Board:
@@ -134,21 +126,21 @@ class Board:
 
         ``place`` is the rank within the pipeline, if that has not all ranks of the job.
         """
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, _SIZE_BYTES)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            page = mmap.mmap(descriptor, _SIZE_BYTES)  # has a descriptor of its own
-        finally:
-            os.close(descriptor)
-        board = cls(page)
-        words = board._words
-        words[_PID], words[_RANK], words[_NUM_RANKS] = os.getpid(), rank, num_ranks
-        words[_LAYER], words[_NUM_REPLICAS] = -1, 1
-        words[_PLACE] = rank if place is None else place
-        words[_WRITTEN_NS] = time.monotonic_ns()
-        words[_MAGIC_AT] = _MAGIC
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, _SIZE_BYTES)
+        board = cls(mmap.mmap(descriptor, _SIZE_BYTES))  # has a descriptor of its own
+        board.descriptor = descriptor
+        page = board._page = _Page.from_buffer(board._memory)
+        page.rank, page.num_ranks, page.num_replicas = rank, num_ranks, 1
+        page.place = rank if place is None else place
+        page.layer, page.written_ns = -1, time.monotonic_ns()
+        page.pid = os.getpid()
         return board
+
+    @classmethod
+    def opened(cls, descriptor: int) -> Board:
+        """Map the board of another process, which has passed its descriptor."""
+        return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
 
     @classmethod
     def of_process(cls, pid: int) -> Board | None:
@@ -156,195 +148,144 @@ class Board:
 
         Returns None if the process has none, has ended or may not be read.
         """
-        found: list[Board] = []
+        found: list[tuple[int, Board]] = []
         folder = f"/proc/{pid}/fd"
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
-                with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no board
+                with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or still empty
                     if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
-                        found.append(cls._opened(f"{folder}/{name}"))
-        # A forked child has its parent's board open, too.
-        found = [b for b in found if b._words[_MAGIC_AT] == _MAGIC and b._words[_PID] == pid]
-        return max(found, key=lambda board: board._words[_WRITTEN_NS], default=None)
-
-    @classmethod
-    def _opened(cls, path: str) -> Board:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError("no board: it may become shorter")
-            return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
-        finally:
-            os.close(descriptor)
+                        with open(f"{folder}/{name}", "rb") as file:
+                            memory = mmap.mmap(file.fileno(), _SIZE_BYTES, access=mmap.ACCESS_READ)
+                        page = _Page.from_buffer_copy(memory)
+                        if page.pid == pid:  # a forked child has its parent's board open, too
+                            found.append((page.written_ns, cls(memory)))
+        return max(found, key=lambda each: each[0], default=(0, None))[1]
 
     def close(self) -> None:
         """Hide the board from other processes, and keep its content for this one.
 
-        Frees its descriptor, which ``mmap`` keeps for as long as the page.
+        Frees its descriptor, and the one that ``mmap`` keeps for as long as the memory.
         """
-        shared, words = self._page, self._words
-        self._page = mmap.mmap(-1, _SIZE_BYTES)
-        self._words = memoryview(self._page).cast("q")
-        end = _FACTS[0] + 8 + (words[_FACTS[0] // 8] & 0xFFFFFFFF)
-        self._page[:end] = shared[:end]
-        words.release()
+        os.close(self.descriptor)
+        shared = self._memory
+        content = shared[: _FACTS_AT + self._page.facts_bytes]
+        self.give_up_in_child()
+        self._memory[: len(content)] = content
         shared.close()
 
     # -- writing --------------------------------------------------------------------------------
 
     def write_facts(self, facts: dict[str, Any]) -> None:
-        """Write facts about this process, once, as JSON; beyond 1 MiB the longest are left out."""
-        texts = {name: json.dumps(fact) for name, fact in facts.items()}
-        while len(text := json.dumps({name: facts[name] for name in texts})) > _FACTS[1] - 8:
-            del texts[max(texts, key=lambda name: len(texts[name]))]
-        self._write(_FACTS, text)
+        """Write facts about this process as JSON; without "layers", if it takes more than 1 MiB."""
+        data = json.dumps(facts).encode()
+        if len(data) > _SIZE_BYTES - _FACTS_AT:
+            data = json.dumps({**facts, "layers": []}).encode()
+        self._memory[_FACTS_AT : _FACTS_AT + len(data)] = data
+        self._page.facts_bytes = len(data)
 
     def divide(self, num_replicas: int) -> None:
         """Note that the ranks make so many replicas."""
-        self._words[_NUM_REPLICAS] = num_replicas
+        self._page.num_replicas = num_replicas
 
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
-        words = self._words
-        words[_LETTER], words[_LAYER] = 0, -1
-        words[_WAIT_SINCE_NS] = 0
-        self._write(_CALL, name)
-        words[_WRITTEN_NS] = time.monotonic_ns()
+        page = self._page
+        page.letter, page.layer, page.wait_since_ns = 0, -1, 0
+        page.call = name.encode()[:_MAX_CALL]
+        page.written_ns = time.monotonic_ns()
 
     def end_call(self) -> None:
         """Note that the call is over."""
-        self._write(_CALL, "")
-        self._words[_WRITTEN_NS] = time.monotonic_ns()
+        self._page.call = b""
+        self._page.written_ns = time.monotonic_ns()
 
     def fail(self) -> None:
         """Note that the call failed; what was being done stays readable."""
-        self._words[_HAS_FAILED] = 1
-        self._words[_WRITTEN_NS] = time.monotonic_ns()
+        self._page.has_failed = 1
+        self._page.written_ns = time.monotonic_ns()
 
     def start_task(self, letter: str, micro_batch: int) -> None:
         """Note that a task begins."""
-        words = self._words
-        words[_LETTER], words[_MICRO_BATCH], words[_LAYER] = ord(letter), micro_batch, -1
-        words[_SINCE_NS] = words[_WRITTEN_NS] = time.monotonic_ns()
-
-    def start_compiling(self) -> None:
-        """Note that torch compiles code of this process."""
-        self._words[_COMPILING_SINCE_NS] = self._words[_WRITTEN_NS] = time.monotonic_ns()
-
-    def end_compiling(self) -> None:
-        """Note that it is compiled."""
-        self._words[_COMPILING_SINCE_NS] = 0
+        page = self._page
+        page.letter, page.micro_batch, page.layer = ord(letter), micro_batch, -1
+        page.since_ns = page.written_ns = time.monotonic_ns()
 
     def end_task(self) -> None:
         """Note that the task is over."""
-        self._words[_LETTER] = 0
+        self._page.letter = 0
 
     def enter_layer(self, index: int) -> None:
         """Note which of this process's layers runs next; -1 for none."""
-        self._words[_LAYER] = index
+        self._page.layer = index
 
     def start_wait(self, what: str, since_ns: int) -> None:
         """Note what this process waits for, and since when on the monotonic clock."""
-        self._write(_WAIT, what)
-        self._words[_WAIT_SINCE_NS] = since_ns
+        self._page.wait = what.encode()[:_MAX_WAIT]
+        self._page.wait_since_ns = since_ns
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
-        self._words[_WAIT_SINCE_NS] = 0
-        self._words[_WRITTEN_NS] = time.monotonic_ns()
+        self._page.wait_since_ns = 0
+        self._page.written_ns = time.monotonic_ns()
 
     def start_mini_batch(self, num_micro_batches: int) -> None:
         """Note that the tasks of a mini-batch begin."""
-        self._words[_NUM_MICRO_BATCHES] = num_micro_batches
+        self._page.num_micro_batches = num_micro_batches
 
     def end_program(self, num_samples: int, *, busy_ns: int, step_ns: int) -> None:
         """Note the end of a program, and the time in tasks and in programs so far.
 
         ``num_samples`` is 0 if the mini-batch's backward pass is to follow.
         """
-        words = self._words
-        words[_NUM_STEPS] += num_samples > 0
-        words[_NUM_SAMPLES] += num_samples
-        words[_BUSY_NS], words[_STEP_NS] = busy_ns, step_ns
+        page = self._page
+        page.num_steps += num_samples > 0
+        page.num_samples += num_samples
+        page.busy_ns, page.step_ns = busy_ns, step_ns
 
     def write_device_bytes(self, num_bytes: int) -> None:
         """Note how much memory of the device tensors take."""
-        self._words[_DEVICE_BYTES] = num_bytes
+        self._page.device_bytes = num_bytes
 
     def note_report(self) -> None:
         """Note that this process has just reported a stall."""
-        self._words[_REPORTED_NS] = time.monotonic_ns()
+        self._page.reported_ns = time.monotonic_ns()
 
     def give_up_in_child(self) -> None:
         """Write to a private page in a forked child."""
-        self._page = mmap.mmap(-1, _SIZE_BYTES)
-        self._words = memoryview(self._page).cast("q")
-
-    def _write(self, area: tuple[int, int], text: str) -> None:
-        start, size = area
-        words, word = self._words, start // 8
-        data = text.encode(errors="replace")[: size - 8]
-        num_written = (words[word] >> _LENGTH_BITS) + 1
-        words[word] = _IS_WRITTEN_NOW
-        self._page[start + 8 : start + 8 + len(data)] = data
-        words[word] = (num_written & 0x7FFFFFFF) << _LENGTH_BITS | len(data)
+        self._memory = mmap.mmap(-1, _SIZE_BYTES)
+        self._page = _Page.from_buffer(self._memory)
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self) -> BoardReading:
         """Read the board as it is now, or as it was when its process ended."""
-        words, now_ns = self._words, time.monotonic_ns()
-        facts = self._facts()
-        letter = words[_LETTER]
-        task = f"{chr(letter)}{words[_MICRO_BATCH]}" if 0 < letter < 128 else ""
-        wait_since_ns, reported_ns = words[_WAIT_SINCE_NS], words[_REPORTED_NS]
-        layers, layer = facts.get("layers", ()), words[_LAYER]
-        compiling_ns = words[_COMPILING_SINCE_NS]
+        page, now_ns = _Page.from_buffer_copy(self._memory), time.monotonic_ns()
+        facts: dict[str, Any] = {}
+        if page.facts_bytes:
+            facts = json.loads(self._memory[_FACTS_AT : _FACTS_AT + page.facts_bytes])
+        layers, wait = facts.get("layers", ()), None
+        if page.wait_since_ns:
+            wait = Wait(page.wait.decode(errors="ignore"), (now_ns - page.wait_since_ns) / 1e9)
         return BoardReading(
-            pid=words[_PID],
-            rank=words[_RANK],
-            num_ranks=words[_NUM_RANKS],
+            pid=page.pid,
+            rank=page.rank,
+            num_ranks=page.num_ranks,
             facts=facts,
-            heard_s=(now_ns - words[_WRITTEN_NS]) / 1e9,
-            call=self._text(_CALL),
-            task=task,
-            task_s=(now_ns - words[_SINCE_NS]) / 1e9,
-            layer=layers[layer] if 0 <= layer < len(layers) else "",
-            compiling_s=(now_ns - compiling_ns) / 1e9 if compiling_ns else None,
-            wait=(
-                Wait(self._text(_WAIT) or "something", (now_ns - wait_since_ns) / 1e9)
-                if wait_since_ns
-                else None
-            ),
-            num_steps=words[_NUM_STEPS],
-            num_samples=words[_NUM_SAMPLES],
-            micro_batch=words[_MICRO_BATCH],
-            num_micro_batches=words[_NUM_MICRO_BATCHES],
-            busy_s=words[_BUSY_NS] / 1e9,
-            step_s=words[_STEP_NS] / 1e9,
-            device_bytes=words[_DEVICE_BYTES],
-            reported_s=(now_ns - reported_ns) / 1e9 if reported_ns else None,
-            has_failed=bool(words[_HAS_FAILED]),
-            num_replicas=words[_NUM_REPLICAS],
-            place=words[_PLACE],
+            heard_s=(now_ns - page.written_ns) / 1e9,
+            call=page.call.decode(errors="ignore"),  # its last character may be cut
+            task=f"{chr(page.letter)}{page.micro_batch}" if page.letter else "",
+            task_s=(now_ns - page.since_ns) / 1e9,
+            layer=layers[page.layer] if 0 <= page.layer < len(layers) else "",
+            wait=wait,
+            num_steps=page.num_steps,
+            num_samples=page.num_samples,
+            micro_batch=page.micro_batch,
+            num_micro_batches=page.num_micro_batches,
+            busy_s=page.busy_ns / 1e9,
+            step_s=page.step_ns / 1e9,
+            device_bytes=page.device_bytes,
+            reported_s=(now_ns - page.reported_ns) / 1e9 if page.reported_ns else None,
+            has_failed=bool(page.has_failed),
+            num_replicas=page.num_replicas,
+            place=page.place,
         )
-
-    def _facts(self) -> dict[str, Any]:
-        try:
-            facts: object = json.loads(self._text(_FACTS) or "{}")
-        except ValueError:
-            return {}
-        return facts if isinstance(facts, dict) else {}
-
-    def _text(self, area: tuple[int, int]) -> str:
-        """Return a text; "" while it is being written, or if its writer ended halfway."""
-        start, size = area
-        words, word = self._words, start // 8
-        for _ in range(_NUM_LOOKS):
-            state = words[word]
-            length = min(state & 0xFFFFFFFF, size - 8)
-            if state != _IS_WRITTEN_NOW:
-                data = self._page[start + 8 : start + 8 + length]
-                if words[word] == state:
-                    return data.decode(errors="ignore")  # its last character may be cut
-        return ""

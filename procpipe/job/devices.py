@@ -60,6 +60,16 @@ def devices_of(
     return guessed
 
 
+def use_all_hardware_queues() -> None:
+    """Have CUDA give a process as many hardware queues as there can be, if the user chose none.
+
+    Streams of one queue wait for one another, and there are 8 by default: fewer than the streams of
+    a stage that receives from several others. Such a stage would be slow, or hang. Has no effect
+    once the process has used CUDA.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def is_narrowed(device: torch.device) -> bool:
     """Return whether this process sees one GPU of perhaps more: each rank's has the same name."""
     return device.type == "cuda" and torch.cuda.device_count() == 1

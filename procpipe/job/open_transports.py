@@ -1,53 +1,65 @@
-"""The open transports of one rank: built, closed, and their waits for the device ended."""
+"""The open transports of one rank: built and closed."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from procpipe.channel.base import Opened, OpenedDevice, Transport
 from procpipe.channel.mesh import Mesh
+from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
-from procpipe.job.device_waits import DeviceWaits, abort_all
-from procpipe.job.joining import Start
 from procpipe.job.transports import TransportChoice
 from procpipe.optional import needed
+
+if TYPE_CHECKING:
+    from procpipe.channel.store import MeshStore
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
 
+#: How long transfers of a stage that failed may take to end before this process opens others.
+_END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
+
+#: What stages that failed have left on this process's devices.
+_left_behind: list[OpenedDevice] = []
+
 
 class OpenTransports:
     """The transports between this rank and others.
 
-    ``pids`` holds the processes of peers whose open files this process may open, too.
+    ``memory`` is a descriptor of the file in which this rank's messages to ranks of its host are.
 
     Attributes:
-        caller: the thread that makes the calls of the pipeline.
-        mesh, device: set once the ranks are connected, before any transport is opened.
+        memory_of: the same of each other rank of this host, set once the ranks are connected.
         opened: those that are open.
-        is_device_stuck: whether some transfers on the device could not be ended, so that waiting
-            for the device would never end.
     """
 
-    mesh: Mesh
-    device: torch.device
-
-    def __init__(self, start: Start, pids: Mapping[int, int]) -> None:
-        self.caller = threading.main_thread()
-        self._start = start
-        self._pids = pids
+    def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
+        self.memory_of: dict[int, int] = {}
         self.opened: list[Opened] = []
-        self._device_transports: list[OpenedDevice] = []
-        self._device_waits: DeviceWaits | None = None
-        self.is_device_stuck = False
+        self._mesh = mesh
+        self._device = device
+        self._memory = memory
+        self._of_device: list[OpenedDevice] = []
+        self._store: MeshStore | None = None
+
+    @property
+    def store(self) -> MeshStore:
+        """Where torch's groups find their processes; every rank opens it, once connected."""
+        if self._store is None:
+            from procpipe.channel.store import MeshStore
+
+            self._store = MeshStore(self._mesh)
+        return self._store
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
-    ) -> dict[int, Transport]:
+    ) -> dict[int, Transport | None]:
         """Open the transport to and from each rank with which this one has a channel.
 
         Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
@@ -57,83 +69,77 @@ class OpenTransports:
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
             by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
-        found: dict[int, Transport] = {}
+        found: dict[int, Transport | None] = {}
         for name in sorted(by_name):  # all ranks build them in one order
-            transport = self._new(name, by_name[name])
+            transport = None if name == "sockets" else self._new(name, by_name[name])
             for source, destination, _ in by_name[name]:
-                if self.mesh.rank in (source, destination):
-                    found[source + destination - self.mesh.rank] = transport
+                if self._mesh.rank in (source, destination):
+                    found[source + destination - self._mesh.rank] = transport
         return found
 
     def _new(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
-        mesh, start = self.mesh, self._start
         if name == "shm":
             from procpipe.channel.shm import ShmTransport
 
-            return self._added(ShmTransport(self._pids))
+            shm = ShmTransport(self._memory, self.memory_of)
+            self.opened.append(shm)
+            return shm
         if name == "cuda_ipc":
             with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
                 from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
-            cuda_ipc = CudaIpcTransport(Gpu(self.device), self._pids)
+            cuda_ipc = CudaIpcTransport(Gpu(self._device), self._memory, self.memory_of)
             self.add_of_device(cuda_ipc)
             return cuda_ipc
-        store = start.shared_store().under("transport/", check=mesh.poll)
-        if name == "nccl":
-            with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
-                from procpipe.channel.nccl import NcclTransport
+        with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+            from procpipe.channel.nccl import NcclTransport
 
-            nccl = NcclTransport(mesh.rank, self.device)
-            self.add_of_device(nccl)
-            nccl.connect(store.bare(), channels)
-            return nccl
-        with needed("procpipe.channel.gloo", "exchanging tensors between hosts"):
-            from procpipe.channel.gloo import GlooTransport
-
-        host = start.network_address or "127.0.0.1"
-        return self._added(
-            GlooTransport(store, mesh.rank, start.grid.num_ranks, mesh.timeout_s, host)
-        )
-
-    def _added(self, transport: Transport) -> Transport:
-        self.opened.append(transport)
-        return transport
+        nccl = NcclTransport(self._mesh.rank, self._device)
+        self.add_of_device(nccl)
+        nccl.connect(self.store, channels)
+        return nccl
 
     def add_of_device(self, transport: OpenedDevice) -> None:
-        """Add what a rank exchanges by its device, where a dead peer would leave transfers.
+        """Add what a rank exchanges by its device; it is closed with the others.
 
-        It is closed with the others.
+        Raises ``StageClosedError`` where a stage that failed has left transfers there.
         """
-        self._device_transports.append(transport)
-        if self._device_waits is None:
-            self._device_waits = DeviceWaits(
-                self.mesh, self._device_transports, lambda: self.caller
-            )
+        self._check_device()
+        self._of_device.append(transport)
         self.opened.append(transport)
+
+    def _check_device(self) -> None:
+        """Check that nothing on the device waits for a peer that may have gone."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while not all(each.are_over() for each in _left_behind):
+            if time.monotonic() >= deadline_s:
+                raise StageClosedError(
+                    f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
+                    f"{self._device} are transfers of a stage that failed, which may never end. "
+                    "Start the processes again (torchrun does so with --max-restarts)"
+                )
+            time.sleep(_LOOK_EVERY_S)
+        _left_behind.clear()
+
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not known to be over; safe in any thread."""
+        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
         for transport in self.opened:
             transport.drain()
 
-    def stop_watching_device(self) -> None:
-        """Stop interrupting waits for the device, as this rank fails or leaves."""
-        if self._device_waits is not None:
-            self._device_waits.close()
-            self._device_waits = None
-
-    def part(self) -> None:
-        """Wait a limited time for the other ranks to leave, if they may still use the device."""
-        if self._device_transports:
-            self.mesh.part(_PART_TIMEOUT_S)
+    def leave(self) -> None:
+        """Send a goodbye; if others may still use what this rank has open, wait for theirs."""
+        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
 
     def close(self) -> None:
-        """Close the transports; note whether transfers are left that could not be ended."""
-        self.is_device_stuck |= not abort_all(self._device_transports)
-        if self.is_device_stuck:
-            keep_for_ever([*self.opened])  # close() or their destructors would block
+        """Close the transports; after a failure those of the device stay as they are."""
+        if self._of_device and self._mesh.monitor.failure is not None:
+            keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
-        self._device_transports.clear()
+            _left_behind.extend(self._of_device)
         while self.opened:
             self.opened.pop().close()

@@ -11,44 +11,44 @@ the others stay silent.
 
 from __future__ import annotations
 
-import socket
 import time
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
-from procpipe.channel.sockets import peer_credentials
+from procpipe.channel.monitor import Reports
+from procpipe.errors import ProcpipeError
 from procpipe.job.board import Board, BoardReading
+from procpipe.job.endings import end_at_once, line_of
 from procpipe.job.grid import Grid
+from procpipe.job.open_transports import OpenTransports
 from procpipe.notes import write_note
 
 #: Each rank waits this long for every lower one to be the first to print.
 _TURN_S = 0.02
 
 
-class StallReports(WaitReports):
-    """Reports the waits of one rank, which has this board and place; reads the others' boards."""
+class StallReports(Reports):
+    """Reports the waits of one rank, which has this board and place; reads the others' boards.
+
+    Attributes:
+        transports: the rank's, on whose device transfers may be queued.
+    """
+
+    transports: OpenTransports
 
     def __init__(self, board: Board, grid: Grid) -> None:
         self.grid = grid
         self._board = board
         self._boards: dict[int, Board] = {grid.rank: board}
-        #: The processes of those peers whose open files this process may open, too.
-        self.pids: dict[int, int] = {}
         self._peers: tuple[int, ...] = ()
         self._has_reported = False
 
-    def find_boards(self, mesh: Mesh) -> None:
-        """Find the boards of the peers on this host, once they are connected."""
+    def open_boards(self, mesh: Mesh, files_of: Mapping[int, Sequence[int]]) -> None:
+        """Open the boards of the peers on this host, once they are connected."""
         self._peers = mesh.peers
-        for peer in mesh.peers:
-            sock = mesh.socket_of(peer)
-            if sock.family == socket.AF_UNIX:
-                pid, _ = peer_credentials(sock)
-                board = Board.of_process(pid)
-                if board is not None:
-                    self._boards[peer], self.pids[peer] = board, pid
+        self._boards |= {peer: Board.opened(files[0]) for peer, files in files_of.items()}
 
     def close(self) -> None:
         """Drop the boards of the peers, each of which takes a descriptor."""
@@ -99,6 +99,16 @@ class StallReports(WaitReports):
         if peer not in self._boards:
             return ""
         return f"it was last seen {self._boards[peer].read().where()}"
+
+    def busy_with(self) -> list[int]:
+        """Return the peers with which transfers are queued on this rank's device."""
+        return self.transports.busy_with()
+
+    def end_process(self, error: ProcpipeError) -> None:
+        """End this process, whose main thread is stuck in a wait for its device."""
+        line = line_of(self.grid.job_rank, error, self._board.read())
+        ours = self.grid.rank_name(self.grid.rank)
+        end_at_once(line or f"procpipe: {ours} ends, because {error}")
 
 
 def _shards_of(reading: BoardReading) -> str:

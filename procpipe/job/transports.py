@@ -1,12 +1,11 @@
-"""Which transport carries tensors between two ranks: agreed by all, from what each one can use.
+"""Which transport carries tensors between two ranks: it follows from where they compute.
 
-    CPUs of one host        shm, or gloo where a process may not look into another's files
-    CPUs of several hosts   gloo
+    CPUs of one host        shm
+    CPUs of several hosts   sockets    (no transport of its own: pieces behind the token)
+    one GPU                 cuda_ipc   (nccl, if NCCL takes several ranks on a GPU for all ranks)
     different GPUs          nccl
-    one GPU                 cuda_ipc, since NCCL refuses two ranks on one GPU; from 2.30 on it takes
-                            them with NCCL_MULTI_RANK_GPU_ENABLE=1, then "nccl" can be asked for
 
-So in a job of four ranks on two GPUs, each rank may use two of them.
+So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may use two of them. Pure.
 """
 
 from __future__ import annotations
@@ -16,97 +15,67 @@ from typing import NamedTuple
 
 from procpipe.job.devices import HOW_TO_SHARE
 
-#: All there are.
-NAMES = ("shm", "gloo", "nccl", "cuda_ipc")
-
 
 class Offer(NamedTuple):
-    """What one rank can use; plain JSON."""
+    """What matters of one rank; plain JSON."""
 
-    names: list[str]  # the transports, the best first
+    host: str  # equal for ranks that can share memory
     gpu: str = ""  # what identifies its GPU; "" on a CPU
-    sees: Sequence[int] = ()  # the ranks whose open files it may open
     shares_by_nccl: bool = False  # whether NCCL accepts several ranks on its GPU
     may_share: bool = True  # whether its user chose its GPU, perhaps that of another rank
+    forced: str | None = None  # the only transport, in tests
 
 
 class TransportChoice(NamedTuple):
     """What was agreed; plain JSON."""
 
-    name: str  # the transport of all ranks that do not share a GPU
-    gpus: Sequence[str]  # each rank's GPU; "" where it does not matter
+    within: str  # the transport between ranks of one place
+    across: str  # that between ranks of different places
+    places: Sequence[str]  # each rank's: its GPU, or on CPUs its host
 
     def between(self, a: int, b: int) -> str:
         """Return the name of the transport between two ranks."""
-        return "cuda_ipc" if self.gpus[a] and self.gpus[a] == self.gpus[b] else self.name
+        return self.within if self.places[a] == self.places[b] else self.across
 
 
-def choose(offers: Sequence[Offer], wanted: str | None) -> TransportChoice:
-    """Return the best transports that every rank can use, or the one that was asked for; pure.
+def choose(offers: Sequence[Offer]) -> TransportChoice:
+    """Return the transports of a job.
 
     Raises:
         IndexError: ranks would share a GPU without being allowed to.
-        ValueError: ranks cannot use the one that is wanted, or none.
+        ValueError: some ranks compute on GPUs and others on CPUs, or ranks of different hosts (or
+            containers) on one GPU.
     """
-    name = _best_name(offers, wanted)
-    _check_may_share(offers)
-    gpus = [offer.gpu for offer in offers]
-    if wanted == "nccl" and all(offer.shares_by_nccl for offer in offers):
-        gpus = [""] * len(gpus)
-    ranks_on: dict[str, list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        ranks_on.setdefault(gpu or str(rank), []).append(rank)
-    if wanted == "cuda_ipc" and len(ranks_on) > 1:
+    forced = offers[0].forced
+    on_gpus = [rank for rank, offer in enumerate(offers) if offer.gpu]
+    if not on_gpus:
+        hosts = [offer.host for offer in offers]
+        return TransportChoice(forced or "shm", forced or "sockets", hosts)
+    if len(on_gpus) < len(offers):
+        on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
         raise ValueError(
-            f"transport='cuda_ipc' is for ranks that share one GPU, and these are on "
-            f"{len(ranks_on)}: leave transport out, and different GPUs use NCCL"
+            f"ranks {on_gpus} compute on GPUs and ranks {on_cpus} on CPUs: give all ranks devices "
+            "of one kind"
         )
-    for ranks in ranks_on.values():
-        _check_shared(ranks, offers, wanted)
-    return TransportChoice(name, gpus)
+    _check_shared(offers)
+    by_nccl = all(offer.shares_by_nccl for offer in offers)
+    within = forced or ("nccl" if by_nccl else "cuda_ipc")
+    return TransportChoice(within, forced or "nccl", [offer.gpu for offer in offers])
 
 
-def _best_name(offers: Sequence[Offer], wanted: str | None) -> str:
-    """Return the best transport that every rank can use, or the one that was asked for."""
-    common = [name for name in offers[0].names if all(name in offer.names for offer in offers)]
-    if not common:
-        lists = (f"rank {rank} {' or '.join(offer.names)}" for rank, offer in enumerate(offers))
-        raise ValueError(f"no transport can be used by all ranks: {'; '.join(lists)}")
-    if wanted not in (None, *common):
-        without = [rank for rank, offer in enumerate(offers) if wanted not in offer.names]
-        raise ValueError(
-            f"transport={wanted!r} cannot be used on ranks {without}; all ranks can use "
-            f"{' or '.join(common)}"
-        )
-    return wanted or common[0]
-
-
-def _check_may_share(offers: Sequence[Offer]) -> None:
-    """Check that ranks share a GPU only if their user gave it to them."""
+def _check_shared(offers: Sequence[Offer]) -> None:
+    """Check that ranks share a GPU only if their user gave it to them, and within a host."""
     first_on: dict[str, int] = {}
     for rank, offer in enumerate(offers):
-        first = first_on.setdefault(offer.gpu or str(rank), rank)
+        first = first_on.setdefault(offer.gpu, rank)
         if first != rank and not (offer.may_share and offers[first].may_share):
             raise IndexError(
                 f"ranks {first} and {rank} see one GPU each, and it is the same (cuda:0, "
                 f"{offer.gpu}): {HOW_TO_SHARE}; or let each process see a GPU of its own "
                 "(CUDA_VISIBLE_DEVICES, --gpus-per-task=1)"
             )
-
-
-def _check_shared(ranks: Sequence[int], offers: Sequence[Offer], wanted: str | None) -> None:
-    """Check that these ranks can use one GPU together."""
-    if len(ranks) > 1 and wanted == "nccl":
-        raise ValueError(
-            f"transport='nccl' cannot be used between ranks {ranks}, which share a GPU: leave "
-            "transport out, and they use CUDA IPC (NCCL 2.30 and newer can, if all ranks have "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1)"
-        )
-    for rank in ranks:
-        unseen = [other for other in ranks if other != rank and other not in offers[rank].sees]
-        if unseen:
+        if offers[first].host != offer.host:
             raise ValueError(
-                f"ranks {ranks} share a GPU, for which each must be allowed to open the others' "
-                f"files (/proc/<pid>/fd), but rank {rank} may not open those of ranks {unseen}: "
-                "run them as one user in one container, or give each a GPU of its own"
+                f"ranks {first} and {rank} share a GPU, but not their host's sockets: run them as "
+                "one user in one container, or give each a GPU of its own"
             )

@@ -1,46 +1,39 @@
 """This process's place in the job: its rank, its device, and its connections to the other ranks.
 
 ``torchrun`` sets it in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, …). Without a
-launcher the job is this one process. Nothing is connected before ``connect``, which every rank
-calls once: the ranks connect to one another (``joining.py``) and then open the transports for large
-tensors. A rank that cannot come leaves a note (``give_up``), so that the others do not wait for it.
+launcher the job is this one process. ``connect`` connects the ranks to one another (``start.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import socket
+import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
-from procpipe.forks import give_up_in_children, keep_for_ever
-from procpipe.job.attendance import announce
 from procpipe.job.board import Board
-from procpipe.job.devices import devices_of, nccl_shares_gpus, of_this_host, pci_addresses
+from procpipe.job.devices import (
+    devices_of,
+    nccl_shares_gpus,
+    of_this_host,
+    pci_addresses,
+    use_all_hardware_queues,
+)
 from procpipe.job.endings import end_with_launcher, print_victims_briefly
 from procpipe.job.grid import IN_ORDER, Grid
-from procpipe.job.joining import FIRST_CALL, Start
 from procpipe.job.open_transports import OpenTransports
-from procpipe.job.pinning import pin_this_process
+from procpipe.job.pin import pin_this_process
 from procpipe.job.stalls import StallReports
+from procpipe.job.start import Meeting, Start, host_identity
 from procpipe.job.transports import Offer
-from procpipe.limits import naming_file_limit, raise_file_limit
-from procpipe.notes import write_note
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from procpipe.job.store import JobStore
 
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
@@ -48,8 +41,8 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
 
-#: The frame type of values of ``agreed``: no channel's, and not the control plane's.
-_AGREED = 200
+#: The first size of the file of messages, no page of which takes memory before it is written to.
+_MEMORY_BYTES = 1 << 20
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
 _made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(itertools.count)
@@ -61,20 +54,25 @@ _closed_boards: list[Board] = []
 class World:
     """This process's place in the job.
 
-    ``devices`` holds what each rank computes on, as far as known here. ``store`` is one that all
-    ranks share, or None to open the launcher's when it is needed. ``number`` says which of the
-    script's pipelines this is. ``may_share`` says whether the rank may share its GPU with others.
+    ``devices`` holds what each rank computes on, as far as known here. ``meeting`` is where the
+    ranks meet; its number says which of the script's pipelines this is. ``may_share`` says whether
+    the rank may share its GPU with others.
 
     Attributes:
         grid: this rank's place among stages and replicas.
+        transport: the name of the only transport, in tests, else None (see ``transports.py``). The
+            class's, when the world is made.
+        mesh: the sockets to the other ranks, which ``connect`` opens.
         transports: those to other ranks, opened once the ranks are connected.
     """
+
+    transport: str | None = None
 
     def __init__(
         self,
         grid: Grid,
         devices: Sequence[torch.device],
-        store: Store | None,
+        meeting: Meeting,
         *,
         number: int = 0,
         is_launched: bool = True,
@@ -86,19 +84,30 @@ class World:
         self.rank, self.num_ranks = grid.rank, grid.num_ranks
         self.device, self.devices = devices[grid.rank], tuple(devices)
         self.number = number
+        self.transport = World.transport
         self.is_launched = is_launched
         self._may_share = may_share
+        self._meeting = meeting
+        self._timeout_s = timeout_s
         while _closed_boards:
             _closed_boards.pop().close()
-        with naming_file_limit("the board of a stage", 2):
-            self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
+        self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
         self._stalls = StallReports(self.board, grid)
-        self._start = Start(grid, store, timeout_s)
-        self._timeout_s = timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._mesh: Mesh | None = None
-        self.transports = OpenTransports(self._start, self._stalls.pids)
-        give_up_in_children(self)
+        self.mesh = Mesh(
+            grid.rank,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            reports=self._stalls,
+            ranks=grid.numbers,
+            name_of=lambda rank: self.grid.rank_name(rank),
+        )
+        # Where messages to ranks of this host are, or the flags of those in a GPU's memory.
+        self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
+        os.ftruncate(self.memory, _MEMORY_BYTES)
+        self._start: Start | None = None
+        self._is_closed = False
+        self.transports = OpenTransports(self.mesh, self.device, self.memory)
+        self._stalls.transports = self.transports
 
     @classmethod
     def from_environment(
@@ -117,35 +126,39 @@ class World:
 
         Raises:
             IndexError: there are fewer devices than ranks.
-            ValueError: the devices are of several types, or cannot be used.
+            ValueError: the devices are of several types, or cannot be used; or the environment does
+                not say where the ranks meet.
         """
         is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         job_rank = int(os.environ["RANK"]) if is_launched else 0
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
+        if job_size > 1:
+            use_all_hardware_queues()
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers
+        is_first, number = not _made, next(_made[numbers or ()])
+        if is_launched and is_first:
+            end_with_launcher()
+            _raise_file_limit()
+            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if is_launched:
-            raise_file_limit()
-        is_first = not _made
+        meeting = Meeting("alone")
+        if len(members) > 1:
+            meeting = Meeting.from_environment(numbers, number)
         world = cls(
             Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
             [all_devices[member] for member in members],
-            store=None,
-            number=next(_made[numbers or ()]),
+            meeting,
+            number=number,
             is_launched=is_launched,
             may_share=devices is not None,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
-        if is_launched and is_first:
-            end_with_launcher()
-            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
         if len(members) > 1:
             print_victims_briefly(job_rank, world.board, members[0])
-            announce(job_rank, timeout_s)
         return world
 
     def divide(self, num_replicas: int) -> Grid:
@@ -156,92 +169,40 @@ class World:
         return self.grid
 
     def connect(self) -> Mesh:
-        """Connect to the other ranks; every rank calls it, and it waits for all of them.
+        """Connect to the other ranks, once; every rank calls it, and it waits for all of them.
 
         Raises:
             RemoteStageError: another rank failed before it connected.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        return self._mesh or self._connect_for(FIRST_CALL)
+        if self._start is None:
+            files = self.board.descriptor, self.memory
+            self._start = Start(self.mesh, self.grid, self._meeting, files, self._timeout_s)
+            if self.num_ranks > 1:
+                self.board.start_call("Stage")
+                self._start.connect()
+                self.board.end_call()
+            self._stalls.open_boards(self.mesh, self._start.files_of)
+            self.transports.memory_of = {k: files[1] for k, files in self._start.files_of.items()}
+        return self.mesh
 
-    def _connect_for(self, purpose: str) -> Mesh:
-        sockets: dict[int, socket.socket] = {}
-        if self.num_ranks > 1:
-            with naming_file_limit("the connections to other ranks", self.num_ranks):
-                sockets = self._start.connect(purpose)
-        self._mesh = Mesh(
-            self.rank,
-            sockets,
-            timeout_s=self._timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-            reports=self._stalls,
-            ranks=self.grid.numbers,
-            name_of=self.grid.rank_name,
-        )
-        self.transports.mesh, self.transports.device = self._mesh, self.device
-        self._stalls.find_boards(self._mesh)  # fills pids
-        return self._mesh
+    @property
+    def address(self) -> str:
+        """The address of this host on which other ranks reach this one, once connected."""
+        assert self._start is not None, "the ranks are connected first"
+        return self._start.host
 
     def offer(self) -> Offer:
-        """Return the transports that this rank can use."""
-        local_peers = sorted(self._stalls.pids)
+        """Return what matters for the choice of this rank's transports."""
+        gpu, shares_by_nccl = "", False
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-            shares = nccl_shares_gpus()
-            return Offer(["nccl", "cuda_ipc"], gpu, local_peers, shares, self._may_share)
-        return Offer(["shm", "gloo"] if len(local_peers) == self.num_ranks - 1 else ["gloo"])
-
-    def store_for_group(self, name: str) -> tuple[JobStore, str]:
-        """Return a store for a group of some ranks, and the address on which this one listens.
-
-        The ranks are connected first. Raises in waits of the store if another rank has failed.
-        """
-        assert self._mesh is not None, "the ranks are connected first"
-        store = self._start.shared_store().under(f"group/{name}/", check=self._mesh.poll)
-        return store, self._start.network_address or "127.0.0.1"
-
-    def agreed(self, key: str, make: Callable[[], Any]) -> Any:
-        """Make a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
-
-        ``key`` names the value in errors. ``make`` runs on rank 0 only, while the others wait.
-
-        Raises:
-            ValueError: not every rank asks for it.
-            RemoteStageError: rank 0 failed.
-            WaitTimeoutError: it took longer than the timeout.
-        """
-        if self.num_ranks == 1:
-            return make()
-        mesh = self._mesh or self._connect_for(key)
-        if self.rank == 0:
-            value = make()
-            for peer in mesh.peers:
-                mesh.send(peer, _AGREED, 0, 0, json.dumps(value).encode())
-            mesh.poll()  # raises if a rank has ended meanwhile
-            return value
-        found: list[Any] = []
-        mesh.on(0, _AGREED, lambda sequence, flags, body: found.append(json.loads(bytes(body))))
-        mesh.wait(lambda: found, lambda: f"the {key} that rank 0 finds", peer=0)
-        return found[0]
+            shares_by_nccl = nccl_shares_gpus()
+        return Offer(host_identity(), gpu, shares_by_nccl, self._may_share, self.transport)
 
     def give_up(self, story: str) -> None:
-        """Send this rank's failure to the other ranks, whether or not they are connected yet.
-
-        Never raises and waits a few seconds at most: it is called while an error is handled.
-        """
-        if self.num_ranks == 1:
-            return
-        failure = RemoteStageError(self.grid.job_rank, story)
-        if self._mesh is not None:
-            self._mesh.send_failure(failure)
-            return
-        try:
-            self._start.leave_note(failure)
-        except (RuntimeError, OSError, ValueError) as error:
-            write_note(
-                f"procpipe: {self.grid.rank_name(self.rank)} could not send its failure to the "
-                f"others: {error}"
-            )
+        """Send this rank's failure to the other ranks; never raises, and waits a moment at most."""
+        self.mesh.fail(RemoteStageError(self.grid.job_rank, story))
 
     def record(self, error: BaseException) -> None:
         """Record the error where torchrun looks for the cause of the job's end."""
@@ -265,20 +226,26 @@ class World:
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C interrupts all ranks
                 time.sleep(_HEAD_START_S)
 
-    def give_up_in_child(self) -> None:
-        """In a forked child, leave the board, the store and the transports to the parent."""
-        self.board.give_up_in_child()
-        keep_for_ever(self)
-
     def close(self) -> None:
-        """Send a goodbye to the peers and close every connection."""
-        self.transports.stop_watching_device()
-        if self._mesh is not None:
-            self.transports.part()
-            self._mesh.close()
-            self.transports.close()
-        self._start.close()
-        self._mesh = None
+        """Send a goodbye to the peers, unless there was a failure, and close every connection."""
+        if self._is_closed:
+            return
+        self.transports.leave()
+        self.mesh.close()
+        self.transports.close()
+        for files in self._start.files_of.values() if self._start is not None else ():
+            for descriptor in files:
+                os.close(descriptor)
+        os.close(self.memory)
+        self._start = None
         self._stalls.close()
-        if self.board not in _closed_boards:
-            _closed_boards.append(self.board)
+        self._is_closed = True
+        _closed_boards.append(self.board)
+
+
+def _raise_file_limit() -> None:
+    """Let this process, and its children, open as many files as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may refuse it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from procpipe.errors import BalanceError
@@ -104,14 +104,6 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
             "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) for the processes of the whole job"
         )
     return ranks
-
-
-def checked_transport(name: str | None, names: Collection[str]) -> str | None:
-    """Return the name of a transport, or None for the best; ``ValueError`` for other names."""
-    if name not in (None, *names):
-        listed = ", ".join(map(repr, names))
-        raise ValueError(f"transport is {name!r}, but must be one of {listed}, or left out")
-    return name
 
 
 def checked_limits(

@@ -6,9 +6,9 @@ when a task ends:
 
     receive t    + the message: an activation, which the partition keeps as its input (not counted
                    again when the task runs), a gradient of its output, a skip, a skip gradient
-                   or a target. The loss, one number, counts as nothing. Gradients of tied
-                   parameters count to the end of the program; so do the copies of gradients that
-                   are added up over replicas, from the task that begins their all-reduce
+                   or a target. Gradients of tied parameters count to the end of the program; so
+                   do the copies of gradients that are added up over replicas, from the task that
+                   begins their all-reduce. The loss, one number, is not counted
     run F(i,j)   + in partition 0, its input
                  + the output and what it stashes, kept as roots of the backward pass, and what
                    its layers save; not if the micro-batch will be recomputed, or the plan has no
@@ -75,9 +75,8 @@ def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
         return costs.skip_bytes.get((destination, source), 0)
     if payload == TARGET:
         return costs.target_bytes
-    if payload == TIED_GRADIENT:
-        return costs.tied_between(routes.stages_of(transfer), routes.placement)[0]
-    return 0
+    assert payload == TIED_GRADIENT, f"{payload} is no message of a plan"
+    return costs.tied_between(routes.stages_of(transfer), routes.placement)[0]
 
 
 def peak_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> int:

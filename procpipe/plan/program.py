@@ -28,6 +28,12 @@ Posting does not block, so posting sooner makes no stage wait that did not wait 
 the argument above still holds. It costs one more buffer, and no more than that; a receive
 further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
 nothing. All receives move up by the same number of tasks, so each channel keeps its order.
+
+**The loss** goes ahead of a gradient on each hop: that of the micro-batch which completes it. The
+last partition's stage sends it before it makes that gradient, the others pass it on when they have
+made theirs, for which they needed the gradient that came behind it. So none waits for the loss, and
+what two stages send each other stays in the same order at both ends. In a plan without gradients
+the loss passes at the end of the program.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from procpipe.plan.all_reduce import last_additions
-from procpipe.plan.routes import Routes, Transfer
+from procpipe.plan.routes import GRADIENT, Routes, Transfer
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
 
 
@@ -121,15 +127,24 @@ def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
 
 
 def program(
-    plan: Plan, routes: Routes, stage: int, *, ahead: int = 1, recompute: Collection[int] = ()
+    plan: Plan,
+    routes: Routes,
+    stage: int,
+    *,
+    ahead: int = 1,
+    recompute: Collection[int] = (),
+    has_loss: bool = False,
 ) -> Program:
     """Make the program of one stage, with all that its executor needs to know.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
     A receive is moved up by ``ahead`` tasks of this stage; 0 leaves it at its fence. ``recompute``
-    has the micro-batches that a later plan recomputes, if this one has no backward.
+    has the micro-batches that a later plan recomputes, if this one has no backward. ``has_loss``:
+    whether the loss passes the stages.
     """
     steps = bare_program(plan, routes, stage, ahead=ahead)
+    if has_loss:
+        steps = _with_loss(steps, plan, routes, stage)
     runs = [step.task for step in steps if isinstance(step, Run)]
     tasks, last = {*runs}, last_additions(runs)
     if not plan.has_backward:
@@ -182,6 +197,23 @@ def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
     return sorted(found, key=_CYCLE)  # stable: within a fence by maker, as in fences()
 
 
+def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Program:
+    """Add the steps in which a stage receives the loss and passes it on."""
+    if not plan.has_backward:
+        into = [Receive(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == stage]
+        out = [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[0] == stage]
+        return (*steps, *into, *out)
+    assert plan.last_forward is not None, "a mini-batch with a loss has forward tasks"
+    ahead_of: dict[Step, Step] = {}
+    for hop in routes.loss_hops:
+        gradient = Transfer(GRADIENT, plan.last_forward, hop.source, hop.destination)
+        ahead_of[Receive(gradient)] = Receive(hop)
+        is_made_here = hop.source == len(routes.placement) - 1
+        behind = map(Run, gradient.makers) if is_made_here else [Send(gradient)]
+        ahead_of |= dict.fromkeys(behind, Send(hop))
+    return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)
+
+
 def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:
     """Add what the executor needs to a task; ``tasks`` are all of its stage."""
     kind, i, j = task
@@ -198,5 +230,5 @@ def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: 
 
 
 def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
-    """Make the programs of all stages."""
+    """Make the programs of all stages, of a call without a loss."""
     return tuple(program(plan, routes, stage, ahead=ahead) for stage in range(plan.num_stages))

@@ -1,4 +1,4 @@
-"""Where tensors go: across each boundary, along skips, and the target and the loss directly.
+"""Where tensors go: across each boundary, along skips, the target directly, the loss by stages.
 
           F0@0 ── activation ──▶ F0@1 ── activation ──▶ F0@2
             ├─────────── skip (0, 2) ────────────────────▲ ▲        forward
@@ -7,13 +7,16 @@
           B0@0 ◀── gradient ──── B0@1 ◀── gradient ──── B0@2
             ▲──────── skip gradient (0, 2) ───────────────┘         backward
 
-          ◀───────── loss, to every other stage ──────── F(last)@2
+          ◀────── loss ───────── ◀────── loss ───────── F(last)@2
 
           B(last)@0 ◀── gradient of what both use ──▶ B(last)@2
 
 A tensor goes straight from the partition that makes it to the partition that uses it. All tensors
 of one hop are one transfer: skip tensors from ``a`` to ``b`` travel together. Two partitions of one
 stage hand tensors over without a transfer. ``program.py`` orders the transfers.
+
+The loss, one number, passes every stage, each time as gradients do (``loss_hops``). No task makes
+it or needs it, so it is no part of a plan; ``program.py`` says when it is passed on.
 """
 
 from __future__ import annotations
@@ -53,13 +56,12 @@ class Transfer(NamedTuple):
     #: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
     #: ``TIED_GRADIENT``.
     payload: str
-    #: The micro-batch. The loss of a mini-batch, and the gradients of tied parameters, have the
-    #: number of the micro-batch that completes them.
+    #: The micro-batch. The gradients of tied parameters have the number of the one that completes
+    #: them, the loss of a mini-batch has 0.
     i: int
     source: int  # the partition whose stage sends it
-    #: The partition whose stage receives it. What goes from one stage to another, not between
-    #: partitions, is of the first partition of each: the gradients of tied parameters; and the loss
-    #: goes to the first partition of each other stage.
+    #: The partition whose stage receives it. The gradients of tied parameters, which go from one
+    #: stage to another, not between partitions, have the first partition of each.
     destination: int
 
     def __str__(self) -> str:
@@ -101,7 +103,6 @@ class Routes:
     #: partition ``b``.
     skips: tuple[tuple[int, int], ...] = ()
     target: bool = False  # whether the target goes from stage 0 to the last partition's stage
-    loss: bool = False  # whether the last partition's stage sends the loss to every other
     #: The stage of each partition; one partition a stage if left out.
     placement: tuple[int, ...] = ()
     #: Sets of partitions, ascending: each uses a parameter in common.
@@ -123,17 +124,12 @@ class Routes:
         """Return the stages between which a transfer goes."""
         return self.placement[transfer.source], self.placement[transfer.destination]
 
-    def leaving(self, task: Task, plan: Plan) -> list[Transfer]:
-        """List what a stage sends after a task of a plan, in order."""
-        return self._travelling(self.made_by(task, is_last=task.i == plan.last_forward))
+    def leaving(self, task: Task) -> list[Transfer]:
+        """List what a stage sends after a task, in order."""
+        return self._travelling(self.made_by(task))
 
-    def made_by(self, task: Task, *, is_last: bool = False) -> list[Transfer]:
-        """List what a task makes for other partitions, including those of its own stage.
-
-        Args:
-            task: the task.
-            is_last: whether its micro-batch completes the loss.
-        """
+    def made_by(self, task: Task) -> list[Transfer]:
+        """List what a task makes for other partitions, including those of its own stage."""
         kind, i, j = task
         last = len(self.placement) - 1
         if kind == FORWARD:
@@ -141,8 +137,6 @@ class Routes:
             down += [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
             if self.target and j == 0 < last:
                 down.append(Transfer(TARGET, i, 0, last))
-            if self.loss and j == last and is_last:
-                down += [Transfer(LOSS, i, last, first) for first in self._first_partitions]
             return down
         if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
@@ -171,7 +165,7 @@ class Routes:
     def sent(self, plan: Plan, stage: int) -> Iterator[tuple[int, Transfer]]:
         """Yield all that a stage sends, with its cycle; within a cycle in order."""
         for k, task in plan.row(stage):
-            for transfer in self.leaving(task, plan):
+            for transfer in self.leaving(task):
                 yield k, transfer
         for k, _, transfer in self.tied_gradients(plan, stage):
             yield k, transfer
@@ -208,8 +202,7 @@ class Routes:
         back = [(GRADIENT, j + 1, j) for j in range(last)]
         back += [(SKIP_GRADIENT, b, a) for a, b in self.skips]
         aside = [(TARGET, 0, last)] if self.target else []
-        if self.loss:
-            aside += [(LOSS, last, first) for first in self._first_partitions]
+        aside += [hop.channel for hop in self.loss_hops]
         firsts = self._first_partitions
         for stage, others in self.tied_with.items():
             aside += [(TIED_GRADIENT, firsts[stage], firsts[other]) for other in others]
@@ -241,6 +234,15 @@ class Routes:
     @cached_property
     def _first_partitions(self) -> tuple[int, ...]:
         return tuple(self.placement.index(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def loss_hops(self) -> tuple[Transfer, ...]:
+        """The loss's way to every stage: into the last partition of each, from the one after it.
+
+        Between the same two stages go the gradients of that boundary.
+        """
+        ends = {stage: j for j, stage in enumerate(self.placement)}.values()
+        return tuple(Transfer(LOSS, 0, j + 1, j) for j in ends if j + 1 < len(self.placement))
 
     @cached_property
     def tied_with(self) -> dict[int, dict[int, set[int]]]:

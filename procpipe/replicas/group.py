@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
-from procpipe.channel.gloo import GlooGroup
 from procpipe.channel.mesh import Mesh
 from procpipe.job.grid import Grid
 from procpipe.plan.all_reduce import bucketed
+from procpipe.replicas.gloo import GlooGroup
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -62,14 +63,16 @@ class Group:
         self._mesh = mesh
         self._nccl: NcclGroup | None = None
         self.num_replicas = len(ranks)
-        store, host = world.store_for_group(f"stage-{grid.stage}")
+        store = PrefixStore(f"stage-{grid.stage}", world.transports.store)
         if all(choice.between(a, b) == "nccl" for a, b in combinations(ranks, 2)):
             from procpipe.channel.nccl import NcclGroup
 
             self._nccl = NcclGroup(ranks, grid.rank, world.device)
             world.transports.add_of_device(self._nccl)
-            self._nccl.connect(store.bare())
-        self._gloo = GlooGroup(store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, host)
+            self._nccl.connect(store)
+        self._gloo = GlooGroup(
+            store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address
+        )
 
     def begin_sum(self, tensor: Tensor) -> Operation:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""

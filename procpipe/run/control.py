@@ -5,15 +5,12 @@ Messages of one peer arrive in order.
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from procpipe.channel.mesh import Mesh
-from procpipe.errors import CallMismatchError
 from procpipe.run.messages import decode, encode
 
 #: ``agree(ours, combine)``: every rank's value to rank 0, and what it makes of them to every rank.
@@ -21,9 +18,6 @@ Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 
 #: The mesh's number of this channel; those of the plan count from 1.
 CONTROL = 0
-
-#: How often a wait calls ``meanwhile``.
-_LOOK_EVERY_S = 0.2
 
 
 class Control:
@@ -46,42 +40,11 @@ class Control:
         """Send a message from rank 0 to another rank, or to rank 0; never blocks."""
         self._mesh.send(peer, CONTROL, 0, 0, message)
 
-    def receive(self, peer: int, what: str, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """Wait for the next message of a peer; ``what`` names it in errors.
-
-        While there is none, ``meanwhile`` is called at intervals. What it raises is raised if no
-        message has come some time later: a call of another pipeline may have been seen here before
-        the one of this pipeline, which was sent first, but on another socket.
-        """
+    def receive(self, peer: int, what: str) -> bytes:
+        """Wait for the next message of a peer; ``what`` names it in errors."""
         heard = self._heard[peer]
-        first_s = math.inf  # when it raised for the first time
-
-        def is_here() -> bool:
-            nonlocal first_s
-            if heard or meanwhile is None:
-                return bool(heard)
-            try:
-                meanwhile()
-                first_s = math.inf
-            except CallMismatchError:
-                first_s = min(first_s, time.monotonic())
-                if time.monotonic() - first_s >= _LOOK_EVERY_S:
-                    raise
-            return bool(heard)
-
-        every_s = math.inf if meanwhile is None else _LOOK_EVERY_S
-        self._mesh.wait(
-            is_here, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer, every_s=every_s
-        )
+        self._mesh.wait(lambda: heard, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer)
         return heard.popleft()
-
-    def peek(self, peer: int) -> bytes | None:
-        """Return the next message of a connected peer if it is here, without removing it."""
-        if not self._mesh.is_connected(peer):  # so is none, once this rank has left
-            return None
-        self._mesh.poll()
-        heard = self._heard[peer]
-        return heard[0] if heard and self._mesh.is_connected(peer) else None
 
     def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring every rank's value to rank 0, combine them there, and return the result to all.
@@ -100,6 +63,27 @@ class Control:
         outcome = encode(combine(values))
         self.send_to_all(outcome)
         return decode(outcome)
+
+    def found_on_first(self, what: str, find: Callable[[], Any]) -> Any:
+        """Find a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
+
+        ``what`` names the value. ``find`` runs on rank 0 only, while the others wait.
+
+        Raises:
+            ValueError: not every rank asks for it.
+        """
+
+        def combine(asked: list[Any]) -> Any:
+            for rank, theirs in enumerate(asked):
+                if theirs != what:
+                    first, other = self._mesh.ranks[0], self._mesh.ranks[rank]
+                    raise ValueError(
+                        f"rank {first} has arguments by which it finds the {what}, but rank "
+                        f"{other} has not: give every rank the same arguments"
+                    )
+            return find()
+
+        return self.agree(what, combine)
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._heard[peer].append(bytes(body))

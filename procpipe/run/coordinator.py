@@ -10,7 +10,6 @@ A rank in another call than rank 0 is an error on all ranks, not a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -81,16 +80,14 @@ class Coordinator:
                 order = replace(order, plan_text=self.plan(order).to_text())
         return order
 
-    def follow(self, ours: Order, meanwhile: Callable[[], None] | None = None) -> Order:
+    def follow(self, ours: Order) -> Order:
         """Wait for rank 0's next order and check that it is for the call we are in.
 
-        ``meanwhile`` is called at intervals while no order comes; it may raise.
-
         Raises:
-            CallMismatchError: rank 0 is in another call, pipeline or mode.
+            CallMismatchError: rank 0 is in another call or mode.
             MemoryLimitError: rank 0 finds no plan that keeps to the memory allowed.
         """
-        order = decode_order(self._control.receive(0, f"the order for {ours.call}()", meanwhile))
+        order = decode_order(self._control.receive(0, f"the order for {ours.call}()"))
         self.check(ours, order)
         if isinstance(order.detail, StepDetail):
             if order.detail.lacks:
@@ -102,22 +99,23 @@ class Coordinator:
             self._plans[plan.digest] = plan
         return order
 
-    def waiting(self) -> Order | None:
-        """Return an order that has arrived and that this rank has not followed yet, if any."""
-        message = self._control.peek(0)
-        return None if message is None else decode_order(message)
-
     def program(self, order: Order) -> Program:
         """Return what this stage does under an order's plan, verified on rank 0."""
         if not order.sizes:
             return ()  # of a replica that has no samples of the mini-batch
-        key = order.plan, *_wires_of(order), order.recompute
+        has_loss = order.call == "step"
+        key = order.plan, _has_target(order), has_loss, order.recompute
         if key not in self._programs:
             plan, routes = self.plan(order), self._routes_of(order)
             if self._grid.rank == 0:
                 verify(plan, routes, ahead=self.ahead)
             self._programs[key] = program(  # step 2
-                plan, routes, self._grid.stage, ahead=self.ahead, recompute=order.recompute
+                plan,
+                routes,
+                self._grid.stage,
+                ahead=self.ahead,
+                recompute=order.recompute,
+                has_loss=has_loss,
             )
         return self._programs[key]
 
@@ -126,8 +124,7 @@ class Coordinator:
         return self._plans[order.plan]
 
     def _routes_of(self, order: Order) -> Routes:
-        target, loss = _wires_of(order)
-        return replace(self._routes, target=target, loss=loss)
+        return replace(self._routes, target=_has_target(order))
 
     def _choose_whole(self, orders: list[Order]) -> list[Order]:
         order, routes = orders[0], self._routes_of(orders[0])
@@ -158,20 +155,14 @@ class Coordinator:
         """Check that an order of rank 0 is for the call we are in.
 
         Raises:
-            CallMismatchError: it is for another call, pipeline or mode.
+            CallMismatchError: it is for another call or mode.
         """
         grid = self._grid
         ours_name, first = grid.rank_name(grid.rank), grid.numbers[0]
-        ours_of = theirs_of = counted = ""
-        if ours.stage_number != order.stage_number:
-            ours_of = f" of its pipeline {ours.stage_number}"
-            theirs_of = f" of pipeline {order.stage_number}"
-            counted = " (counted from 0 in the order they are made)"
-        if counted or ours.call != order.call:
+        if ours.call != order.call:
             raise CallMismatchError(
-                f"{ours_name} is in {ours.call}(){ours_of} while rank {first} is in "
-                f"{order.call}(){theirs_of}{counted}: every rank must make the same calls in the "
-                "same order"
+                f"{ours_name} is in {ours.call}() while rank {first} is in {order.call}(): every "
+                "rank must make the same calls in the same order"
             )
         if ours.mode() != order.mode():
             raise CallMismatchError(
@@ -180,7 +171,6 @@ class Coordinator:
             )
 
 
-def _wires_of(order: Order) -> tuple[bool, bool]:
-    """Return whether the target travels in a call, and whether the loss does."""
-    is_step = order.call == "step"
-    return is_step and order.target == ROUTED, is_step
+def _has_target(order: Order) -> bool:
+    """Return whether the target travels in a call."""
+    return order.call == "step" and order.target == ROUTED

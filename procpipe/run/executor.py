@@ -6,8 +6,8 @@
     Run(R i)            partition.recompute
     Run(B i)            take gradients                 ─> partition.backward ─> made[…]
     Run(I i), Run(W i)  the same in two                ─> partition.backward, backward_weight
-    Send(transfer)      made[…] ─> channel
-    at the end          take the loss, and add up the gradients of tied parameters
+    Send(transfer)      made[…] ─> channel; of the loss, what this stage made or now takes
+    at the end          take the loss, if it was not passed on, and the gradients of tied parameters
 
 A message is known by its ``Transfer`` everywhere: in the program, in ``made``, in the ledger. What
 one partition makes for another of the same stage stays in ``made`` until that one takes it. A
@@ -55,6 +55,8 @@ class Channels:
     senders: dict[Channel, Sender] = field(default_factory=dict)
     receivers: dict[Channel, Receiver] = field(default_factory=dict)
     poll: Callable[[], None] = lambda: None
+    #: Waits until nothing that was sent holds this rank's device; reads nothing if that is so.
+    wait_posted: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class Executor:
         self._passages: dict[tuple[int, int], _Passage] = {}
         self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
+        self._taken_loss: LossPart | None = None  # of this call, from another stage
 
     def observe(self, observers: Observers) -> None:
         """Call these observers for tasks, layers and messages from now on."""
@@ -117,8 +120,8 @@ class Executor:
             Exception: whatever a layer raised, with a note that says where in the pipeline.
         """
         outcome = Outcome()
-        at_end: list[Transfer] = []
-        self._has_begun = False
+        of_ties: list[Transfer] = []
+        self._has_begun, self._taken_loss = False, None
         try:
             for step in program:
                 if isinstance(step, Run):
@@ -128,11 +131,14 @@ class Executor:
                     self._send(step.transfer, batch)
                 else:
                     transfer = step.transfer
-                    if transfer.payload in (LOSS, TIED_GRADIENT):
-                        at_end.append(transfer)
+                    if transfer.payload == TIED_GRADIENT:
+                        of_ties.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
                     self.ledger.hold(transfer)
-            self._take_at_end(at_end, batch, outcome)
+            self._channels.wait_posted()
+            self._add_up_tied(of_ties)
+            part = self._loss_part(batch) if batch.is_step and program else None
+            self._end_gradients(part, batch, outcome)
         except BaseException as error:
             self._earlier.abandon()
             if self.current_task is not None and not isinstance(error, RemoteStageError):
@@ -145,28 +151,19 @@ class Executor:
         self.ledger.settle()
         return outcome
 
-    def _take_at_end(
-        self, transfers: Sequence[Transfer], batch: MiniBatch, outcome: Outcome
-    ) -> None:
-        """Take what no task of this stage needs, and complete the gradients."""
+    def _add_up_tied(self, transfers: Sequence[Transfer]) -> None:
+        """Take what other stages add to the gradients of tied parameters, and add it."""
         tied: dict[int, Sequence[Part]] = {}
-        part = batch.loss.part if batch.loss and outcome.outputs else None
         for transfer in transfers:
-            message = self._take(transfer)
-            if transfer.payload == LOSS:
-                part = LossPart(*message.value)
-                self.ledger.size(transfer, 0)
-            else:
-                tied[self._placement[transfer.source]] = message.value
-                self.ledger.release(transfer)
-        if batch.is_backward and not self._has_begun:
-            self._begin_gradients(batch)  # this replica has no samples
+            tied[self._placement[transfer.source]] = self._take(transfer).value
+            self.ledger.release(transfer)
         if tied:
             self.tied.add_up(tied)
-        self._end_gradients(part, batch, outcome)
 
     def _end_gradients(self, part: LossPart | None, batch: MiniBatch, outcome: Outcome) -> None:
         """Add up over replicas, and correct what was divided by an expected total."""
+        if batch.is_backward and not self._has_begun:
+            self._begin_gradients(batch)  # this replica has no samples
         if not batch.may_correct:
             self._earlier.end()  # before replicas are added up, which divides what was there
         if batch.is_backward and self.replicas.overlaps:
@@ -355,8 +352,7 @@ class Executor:
 
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         if transfer.payload == LOSS:
-            assert batch.loss is not None, "the stage of the last partition has the loss"
-            message = Flat.of(tuple(batch.loss.part))
+            message = Flat.of(tuple(self._loss_part(batch)))
         elif transfer.payload == TIED_GRADIENT:
             other = self._placement[transfer.destination]
             message = _message_of(self.tied.gradients_for(other))
@@ -367,6 +363,17 @@ class Executor:
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
         self._observers.sent(transfer, message.tensors, start_ns)
+
+    def _loss_part(self, batch: MiniBatch) -> LossPart:
+        """Return the mini-batch's loss; waits for it, once, unless this stage makes it."""
+        if batch.loss is not None:
+            return batch.loss.part
+        if self._taken_loss is None:
+            end = max(self.partitions)
+            hop = Transfer(LOSS, 0, end + 1, end)
+            self._taken_loss = LossPart(*self._take(hop).value)
+            self.ledger.size(hop, 0)
+        return self._taken_loss
 
     def _take(self, transfer: Transfer) -> Flat:
         """Wait for a message, and count it from where its buffer was allowed."""

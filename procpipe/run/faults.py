@@ -1,8 +1,4 @@
-"""Describes an exception: where in the pipeline it was, what was held, and to other ranks.
-
-The ``__str__`` of a user's exception may raise, even a ``SystemExit`` or a
-``KeyboardInterrupt``; neither that nor a text of megabytes may stop the report to the others.
-"""
+"""Describes an exception: where in the pipeline it was, what was held, and to other ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +87,7 @@ def text_of(error: BaseException) -> str:
     """Return an exception's text; the ``__str__`` of a user's may raise."""
     try:
         return str(error)
-    except BaseException as another:
+    except Exception as another:
         return f"(what it says is not known: its __str__ raised {type(another).__name__})"
 
 
@@ -104,14 +100,7 @@ def in_a_line(error: BaseException) -> str:
 
 def story_of(error: BaseException) -> str:
     """Return an exception with its traceback, causes and notes, shortened in the middle."""
-    try:
-        story = "".join(traceback.format_exception(error))
-    except BaseException as another:  # its notes or causes cannot be read
-        story = (
-            "Traceback (most recent call last):\n"
-            f"{''.join(traceback.format_tb(error.__traceback__))}{in_a_line(error)}\n"
-            f"(its notes and causes are not known: reading them raised {type(another).__name__})\n"
-        )
+    story = "".join(traceback.format_exception(error))
     if len(story) > _STORY_LENGTH:  # all peers must receive it before this process ends
         half = _STORY_LENGTH // 2
         story = f"{story[:half]}\n… {len(story) - 2 * half} characters …\n{story[-half:]}"

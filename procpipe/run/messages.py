@@ -64,7 +64,6 @@ class Order:
     """One call that all ranks make together, as rank 0 made it."""
 
     call: str  # the method: "step", "forward", "backward", "batches", …
-    stage_number: int  # which of the script's pipelines is meant, counted from 0
     is_training: bool = True  # whether rank 0's stage is in training mode
     is_grad_enabled: bool = True  # whether gradients are recorded on rank 0
     plan: str = ""  # digest of the plan, or ""
@@ -140,15 +139,19 @@ def _with_tuples(decoded: Any) -> Any:
     return tuple(map(_with_tuples, decoded)) if isinstance(decoded, list) else decoded
 
 
-def compare_facts(
-    facts: list[dict[str, Any]], numbers: Sequence[int] = range(1 << 62)
-) -> list[str]:
+def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = range(1 << 62)) -> list[str]:
     """Say where ranks differ from rank 0, one sentence a difference.
 
-    ``facts`` holds each rank's values by name; ``numbers`` each rank's number in the job.
+    ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each
+    rank's number in the job.
     """
     differences = []
     for rank, theirs in enumerate(facts):
+        if isinstance(theirs, str):
+            raise ValueError(
+                f"rank {numbers[rank]} has arguments by which rank {numbers[0]} finds the "
+                f"{theirs}, but rank {numbers[0]} has not: give every rank the same arguments"
+            )
         for name, ours in facts[0].items():
             if theirs.get(name) != ours:
                 ranks = numbers[0], numbers[rank]

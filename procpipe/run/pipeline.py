@@ -65,7 +65,7 @@ class Pipeline:
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, wires.mesh, world.device, executor.partitions, trace)
+        progress = Progress(world.board, world.device, executor.partitions, trace)
         self.observers = Observers((trace, progress, *observers))
         executor.observe(self.observers)
         # Otherwise a rank could run its part and leave while another one still connects.
@@ -119,6 +119,7 @@ class Pipeline:
         Until its next call a rank may do anything: wait for a peer by other means, write into the
         mini-batch it gave, or into parameters that a layer returned.
         """
+        self.channels.wait_posted()
         for sender in self.channels.senders.values():
             sender.wait_reusable()
         self.wires.mesh.flush()

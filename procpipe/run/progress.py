@@ -1,11 +1,4 @@
-"""Writes on the board of this process which step, task and layer is running, for others to read.
-
-So other ranks see when torch compiles layers of this stage, by ``Stage.compile`` or otherwise:
-
-this rank    F0, first call of a layer ── torch compiles ───────────── layer runs
-its board                                 "compiling layer '2' (…)"
-its peers                                 busy: timeout_s stops        timeout_s begins anew
-"""
+"""Writes on the board of this process which step, task and layer is running, for others to read."""
 
 from __future__ import annotations
 
@@ -15,7 +8,6 @@ from itertools import chain
 
 import torch
 
-from procpipe.channel.mesh import Mesh
 from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import ranks_of_shards
 from procpipe.job.board import Board
@@ -25,7 +17,6 @@ from procpipe.plan.task import INPUT_GRADIENT, Task
 from procpipe.run.messages import Order
 from procpipe.run.observer import Observer
 from procpipe.run.trace import Trace
-from procpipe.torch_internals import on_compiling
 
 #: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
 _READ_DEVICE_EVERY_S = 0.5
@@ -40,18 +31,15 @@ class Progress(Observer):
     def __init__(
         self,
         board: Board,
-        mesh: Mesh,
         device: torch.device,
         partitions: Mapping[int, Partition],
         trace: Trace,
     ) -> None:
         self._board = board
-        self._mesh = mesh
         self._partitions = partitions
         self._device = device
         self._trace = trace
         self._device_read_s = 0.0
-        self._leave_compiler: Callable[[], None] | None = None
         self._has_noted = False
         self._num_before: dict[int, int] = {}
         places: list[str] = []
@@ -63,10 +51,8 @@ class Progress(Observer):
         board.write_facts({"device": str(device), "layers": places, "shards": shards})
 
     def begin_step(self, order: Order) -> None:
-        """Write the number of micro-batches; follow torch's compiler, once it is loaded."""
+        """Write the number of micro-batches."""
         self._board.start_mini_batch(len(order.sizes))
-        if self._leave_compiler is None:
-            self._leave_compiler = on_compiling(self._begin_compiling, self._end_compiling)
 
     def begin_task(self, task: Task) -> None:
         """Write which task runs; note if it cannot do what its kind says."""
@@ -74,10 +60,11 @@ class Progress(Observer):
         is_split = task.kind == INPUT_GRADIENT
         if is_split and not self._has_noted and self._partitions[task.j].is_compiled:
             self._has_noted = True
-            name = Grid.of(self._board.read()).stage_name(self._mesh.rank)
+            grid = Grid.of(self._board.read())
             write_note(
-                f"procpipe: {name} runs the whole backward of compiled layers in the first of its "
-                "two tasks (I), as their weight gradients cannot be put off"
+                f"procpipe: {grid.stage_name(grid.rank)} runs the whole backward of compiled "
+                "layers in the first of its two tasks (I), as their weight gradients cannot be put "
+                "off"
             )
 
     def end_task(self, task: Task) -> None:
@@ -104,16 +91,3 @@ class Progress(Observer):
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:
             self._device_read_s = now_s
             self._board.write_device_bytes(torch.cuda.memory_allocated(self._device))
-
-    def leave(self) -> None:
-        """Leave torch's compiler alone."""
-        if self._leave_compiler is not None:
-            self._leave_compiler()
-
-    def _begin_compiling(self, _: object) -> None:
-        self._board.start_compiling()
-        self._mesh.send_busy(is_busy=True)
-
-    def _end_compiling(self, _: object) -> None:
-        self._board.end_compiling()
-        self._mesh.send_busy(is_busy=False)

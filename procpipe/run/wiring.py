@@ -1,27 +1,26 @@
 """Connects one rank to the others: sockets, what must agree, and a channel for each route.
 
-    1  a socket to each rank                               World.connect
-    2  the same pipeline? the same model and settings?     Control.agree
+    1  two sockets to each rank                            World.connect, in Stage()
+    2  the same model and settings?                        Control.agree
     3  which transports carry large tensors                agree_on_transports
     4  a channel for each route of the plan, and one between any two ranks beside the plan
 
-Every rank does the same in this order, and waits for all of them.
+Every rank does the same in this order, and waits for all of them; 2 to 4 in the first call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from procpipe.channel.link import Receiver, Sender
+from procpipe.channel.link import Receiver, Sender, send_on
 from procpipe.channel.mesh import Mesh
 from procpipe.data.minibatch import on_device
-from procpipe.errors import BalanceError, CallMismatchError, DisagreementError
+from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.job.transports import Offer, TransportChoice, choose
 from procpipe.job.world import World
@@ -54,10 +53,12 @@ class Wires:
     def send_value(self, destination: int, value: Any) -> None:
         """Send a nested value of tensors to a rank, beside the plan.
 
-        Waits, if it is large, until the rank has read most of it.
+        Waits, if it is large, until the rank has read most of it, so that it may change then.
         """
         on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), value)
-        self.values_to[destination].send(Flat.of(on_cpu))
+        sender = self.values_to[destination]
+        sender.send(Flat.of(on_cpu))
+        sender.wait_reusable()
 
     def take_value(self, source: int) -> Any:
         """Wait for a value that another rank sends, and return it on this stage's device."""
@@ -74,28 +75,23 @@ class Wires:
 
 
 def connect(
-    world: World, grid: Grid, routes: Routes, facts: dict[str, Any], transport: str | None = None
+    world: World, control: Control, grid: Grid, routes: Routes, facts: dict[str, Any]
 ) -> Wires:
-    """Connect this rank to all others; every rank calls it, and it waits for all of them.
+    """Open this rank's channels to all others; every rank calls it, and it waits for all of them.
 
-    ``facts`` must be the same on every rank, by name; plain JSON. ``transport`` is one of
-    ``transports.NAMES``, or None for the best that every rank can use.
+    ``facts`` must be the same on every rank, by name; plain JSON.
 
     Raises:
-        CallMismatchError: another rank is in the first call of another pipeline.
         DisagreementError: facts differ between ranks; raised on every rank.
         RemoteStageError: another rank failed.
     """
-    mesh = world.connect()
-    control = Control(mesh)
-    numbers = grid.numbers
-    control.agree(world.number, lambda of_all: _check_numbers(of_all, numbers))
-    differences = control.agree(facts, lambda of_all: compare_facts(of_all, numbers))
+    mesh = world.mesh
+    differences = control.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
     if differences:
         raise DisagreementError(differences)
-    choice = agree_on_transports(control, world.offer(), transport)
+    choice = agree_on_transports(control, world.offer())
     channels = _open_channels(world, grid, mesh, routes, choice)
-    cpu = torch.device("cpu")  # values are inside tokens
+    cpu = torch.device("cpu")
     return Wires(
         world.device,
         mesh,
@@ -110,27 +106,13 @@ def connect(
     )
 
 
-def agree_on_transports(control: Control, ours: Offer, wanted: str | None) -> TransportChoice:
+def agree_on_transports(control: Control, ours: Offer) -> TransportChoice:
     """Return which transports all ranks use; every rank calls it, and it waits for all of them.
 
-    Raises:
-        ValueError: on rank 0, see :func:`choose`.
+    Raises on rank 0 as :func:`choose` does.
     """
-    chosen = control.agree(
-        ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all], wanted)
-    )
+    chosen = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all]))
     return TransportChoice(*chosen)
-
-
-def _check_numbers(pipelines: list[int], numbers: Sequence[int]) -> None:
-    """Check that every rank is in the first call of the same pipeline."""
-    for rank, pipeline in zip(numbers, pipelines, strict=False):
-        if pipeline != pipelines[0]:
-            raise CallMismatchError(
-                f"rank {rank} makes the first call of its pipeline {pipeline} while rank "
-                f"{numbers[0]} makes that of pipeline {pipelines[0]} (counted from 0 in the order "
-                "they are made): every rank must make the same calls in the same order"
-            )
 
 
 def _open_channels(
@@ -155,19 +137,33 @@ def _open_channels(
             what = f"{payload} from {grid.name_of(source)}"
             channels.receivers[channel] = Receiver(mesh, source, number, transports[source], what)
 
+    across = [peer for peer, transport in transports.items() if transport is None]
+    holding = [sender for sender in channels.senders.values() if sender.holds_device]
+
+    def wait_posted() -> None:
+        for sender in holding:
+            sender.wait_posted()
+
     def poll() -> None:
-        """Read what has come, and release what has arrived elsewhere."""
+        """Read what has come, send on what waits, and release what has arrived elsewhere.
+
+        A device has nothing queued then that waits for a host, as this one may wait for its device
+        in the next task: to load a kernel, for instance.
+        """
         mesh.poll()
+        for peer in across:
+            send_on(mesh, peer)
         for sender in channels.senders.values():
             sender.reap()
+        wait_posted()
 
-    channels.poll = poll
+    channels.poll, channels.wait_posted = poll, wait_posted
     return channels
 
 
 def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[int, int, int]]:
     """Return source rank, destination rank and number of each channel, alike on every rank."""
-    routes = replace(routes, target=True, loss=True)
+    routes = replace(routes, target=True)
     numbers: dict[Channel, tuple[int, int, int]] = {}
     used: Counter[tuple[int, int]] = Counter()
     for channel in routes.channels():

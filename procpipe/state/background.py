@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from procpipe.errors import RemoteStageError, StageClosedError, WaitTimeoutError
-from procpipe.forks import give_up_in_children
+from procpipe.job.endings import SAVING_THREAD
 from procpipe.notes import write_note
 from procpipe.state.files import INDEX, merge_parts, write_part
 from procpipe.state.folders import Draft, Hold, not_shared
@@ -62,6 +62,7 @@ class Saving:
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
 
     def is_done(self) -> bool:
         """Return whether this rank has finished its part; does not communicate."""
@@ -75,6 +76,11 @@ class Saving:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank took longer than the stage's ``timeout_s``.
         """
+        if os.getpid() != self._pid:
+            raise StageClosedError(
+                f"{self.path} is saved by the process ({self._pid}) from which this one "
+                f"({os.getpid()}) was forked: only that one can wait for it"
+            )
         calls = self._member.calls
         if calls is None or calls.pipeline is None:
             if self._thread is not None:
@@ -87,7 +93,7 @@ class Saving:
             try:
                 self._close()
             except RemoteStageError as error:
-                pipeline.wires.mesh.send_failure(error)  # it came through the folder
+                pipeline.wires.mesh.fail(error)  # it came through the folder
                 raise
 
     # -- this rank's part -----------------------------------------------------------------------
@@ -125,10 +131,9 @@ class Saving:
         _unfinished[self._member.module] = self
         # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
         self._thread = threading.Thread(
-            target=self._run, args=(values, keep), name="procpipe-save", daemon=True
+            target=self._run, args=(values, keep), name=SAVING_THREAD, daemon=True
         )
         atexit.register(self._end_of_script)
-        give_up_in_children(self)
         self._thread.start()
 
     def _run(self, values: dict[str, Any], keep: int | None) -> None:
@@ -206,21 +211,13 @@ class Saving:
         if error is not None:
             raise error
 
-    def give_up_in_child(self) -> None:
-        """Leave the save to the process that has the thread."""
-        atexit.unregister(self._end_of_script)
-        if _unfinished.get(self._member.module) is self:
-            self._error = StageClosedError(
-                f"{self.path} is saved by the process ({os.getppid()}) from which this one "
-                f"({os.getpid()}) was forked: only that one can wait for it"
-            )
-        self._thread = None
-
     def _end_of_script(self) -> None:
         """Wait as the script ends, while the interpreter is whole.
 
         A failed save is an error like any other, but it is too late for Python to end with one.
         """
+        if os.getpid() != self._pid:  # the thread is in the process that this one was forked from
+            return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
             self._is_abandoned = True

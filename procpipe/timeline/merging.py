@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from procpipe.plan.routes import LOSS
 from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading, drift_ppm, offset_at
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
@@ -129,7 +128,6 @@ def _hops(
             destination, *taken_s = ends.pop(0)
             posted_s = at_s(rank, start_ns), at_s(rank, end_ns)
             kind, i, *_ = key
-            i = 0 if kind == LOSS else i  # the loss belongs to no micro-batch
             hops.append(Hop(kind, i, rank, destination, size_bytes, *posted_s, *taken_s))
     return sorted(hops, key=lambda hop: hop.posted_s)
 

@@ -309,7 +309,6 @@ def _of_balance(
         n,
         tuple(costs.skip_bytes),
         bool(model.target_bytes),
-        loss=True,
         placement=placement,
         ties=tuple(costs.tied_bytes),
     )

@@ -62,7 +62,7 @@ class Effects:
         holdings = Holdings(plan, costs, routes, stage)
         for task in plan.tasks_of(stage):
             messages: Counter[int] = Counter()
-            for transfer in routes.leaving(task, plan):
+            for transfer in routes.leaving(task):
                 messages[routes.stages_of(transfer)[1]] += message_bytes(transfer, costs, routes)
             sizes = tuple((to, size) for to, size in messages.items() if size)
             effect = _Effect(holdings.taken(task), holdings.given_back(task), sizes)

@@ -105,7 +105,7 @@ def test_four_gpus():
 
     assert names(steps.values()) == (
         "versions tests parity shared-2 shared-4 shared-8 nccl-2 nccl-4 host ipc-messages "
-        "nccl-messages gpt gpt-peers trace"
+        "nccl-messages nccl-blocks gpt gpt-peers trace"
     )
     assert steps["nccl-4"].options["devices"] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert steps["nccl-messages"].options["devices"] == ["cuda:0", "cuda:1"]

@@ -70,9 +70,11 @@ def kinds_and_directions_are_independent(end: End) -> None:
     for kind in KINDS:
         for size in sizes:
             end.sender(kind).send(flat(end, numbers(size, torch.uint8) + kind + 10 * end.rank))
+    for kind in KINDS:  # as they are sent
+        for _ in sizes:
+            end.receiver(kind).expect()
     for kind in reversed(KINDS):
         for size in sizes:
-            end.receiver(kind).expect()
             expected = numbers(size, torch.uint8) + kind + 10 * (1 - end.rank)
             assert_same(end.receiver(kind).take().value, expected)
     settle(end)
@@ -157,6 +159,39 @@ def non_contiguous_tensors(end: End) -> None:
                 z[:, 1].conj(),
             ],
         )
+
+
+def channels_last_stays_so(end: End) -> None:
+    """Any other order arrives contiguous; where extents are 1, strides tell what a tensor was."""
+    shapes = [
+        (2, 3, 4, 5),
+        (2, 3, 1, 1),
+        (1, 1, 4, 5),
+        (2, 64, 16, 17),
+        (2, 3, 4, 5, 6),
+        (0, 3, 2, 2),
+    ]
+    kept = []
+    for shape in shapes:
+        x = numbers(math.prod(shape), torch.float64).reshape(shape)
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        kept += [x, x.contiguous(memory_format=last), torch.complex(x, x + 1).conj()]
+        kept += [kept[-2].float()]
+    values = [*kept, kept]
+    if end.device.type == "cpu":  # on its way to a device such a view becomes dense
+        values += [kept[1].transpose(2, 3), kept[3][:, ::2], kept[1].transpose(0, 1)]
+    if end.rank == 0:
+        for value in values:
+            end.sender().send(flat(end, value))
+    else:
+        for k, value in enumerate(values):
+            end.receiver().expect()
+            message = end.receiver().take()
+            assert_same(message.value, value)
+            for received, sent in zip(message.tensors, flatten(value)[0], strict=True):
+                expected = sent if k <= len(kept) else sent.contiguous()
+                assert received.stride() == expected.stride(), (received.stride(), sent.stride())
+    settle(end)
 
 
 def structures_and_plain_values_are_exact(end: End) -> None:
@@ -288,6 +323,7 @@ CASES: tuple[Case, ...] = (
     empty_and_dimensionless_tensors,
     every_dtype,
     non_contiguous_tensors,
+    channels_last_stays_so,
     structures_and_plain_values_are_exact,
     sends_do_not_wait_for_the_receiver,
     several_megabytes_both_ways_at_once,

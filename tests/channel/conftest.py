@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from tests.channel.meshes import make_mesh
+from tests.channel.meshes import Peer, make_mesh, make_meshes
 
 
 @pytest.fixture
@@ -15,14 +13,7 @@ def net():
     made = []
 
     def make(num_ranks, **options):
-        sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
-        for a in range(num_ranks):
-            for b in range(a):
-                sockets[a][b], sockets[b][a] = socket.socketpair()
-        for ours in sockets:
-            for sock in ours.values():
-                sock.setblocking(False)
-        meshes = [make_mesh(rank, sockets[rank], **options) for rank in range(num_ranks)]
+        meshes = make_meshes(num_ranks, **options)
         made.extend(meshes)
         return meshes
 
@@ -32,11 +23,10 @@ def net():
 
 
 @pytest.fixture
-def wired(net):
-    """The mesh of rank 1, whose peer 0 is a plain socket."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    mesh = make_mesh(1, {0: ours})
-    yield mesh, theirs
+def wired():
+    """The mesh of rank 1, and its peer, rank 0, which the test plays."""
+    mesh = make_mesh(1)
+    peer = Peer(mesh, 0)
+    yield mesh, peer
     mesh.close()
-    theirs.close()
+    peer.end()

@@ -1,6 +1,6 @@
 """A channel inside one process: both ends in one object.
 
-Messages are passed without a copy. ``take`` waits for a sender in another thread.
+Tensors that are dense in memory are not copied. ``take`` waits for a sender in another thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from procpipe.channel.meta import describe
+from procpipe.channel.meta import dense, describe
 from procpipe.errors import WaitTimeoutError
 from procpipe.tree import Flat
 
@@ -33,8 +33,9 @@ class MemoryChannel:
 
     def send(self, message: Flat) -> None:
         """Append a message."""
+        tensors = [dense(tensor) for tensor in message.tensors]
         with self._changed:
-            self._messages.append(message)
+            self._messages.append(Flat(tensors, *message[1:]))
             self.num_messages += 1
             self.num_bytes += describe(message).num_bytes
             self._changed.notify_all()

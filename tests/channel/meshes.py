@@ -1,23 +1,66 @@
-"""Connected meshes over socket pairs in one process, and the frames they receive."""
+"""Meshes of one process, connected by socket pairs; and peers that a test plays."""
 
 from __future__ import annotations
 
+import itertools
+import select
+import socket
 import struct
 
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
+from procpipe.channel.monitor import Reports
 
 HEADER = struct.Struct("<QIBB")
 
+#: No test takes so long.
+DEADLINE_S = 20.0
 
-def make_mesh(rank, sockets, timeout_s=30.0, stall_timeout_s=30.0, reports=None):
+
+def make_mesh(rank, reports=None, *, timeout_s=DEADLINE_S, stall_timeout_s=DEADLINE_S):
     return Mesh(
         rank,
-        sockets,
         timeout_s=timeout_s,
         stall_timeout_s=stall_timeout_s,
-        reports=reports or WaitReports(),
+        reports=Reports() if reports is None else reports,
     )
+
+
+def make_meshes(num_ranks, **options):
+    """Return meshes that are all connected to one another."""
+    meshes = [make_mesh(rank, **options) for rank in range(num_ranks)]
+    for a, b in itertools.combinations(meshes, 2):
+        join(a, b)
+    return meshes
+
+
+def join(a, b):
+    data, alarms = pair(), pair()
+    a.add(b.rank, data[0], alarms[0], None)
+    b.add(a.rank, data[1], alarms[1], None)
+
+
+def pair():
+    """Return two connected sockets that do not block."""
+    both = socket.socketpair()
+    for each in both:
+        each.setblocking(False)
+    return both
+
+
+class Peer:
+    """A peer of a mesh that the test plays: its ends of both sockets."""
+
+    def __init__(self, mesh, rank, process=None):
+        self.data, data = socket.socketpair()
+        self.alarm, alarm = socket.socketpair()
+        for each in (data, alarm):
+            each.setblocking(False)
+        mesh.add(rank, data, alarm, process)
+
+    def end(self):
+        """End as a killed process does."""
+        self.data.close()
+        self.alarm.close()
 
 
 def received_by(mesh, peer, kind):
@@ -39,21 +82,37 @@ def nothing():
     return "nothing"
 
 
-class Recorded(WaitReports):
-    """Records all reports."""
+def is_readable(descriptor, within_s=DEADLINE_S):
+    """Wait until a descriptor is readable; return whether it is."""
+    return bool(select.select([descriptor], [], [], within_s)[0])
+
+
+class Recorded(Reports):
+    """Records all reports.
+
+    Attributes:
+        notes: what was reported, in order.
+        busy: the peers with which this rank's device seems to be busy.
+    """
 
     def __init__(self):
-        self.stalls = []
-        self.waits = []
-
-    def stalled(self, what, waited_s):
-        self.stalls.append((what, waited_s))
+        self.notes = []
+        self.busy = []
 
     def start_wait(self, what, since_s):
-        self.waits.append(what)
+        self.notes.append(f"waits for {what}")
 
     def end_wait(self):
-        self.waits.append("over")
+        self.notes.append("waits no more")
+
+    def stalled(self, what, waited_s):
+        self.notes.append(f"has waited {waited_s:g} s for {what}")
 
     def last_seen(self, peer):
         return f"rank {peer} was seen in F3"
+
+    def busy_with(self):
+        return self.busy
+
+    def end_process(self, error):
+        self.notes.append(f"ends: {type(error).__name__}: {error}")

@@ -13,16 +13,30 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
 import threading
 from collections import deque
 
 import torch
 
+from procpipe.channel.cuda_ipc import FLAGS_BYTES, CudaIpcTransport
 from procpipe.channel.gpu import Gpu
-from procpipe.channel.meta import allocate
+from procpipe.channel.meta import allocate, elements
 
 _GARBAGE = 0x7F
+
+
+def transports_on(gpus):
+    """Return a transport of each process, connected to those of all others."""
+    files = {}
+    for rank, _ in enumerate(gpus):
+        files[rank] = os.memfd_create("flags")
+        os.ftruncate(files[rank], FLAGS_BYTES)
+    found = [CudaIpcTransport(gpu, files[rank], files) for rank, gpu in enumerate(gpus)]
+    for file in files.values():
+        os.close(file)
+    return found
 
 
 class Device:
@@ -73,12 +87,6 @@ class Device:
         with self.lock:
             while not is_done():
                 assert self._do_one(), "the device waits for work that no process has queued"
-
-    def drop(self, process):
-        """Drop the queued work of a process, as when it is killed."""
-        with self.lock:
-            for stream in process._streams:
-                stream.work.clear()
 
     def pending(self):
         return [work for stream in self._streams for work in stream.work]
@@ -172,7 +180,7 @@ class Process(Gpu):
     def new_tensors(self, meta, stream):
         tensors = allocate(meta, "cpu")
         for tensor in tensors:
-            tensor.view(-1).view(torch.uint8).fill_(_GARBAGE)
+            elements(tensor).view(torch.uint8).fill_(_GARBAGE)
         return tensors
 
     def keep_for(self, tensors, stream):

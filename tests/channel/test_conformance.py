@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import socket
 import threading
 import traceback
 from datetime import timedelta
@@ -12,14 +10,12 @@ from datetime import timedelta
 import pytest
 import torch
 
-from procpipe.channel.cuda_ipc import CudaIpcTransport
 from procpipe.channel.link import Receiver, Sender
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
-from tests.channel.simulated import Device, Process
+from tests.channel.meshes import make_meshes
+from tests.channel.simulated import Device, Process, transports_on
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 40.0
@@ -47,10 +43,9 @@ def memory_sides():
 
 
 def link_sides(transports=(None, None)):
-    """Two meshes in one process, one thread each; all data is sent in tokens."""
+    """Two meshes in one process, one thread each; by default all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    first, second = socket.socketpair()
-    meshes = [mesh_over(0, {1: first}), mesh_over(1, {0: second})]
+    meshes = make_meshes(2, timeout_s=TIMEOUT_S)
     sides = [
         Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
     ]
@@ -59,20 +54,8 @@ def link_sides(transports=(None, None)):
 
 def simulated_gpu_sides():
     """The same, but with CUDA IPC on a simulated GPU for tensors."""
-    gpu, pids = Device(), dict.fromkeys((0, 1), os.getpid())
-    return link_sides([CudaIpcTransport(Process(gpu), pids) for _ in pids])
-
-
-def mesh_over(rank, sockets):
-    for sock in sockets.values():
-        sock.setblocking(False)
-    return Mesh(
-        rank,
-        sockets,
-        timeout_s=TIMEOUT_S,
-        stall_timeout_s=TIMEOUT_S,
-        reports=WaitReports(),
-    )
+    gpu = Device()
+    return link_sides(transports_on([Process(gpu), Process(gpu)]))
 
 
 def links(mesh, transport, device):
@@ -111,10 +94,12 @@ def run_all(world, transport_name):
     if transport_name in ("nccl", "cuda_ipc"):
         device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
         torch.cuda.set_device(device)
-    world.device = device
+    world.device = world.transports._device = device
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    (transport,) = world.transports.open(TransportChoice(transport_name, ["", ""]), routes).values()
+    (transport,) = world.transports.open(
+        TransportChoice(transport_name, transport_name, ["", ""]), routes
+    ).values()
     errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
     if not any(errors.values()):
         world.transports.drain()
@@ -156,19 +141,19 @@ class Meeting:
 
     def __call__(self):
         self._num_meetings += 1
-        store, key = self._world._start.shared_store(), f"{self._name} {self._num_meetings}"
+        store, key = self._world.store, f"{self._name} {self._num_meetings}"
         store.set(f"{key} {self._world.rank}", "here")
         store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")
-def gloo_errors(ranks):
-    return ranks(2).run(run_all, "gloo").values()
+def sockets_errors(ranks):
+    return ranks(2).run(run_all, "sockets").values()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gloo(gloo_errors, name):
-    assert [by_case.get(name, "did not run") for by_case in gloo_errors] == [None, None]
+def test_sockets(sockets_errors, name):
+    assert [by_case.get(name, "did not run") for by_case in sockets_errors] == [None, None]
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +170,10 @@ def test_shm(shm_errors, name):
 def test_cuda_ipc(ranks):
     """Both ranks on one GPU."""
     for errors in ranks(2).run(run_all, "cuda_ipc").values():
-        assert errors == dict.fromkeys(NAMES)
+        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))
 
 
 @pytest.mark.gpu(2)
 def test_nccl(ranks):
     for errors in ranks(2).run(run_all, "nccl").values():
-        assert errors == dict.fromkeys(NAMES)
+        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))

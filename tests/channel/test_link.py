@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import re
-import socket
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
-from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
+from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
@@ -23,8 +23,7 @@ BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 class Slow:
     """A transport that sends nothing; a transfer is done when it has been queried three times."""
 
-    needs_acknowledgement = False
-    blocks = False
+    holds_device = False
     copies_at_once = False
     max_posted = 1000
     inline_bytes = INLINE_BYTES
@@ -66,9 +65,7 @@ class Late(Slow):
 
 
 class Broken(Slow):
-    """A transport whose transfers fail, as gloo's do when the peer's process has ended."""
-
-    needs_acknowledgement = True
+    """A transport whose transfers fail, as when the peer's process has ended."""
 
     def post_send(self, tensors, peer, kind):
         if self.num_posted:
@@ -85,19 +82,7 @@ class Broken(Slow):
 
 @pytest.fixture
 def meshes():
-    sockets = socket.socketpair()
-    made = []
-    for rank, sock in enumerate(sockets):
-        sock.setblocking(False)
-        made.append(
-            Mesh(
-                rank,
-                {1 - rank: sock},
-                timeout_s=60.0,
-                stall_timeout_s=30.0,
-                reports=WaitReports(),
-            )
-        )
+    made = make_meshes(2, timeout_s=60.0)
     yield made
     for mesh in made:
         mesh.close()
@@ -180,6 +165,7 @@ def test_a_timeout_names_the_channel_and_the_message(meshes):
 def test_a_sender_that_has_left_is_named(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
     receiver.expect()
+    meshes[0].leave()
     meshes[0].close()
 
     with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
@@ -190,6 +176,7 @@ def test_a_sender_that_has_left_is_named(meshes):
 def test_a_send_may_end_after_its_receiver_has_left(meshes):
     sender = Sender(meshes[0], 1, 1, Late(), CPU)
     sender.send(Flat.of(BIG))
+    meshes[1].leave()
     meshes[1].close()
 
     sender.settle()
@@ -205,13 +192,13 @@ def test_a_message_must_be_expected(meshes):
 
 
 def test_a_receive_that_fails_names_the_failed_rank(meshes):
-    """Gloo's own error comes first, without the cause; the peer's report comes later."""
+    """The transport's own error comes first, without the cause; the peer's report comes later."""
     sender = Sender(meshes[0], 1, 1, Broken(), CPU)
     receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         receiver.take()
@@ -220,7 +207,7 @@ def test_a_receive_that_fails_names_the_failed_rank(meshes):
 def test_a_send_that_fails_names_the_failed_rank(meshes):
     sender = Sender(meshes[1], 0, 1, Broken(), CPU)
     sender.send(Flat.of(BIG))
-    meshes[0].send_failure(RemoteStageError(0, "the story"))
+    meshes[0].fail(RemoteStageError(0, "the story"))
 
     with pytest.raises(RemoteStageError, match="the story"):
         sender.send(Flat.of(BIG))
@@ -238,18 +225,16 @@ def test_a_transfer_that_fails_for_an_unknown_reason_keeps_its_error(meshes, mon
 
 
 def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
-    """So that neither end needs a copy of it; the next message stays in order."""
+    """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
-    large = torch.arange(3 * PIECE_BYTES // 8 + 1)
+    large = torch.arange(2 * PIECE_BYTES // 8 + 1)
     values = [[large, torch.ones(0), torch.tensor(True)], torch.tensor([7])]
 
-    def send():
-        for value in values:
-            sender.send(Flat.of(value))
-        meshes[0].flush()
-
-    thread = threading.Thread(target=send)
+    for value in values:
+        sender.send(Flat.of(value))
+    assert sender.reap() == 1
+    thread = threading.Thread(target=sender.settle)
     thread.start()
     receiver.expect()
     (first, empty, flag), _, _ = receiver.take()
@@ -259,6 +244,75 @@ def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
 
     assert torch.equal(first, large)
     assert (empty.shape, flag.item(), second.item()) == ((0,), True, 7)
+    assert sender.reap() == 0
+
+
+def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, monkeypatch):
+    """Symptom: it went on only after the sender's next task, for which the receiver waited."""
+    monkeypatch.setattr("procpipe.channel.link._PAUSE_S", 20.0)
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU)
+    receiver.expect()
+    thread = threading.Thread(target=receiver.take)
+    thread.start()
+
+    sender.send(Flat.of(torch.zeros(2 * PIECE_BYTES)))
+    has_unsent = meshes[0].has_unsent(1)
+    sender.settle()
+    thread.join()
+
+    assert not has_unsent
+
+
+def test_a_tensor_that_changes_between_its_pieces_is_an_error(meshes):
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU, "activation")
+    large = torch.zeros(PIECE_BYTES)
+    sender.send(Flat.of(large))
+    large.add_(1)
+    receiver.expect()
+    thread = threading.Thread(target=receiver.take)
+    thread.start()
+
+    with pytest.raises(OverwrittenError, match="a tensor of activation was written to"):
+        sender.wait_reusable()
+    thread.join()
+
+
+def test_tensors_may_be_written_to_once_the_socket_has_taken_them(meshes):
+    receiver = Receiver(meshes[1], 0, 1, None, "x")
+    sender = Sender(meshes[0], 1, 1, None, CPU)
+    large = torch.zeros(PIECE_BYTES)
+    found: list[torch.Tensor] = []
+    receiver.expect()
+    thread = threading.Thread(target=lambda: found.extend(receiver.take().tensors))
+    thread.start()
+
+    sender.send(Flat.of(large))
+    sender.wait_reusable()
+    large.add_(1)
+    thread.join()
+
+    assert not found[0].any()
+
+
+def test_memory_is_kept_while_pieces_move_though_the_ends_are_gone(meshes):
+    """The mesh goes on to read and write after a stage is closed."""
+    receiver, sender = Receiver(meshes[1], 0, 1, None, "x"), Sender(meshes[0], 1, 1, None, CPU)
+    message = Flat.of(torch.ones(PIECE_BYTES))
+    gone = weakref.ref(message.tensors[0])
+    sender.send(message)
+    del message
+    meshes[1].poll()
+
+    del sender, receiver
+    gc.collect()
+
+    assert gone() is not None
+    meshes[0].close()
+    meshes[1].close()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_message_that_stops_between_pieces_times_out(meshes):
@@ -268,9 +322,10 @@ def test_a_message_that_stops_between_pieces_times_out(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()
+    sender.send(Flat.of(torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)))
 
     with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):
-        sender.send(Flat.of(torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)))
+        sender.wait_reusable()
     with pytest.raises(WaitTimeoutError, match="for x"):
         receiver.take()
     meshes[1].close()  # or rank 0 would wait until its frames are read

@@ -4,47 +4,57 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.channel.nccl import _num_blocks
+from procpipe.channel.nccl import blocks_of, in_rounds
 from procpipe.torch_internals import in_a_batch
 from tests.cases import for_each
 
 
-def between(num_ranks, num_channels):
-    """Return this many channels in each direction between each rank and the next."""
-    return [
-        channel
-        for rank in range(num_ranks - 1)
-        for kind in range(num_channels)
-        for channel in ((rank, rank + 1, kind), (rank + 1, rank, kind))
-    ]
+def chain(num_ranks):
+    """Return the pairs of each rank and the next, in both directions, and of the first and last."""
+    neighbours = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+    return sorted({*neighbours, *((b, a) for a, b in neighbours), (0, num_ranks - 1)})
 
 
 @for_each(
-    ("num_ranks", "num_channels", "expected"),
-    [(2, 1, 4), (2, 4, 4), (3, 2, 4), (3, 4, 2), (2, 8, 2), (2, 16, 1), (2, 29, 1)],
+    ("num_multiprocessors", "num_peers", "expected"),
+    [(132, 1, 8), (132, 2, 8), (132, 3, 4), (132, 7, 2), (108, 2, 4), (40, 1, 4), (16, 2, 1)],
 )
-def test_transfers_share_the_blocks_that_all_may_take(num_ranks, num_channels, expected):
-    """All ranks use the same number, which the rank with most channels needs."""
-    assert _num_blocks(between(num_ranks, num_channels)) == expected
+def test_transfers_share_the_blocks_that_all_may_take(num_multiprocessors, num_peers, expected):
+    """A power of two, to which NCCL would round up; what other ranks have does not count."""
+    star = [pair for peer in range(1, 1 + num_peers) for pair in ((0, peer), (peer, 0))]
+
+    assert (
+        blocks_of(0, [*star, *((8, rank) for rank in range(9, 30))], num_multiprocessors)
+        == expected
+    )
 
 
-@pytest.mark.parametrize(
-    ("channels", "words"),
-    [
-        (
-            between(3, 15),
-            r"^rank 1 would send on 30 channels by NCCL, but there can be 29: use few",
-        ),
-        (
-            [(1 + k, 0, 1) for k in range(30)],
-            r"^rank 0 would receive on 30 channels by NCCL, but there can be 29",
-        ),
-    ],
-)
-def test_more_channels_than_streams_are_refused(channels, words):
-    """Two communicators of one stream would wait for each other's peers, in any order."""
-    with pytest.raises(ValueError, match=words):
-        _num_blocks(channels)
+def test_more_communicators_than_streams_are_refused():
+    """Two of one stream would wait for each other's peers, in any order."""
+    pairs = [(0, peer) for peer in range(1, 31)]
+    assert blocks_of(0, pairs[1:], 132) == 1
+    with pytest.raises(ValueError, match=r"^rank 0 .* had 30 communicators, but there can be 29: "):
+        blocks_of(0, pairs, 132)
+
+
+def test_neighbours_connect_at_the_same_time():
+    assert in_rounds(chain(4)) == [
+        *((0, 1), (2, 3)),
+        *((0, 3), (1, 2)),
+        *((1, 0), (3, 2)),
+        (2, 1),
+    ]
+
+
+@for_each("num_ranks", [2, 3, 8, 33])
+def test_all_pairs_connect_in_few_rounds(num_ranks):
+    pairs = chain(num_ranks)
+    ends_s = dict.fromkeys(range(num_ranks), 0)
+    for a, b in (ordered := in_rounds(pairs)):
+        ends_s[a] = ends_s[b] = max(ends_s[a], ends_s[b]) + 1
+
+    assert sorted(ordered) == pairs
+    assert max(ends_s.values()) <= 6
 
 
 class Batches:

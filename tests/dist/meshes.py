@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from procpipe import Stage
 from procpipe.job.grid import Grid
+from procpipe.job.start import Meeting
 from procpipe.job.world import World
 from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import assert_same
@@ -94,7 +95,7 @@ def stage_in(bare, mesh, name, model, balance, **options):
     world = World(
         Grid(ranks.index(bare.rank), len(ranks), numbers=ranks),
         [bare.devices[rank] for rank in ranks],
-        dist.PrefixStore(f"{name} {ranks}", bare.store),
+        Meeting(f"{bare.name}/{name} {ranks}"),
         timeout_s=bare.timeout_s,
     )
     return Stage(copy.deepcopy(model), balance, world=world, **options)

@@ -14,8 +14,9 @@
 
 Processes start when first needed and are used again. If one dies, all are replaced: a stage that an
 earlier test left open in another process would blame its end on the rank of that number. So they
-are if a run hangs or is interrupted. They are forks of one process that has imported torch
-(tests/dist/forks.py): the import would take each of them a second or two.
+are if a run hangs, is interrupted, or leaves transfers on a GPU that never end. They are forks of
+one process that has imported torch (tests/dist/forks.py): the import would take each of them a
+second or two.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Pool:
             # job, so the next test needs new ones.
             self._discard()
             raise
-        if any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes):
+        died = any(outcome.error and outcome.error.type == "ProcessDied" for outcome in outcomes)
+        if died or any(outcome.is_spoilt for outcome in outcomes):
             self._discard()
         return outcomes
 

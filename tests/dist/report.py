@@ -59,6 +59,7 @@ class Outcome:
         error: what ended it, or ``None``.
         output: what the rank's process wrote to stdout and stderr meanwhile, also from C++.
         duration_s: how long the function ran; 0.0 if the process died.
+        is_spoilt: whether its process cannot run another function on a GPU.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Outcome:
     error: Failure | None
     output: str = ""
     duration_s: float = 0.0
+    is_spoilt: bool = False
 
     def __str__(self) -> str:
         if self.error is None:

@@ -5,7 +5,7 @@
             with stage_of(bare, f"{chunks} chunks", model, [2, 1], chunks=chunks) as stage:
                 ...                               a failure here ends the case on every rank
 
-Each case connects under its own prefix of the store. Truth is the plain ``nn.Sequential``, run over
+Each case connects under a name of its own. Truth is the plain ``nn.Sequential``, run over
 the same micro-batches: all forward, then backward in reverse, as fill and drain does.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
 
 from procpipe import Stage
 from procpipe.data.microbatch import gather, scatter, scatter_like
 from procpipe.job.grid import Grid
+from procpipe.job.start import Meeting
 from procpipe.job.world import World
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
@@ -38,7 +38,7 @@ def world_of(bare: BareWorld, name: str) -> World:
     return World(
         Grid(bare.rank, bare.num_ranks),
         bare.devices,
-        PrefixStore(name, bare.store),
+        Meeting(f"{bare.name}/{name}"),
         timeout_s=bare.timeout_s,
     )
 
@@ -48,7 +48,9 @@ def stage_of(
     bare: BareWorld, name: str, model: nn.Sequential, balance: Iterable[int] | None, **options: Any
 ) -> Iterator[Stage]:
     """Yield a stage of a copy of the model, and close it; a failure names the case."""
-    stage = Stage(copy.deepcopy(model), balance, world=world_of(bare, name), **options)
+    world = world_of(bare, name)
+    world.transport = options.pop("transport", None)
+    stage = Stage(copy.deepcopy(model), balance, world=world, **options)
     try:
         yield stage
         stage.close()

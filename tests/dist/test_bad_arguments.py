@@ -1,4 +1,4 @@
-"""Invalid arguments raise the same clear error on every rank."""
+"""Invalid arguments raise a clear error on every rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ CASES = {
 def test_every_rank_ends_in_seconds_with_one_error(ranks: Any) -> None:
     for case, (error, words) in CASES.items():
         start_s = time.monotonic()
-        for failure in ranks(2).run(build, case).errors():
-            assert failure.type == error, case
+        failures = ranks(2).run(build, case).errors()
+        # A rank that still connects may get the other one's error.
+        assert {failure.type for failure in failures} - {"RemoteStageError"} == {error}, case
+        for failure in failures:
             assert words in failure.text, case
         assert time.monotonic() - start_s < 10, case

@@ -420,7 +420,7 @@ def check_group(bare, group):
 def check_sizes(bare, transport):
     torch.set_default_dtype(torch.float64)
     cases = list(product(sizes().items(), MODES))
-    if transport == "gloo":  # each size in one mode, and each mode with some sizes
+    if transport == "sockets":  # each size in one mode, and each mode with some sizes
         cases = [each for k, each in enumerate(cases) if k % len(MODES) == k // len(MODES) % 3]
     for (name, case), mode in some_of(cases):
         check_case(bare, f"{name}, {mode}, {transport}", case, mode, 3, transport=transport)
@@ -594,9 +594,33 @@ def test_parity_of_small_and_large_messages(ranks):
     ranks(3).run(check_sizes, None, world=False).values()
 
 
+class Strides(nn.Module):
+    """Passes on its input; notes its strides, and those of its gradient."""
+
+    def forward(self, x):
+        self.of_input = x.stride()
+        x.register_hook(lambda gradient: setattr(self, "of_gradient", gradient.stride()))
+        return x * 1.0
+
+
+def strides_at_a_boundary(world):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Strides(), Strides(), nn.Conv2d(4, 4, 3))
+    stage = Stage(model, [2, 2], loss_fn=torch.mean, checkpoint="never", world=world)
+    stage.step(torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last))
+    (at_end,) = (layer for layer in stage if isinstance(layer, Strides))
+    return at_end.of_input, at_end.of_gradient
+
+
 @pytest.mark.only_on_cpus
-def test_parity_of_small_and_large_messages_over_gloo(ranks):
-    ranks(3).run(check_sizes, "gloo", world=False).values()
+def test_channels_last_survives_a_boundary_both_ways(ranks):
+    expected = torch.empty(2, 4, 6, 5, memory_format=torch.channels_last).stride()
+
+    assert ranks(2).run(strides_at_a_boundary).values() == [(expected, expected)] * 2
+
+
+@pytest.mark.only_on_cpus
+def test_parity_of_small_and_large_messages_over_sockets(ranks):
+    ranks(3).run(check_sizes, "sockets", world=False).values()
 
 
 def test_a_layer_may_change_its_input_in_place_where_nothing_is_recomputed(ranks):

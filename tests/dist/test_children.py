@@ -1,12 +1,9 @@
-"""Processes that a rank forks: they are not part of the pipeline, and do not hide a rank's end."""
+"""Processes that a rank forks: they are not part of the pipeline."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -18,11 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.state import save
-from tests.dist.report import Failure
 from tests.dist.script import run_forked
-
-#: Every rank must have ended by then.
-SOON_S = 5.0
 
 WIDTH = 4
 CHUNKS = 2
@@ -30,11 +23,9 @@ CHUNKS = 2
 #: Samples of a mini-batch whose micro-batches are too large to travel inside a token.
 BULK = 8 * CHUNKS * INLINE_BYTES // (4 * WIDTH)
 
-#: A child that outlives its parent ends after this time.
-CHILD_S = 30
 
-
-def stage_of(world, faulty: nn.Module | None = None, **options):
+def stage_of(world, faulty: nn.Module | None = None, transport: str | None = None, **options):
+    world.transport = transport
     torch.manual_seed(3)
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(world.num_ranks)]
     if faulty is not None:
@@ -64,20 +55,19 @@ def in_child(act: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# -- children that end ---------------------------------------------------------------------------
-
 CHILDREN_END = """
     import os, sys
     import torch, torch.nn.functional as F
     from torch import nn
     from procpipe import Stage
+    from procpipe.job.world import World
 
     hows, size, transport = sys.argv[1].split(), int(sys.argv[2]), sys.argv[3]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     balance = [1, 1] if "RANK" in os.environ else [2]
-    options = {"transport": transport} if "RANK" in os.environ else {}
-    stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss, **options)
+    World.transport = transport
+    stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss)
 
     def end(how):
         if how == "raise":
@@ -101,65 +91,19 @@ CHILDREN_END = """
         print(*codes, set(losses) == {losses[0]})
 """
 
-#: How the children end, each after a step of its own, and their exit codes.
-HOWS = {"exit": 0, "raise": 1, "close": 0, "call": 1}
+#: How the children end, each after a step of its own.
+HOWS = "exit", "raise", "close", "call"
 
 
-def check_children(hows, transport, **options):
-    size = 8 * 2 * INLINE_BYTES // 16
-    args = [" ".join(hows), str(size), transport]
-    done = run_forked(CHILDREN_END, num_ranks=2, args=args, **options).check()
+def test_a_child_of_each_rank_ends():
+    args = [" ".join(HOWS), str(BULK), "shm"]
+    done = run_forked(CHILDREN_END, num_ranks=2, args=args, tears_down=True).check()
 
-    assert done.stdout == " ".join(str(HOWS[how]) for how in hows) + " True\n"
+    assert done.stdout == "0 1 0 1 True\n"
     # Each rank's traceback has it in the source line and in the message.
-    assert done.stderr.count("boom") == (4 if "raise" in hows else 0)
-    assert done.stderr.count("ValueError") == (4 if "raise" in hows else 0)
-    assert done.stderr.count("that one can use its stage") == (2 if "call" in hows else 0)
-    num_failed = sum(HOWS[how] for how in hows)
-    assert done.stderr.count("Traceback (most recent call last)") == 2 * num_failed, done.stderr
-
-
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_child_of_each_rank_ends(transport):
-    check_children([*HOWS], transport)
-
-
-@pytest.mark.parametrize(("transport", "hows"), [("shm", ["exit"]), ("gloo", ["exit", "close"])])
-def test_a_child_frees_all_modules_at_its_end(transport, hows):
-    """Only gloo has threads then, and transfers of native code unless the stage is closed."""
-    check_children(hows, transport, tears_down=True)
-
-
-def test_a_child_cannot_use_the_stage_without_a_launcher():
-    done = run_forked(CHILDREN_END, args=["call", "6", "shm"]).check()
-
-    assert done.stdout == "1 True\n"
-    assert "StageClosedError: step() cannot run: this process (" in done.stderr
-
-
-CHILD_OF_A_STUCK_RANK = """
-    import os, sys
-    from torch import nn
-    from procpipe import Stage
-
-    stage = Stage(nn.Sequential(nn.Linear(4, 4)), [1])
-    stage._world.transports.is_device_stuck = True  # as after a failure of a peer
-    pid = os.fork()
-    if pid == 0:
-        sys.exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    stage._world.transports.is_device_stuck = False
-"""
-
-
-def test_a_child_does_not_end_as_its_parent_must():
-    """A rank with a stuck device ends at once, with exit code 1; a child has no device to wait for.
-
-    So of the pipeline's work at the end of a script a child does nothing.
-    """
-    done = run_forked(CHILD_OF_A_STUCK_RANK).check()
-
-    assert (done.stdout, done.stderr) == ("7\n", "")
+    assert done.stderr.count("boom") == done.stderr.count("ValueError") == 4
+    assert done.stderr.count("that one can use its stage") == 2
+    assert done.stderr.count("Traceback (most recent call last)") == 4, done.stderr
 
 
 class Forks(nn.Linear):
@@ -197,31 +141,12 @@ def forks_in_a_layer(world, how, size, transport):
     return losses[0] == losses[1], layer.code
 
 
-@pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 6), ("shm", BULK), ("gloo", BULK)], ids=str
-)
+@pytest.mark.parametrize("transport", ["shm", "sockets"])
 @pytest.mark.parametrize(("how", "code"), [("exit", 7), ("continue", 9)])
-def test_a_layer_forks(ranks, how, code, transport, size):
-    outcomes = ranks(2).run(forks_in_a_layer, how, size, transport)
+def test_a_layer_forks(ranks, how, code, transport):
+    outcomes = ranks(2).run(forks_in_a_layer, how, BULK, transport)
 
     assert outcomes.values() == [(True, None), (True, code)]
-
-
-def test_a_child_cannot_continue_a_call_without_a_launcher():
-    layer = Forks("continue")
-    stage = Stage(nn.Sequential(layer), [1], chunks=CHUNKS, loss_fn=F.mse_loss)
-    text = ""
-    try:
-        stage.step(*batch())
-    except BaseException as error:
-        if not layer.is_child:
-            raise
-        text = str(error)
-    if layer.is_child:
-        os._exit(9 if "that one can use its stage" in text else 1)
-
-    stage.close()
-    assert layer.code == 9
 
 
 class Keeps(nn.Linear):
@@ -279,60 +204,3 @@ def reads_with_workers(world):
 
 def test_workers_of_a_loader(ranks):
     assert ranks(2).run(reads_with_workers).values() == [(4, 1)] * 2
-
-
-# -- children that outlive a rank ----------------------------------------------------------------
-
-
-def by_python():
-    if os.fork() == 0:
-        time.sleep(CHILD_S)
-        os._exit(0)
-
-
-def by_native_code():
-    if ctypes.CDLL(None).fork() == 0:
-        ctypes.CDLL(None).sleep(CHILD_S)
-        os._exit(0)
-
-
-class LeavesAChild(nn.Linear):
-    """Forks a child in its third forward, then kills its own process."""
-
-    def __init__(self, fork):
-        super().__init__(WIDTH, WIDTH)
-        self.fork = fork
-        self.num_forward = 0
-
-    def forward(self, x):
-        self.num_forward += 1
-        if self.num_forward == 3:
-            self.fork()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(x)
-
-
-def is_killed_with_a_child(world, fork, size, transport):
-    stage = stage_of(world, LeavesAChild(fork), transport=transport)
-    for _ in range(3):
-        stage.step(*batch(size))
-
-
-@pytest.mark.parametrize(
-    ("fork", "size", "transport"),
-    [
-        (by_python, 6, "shm"),
-        (by_native_code, 6, "shm"),
-        (by_python, BULK, "shm"),
-        (by_python, BULK, "gloo"),
-    ],
-)
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_killed_rank_is_reported_while_its_child_lives(ranks, n, fork, size, transport):
-    outcomes = ranks(n).run(is_killed_with_a_child, fork, size, transport)
-
-    for outcome in outcomes[:-1]:
-        assert isinstance(outcome.error, Failure), str(outcome)
-        assert outcome.error.type == "PeerLostError", str(outcome)
-        assert f"rank {n - 1} ended without a message" in outcome.error.text, str(outcome)
-        assert outcome.duration_s < SOON_S, str(outcome)

@@ -140,7 +140,6 @@ from procpipe import Stage
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 stage = Stage(
     model, [1, 1], chunks=4, schedule="1f1b", loss_fn=F.cross_entropy, devices={devices},
-    transport="nccl",
 )
 for _ in range(2):
     assert stage.step(torch.randn(8, 8), torch.randint(4, (8,))).isfinite()
@@ -182,10 +181,22 @@ def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     if not nccl_shares_gpus():
         pytest.skip("NCCL takes several ranks on one GPU from 2.30 on")
-    for script in TRAINING.replace("chunks=4, ", "chunks=4, transport='nccl', "), STEPS:
+    for script in TRAINING, STEPS:
         code = script.format(n=2, dropout=0.0, devices=["cuda:0"] * 2)
         done = run_forked(code, num_ranks=2).check()
     assert done.stdout.split() == ["NcclTransport"] * 2
+
+
+@pytest.mark.gpu(2)
+def test_parity_where_kernels_load_late_and_all_streams_share_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks wait for their devices within tasks, and streams for one another; only emulated."""
+    for name in ("EMULATED_GPU_LAZY_LOADING", "EMULATED_GPU_CONNECTIONS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    script = TRAINING.format(n=2, dropout=0.0, devices=None)
+    assert "parity holds" in run_forked(script, num_ranks=2).check().stdout
 
 
 @pytest.mark.gpu(2, every=True)

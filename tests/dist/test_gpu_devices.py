@@ -182,3 +182,33 @@ def test_a_stage_that_does_not_fit_on_the_smaller_gpu(
     for line in lines:
         assert re.search(line, done.stderr), f"{line}\n{done.stderr}"
     assert f"rank 0 ends, because rank 1 failed in {call}: OutOfMemoryError" in done.stderr
+
+
+QUEUES = """
+import os
+import torch
+from torch import nn
+
+found = []
+is_available = torch.cuda.is_available
+
+def noted():
+    found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    return is_available()
+
+torch.cuda.is_available = noted
+from procpipe import Stage
+
+Stage(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cuda:0"] * 2)
+print(found[0])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("chosen", "found"), [(None, "32"), ("1", "1")])
+def test_ranks_ask_for_all_hardware_queues_before_cuda_starts(monkeypatch, chosen, found):
+    if chosen is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", chosen)
+    assert run_forked(QUEUES, num_ranks=2).check().stdout.split() == [found] * 2

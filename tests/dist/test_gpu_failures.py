@@ -1,7 +1,7 @@
 """Failures during transfers on GPUs: all ranks end in time, with the same correct report.
 
-On one GPU transfers use CUDA IPC, on two and four also NCCL, where a transfer whose peer has died
-never ends by itself.
+On one GPU transfers use CUDA IPC, on two and four also NCCL. A transfer whose peer has died never
+ends by itself, and a rank that waits for its device then ends with one line instead of an error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import types
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.channel import nccl
+from procpipe.errors import RemoteStageError, StageClosedError
 from tests.dist.report import Failure, Outcomes
 from tests.dist.script import run_forked
-from tests.dist.test_failures import BULK, SOON_S, boom, check, check_lost, kill, train
+from tests.dist.stages import stage_of
+from tests.dist.test_failures import BULK, SOON_S, BoomError, boom, check, check_lost, kill, train
 from tests.held import happens, hold
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +121,29 @@ def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
     check_lost(outcomes, origin, f"rank {origin}{place} ended without a message")
 
 
+def opens_another_stage(bare: Any) -> None:
+    options = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
+    data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
+    model = nn.Sequential(Long(), Long(boom if bare.rank == 1 else None))
+    with (
+        pytest.raises((BoomError, RemoteStageError)),
+        stage_of(bare, "fails", model, [1, 1], **options) as stage,
+    ):
+        stage.step(*data)
+    with (
+        pytest.raises((StageClosedError, RemoteStageError)) as caught,
+        stage_of(bare, "another", nn.Sequential(Long(), Long()), [1, 1], **options) as stage,
+    ):
+        stage.step(*data)
+    assert "cannot open another stage: on cuda:" in str(caught.value)
+
+
+@pytest.mark.gpu(2)
+def test_no_stage_is_opened_where_a_failed_one_has_left_transfers(ranks: Any) -> None:
+    """Rank 0 has sent what rank 1 never receives; the next wait for the device would not end."""
+    ranks(2).run(opens_another_stage, world=False).values()
+
+
 class NeverEnds(nn.Linear):
     """Computes on the device for ever from its second micro-batch on; is killed for a signal."""
 
@@ -201,21 +225,6 @@ def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
     outcomes = ranks(2).run(is_killed_as_it_connects)
 
     check_killed(outcomes, 1)
-    assert outcomes.errors()[0].type == "PeerLostError"
-
-
-def ends_transfers_of_a_busy_device(bare: Any) -> bool:
-    """Abort a communicator whose memory torch frees when the device has ended its compute."""
-    has_computed = threading.Event()
-    group = types.SimpleNamespace(abort=has_computed.wait)
-    transport = nccl.NcclTransport(bare.rank, bare.device)
-    transport._groups[0, 1, 0] = group
-    threading.Timer(3.5, has_computed.set).start()
-    return transport.abort()
-
-
-def test_ending_transfers_waits_for_the_compute_that_is_queued_before_them(ranks: Any) -> None:
-    assert ranks(1).run(ends_transfers_of_a_busy_device, world=False).values() == [True]
 
 
 def leave() -> None:

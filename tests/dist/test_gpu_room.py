@@ -11,7 +11,7 @@ from tests.dist.script import run_forked
 
 #: One communicator per channel: between two stages, activations and targets go down, gradients and
 #: losses up.
-NUM_COMMUNICATORS = 4
+NUM_COMMUNICATORS = 2
 
 #: Rank 0's device computes nothing until both hosts have queued a step. Its receives wait for no
 #: compute, so they take the room first, before the peer can send what they receive.
@@ -71,7 +71,6 @@ def test_without_room_to_send_the_stall_is_an_error(monkeypatch):
     assert not done.left_behind
     assert done.stdout.split() == ["queued"] * 2
     # One rank may time out first, and the other end because of it.
-    message = (
-        r"WaitTimeoutError: rank [01] has waited [\d.]+ s for its device, in transfers with ranks"
+    assert re.search(
+        r"rank [01] has waited [\d.]+ s for its device, in transfers with ranks", done.stderr
     )
-    assert len(re.findall(message, done.stderr)) >= 2

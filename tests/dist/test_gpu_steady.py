@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import time
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -320,3 +321,38 @@ def most_steps_ahead(world: Any) -> int:
 def test_a_host_is_few_steps_ahead_of_its_device(ranks: Any) -> None:
     """Sent tensors are kept until the device has sent them: memory would grow with each step."""
     assert max(ranks(2).run(most_steps_ahead).values()) <= 3
+
+
+class Captures(nn.Module):
+    """Captures a graph for longer than the thread that watches for failures needs to look."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        stream, graph = torch.cuda.Stream(x.device), ctypes.c_void_p()
+        cuda = ctypes.CDLL(None)
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        assert cuda.cudaStreamBeginCapture(handle, 0) == 0
+        time.sleep(0.5)
+        assert cuda.cudaStreamEndCapture(handle, ctypes.byref(graph)) == 0
+        return y
+
+
+def capture_in_a_layer(world: Any) -> list[int]:
+    stage = Stage(
+        nn.Sequential(Captures(), Captures()), [1, 1], chunks=2, loss_fn=torch.mean, world=world
+    )
+    stage.eval()
+    loss = stage.step(torch.ones(2, 4))
+    assert loss.item() == 4.0
+    transports: list[Any] = stage._world.transports.opened
+    queued: list[int] = transports[0].queued_with()
+    stage.close()
+    return queued
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_emulated(), reason="calls the runtime by ctypes, as only emulated")
+def test_a_layer_may_capture_a_graph(ranks: Any) -> None:
+    """No other thread queries the device, which would break the capture."""
+    for rank, queued in enumerate(ranks(2).run(capture_in_a_layer).values()):
+        assert queued == [1 - rank], "a thread that queries would have had a reason to"

@@ -61,7 +61,7 @@ def has_message(world: World) -> bool:
     peer, mesh = 1 - world.rank, world.connect()
     routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
     name = "nccl" if num_gpus() > 1 else "cuda_ipc"
-    transport = world.transports.open(TransportChoice(name, ["", ""]), routes)[peer]
+    transport = world.transports.open(TransportChoice(name, name, ["", ""]), routes)[peer]
     line = probe.Line(mesh, peer, transport, world.device)
     if world.rank == 0:
         hold_a_while()

@@ -62,10 +62,10 @@ def predicted(num_stages, m, mode, style, has_target=True):
     boundaries = Routes(num_stages)
     if style == "step":
         has_target = has_target and num_stages > 1
-        routes = Routes(num_stages, target=has_target, loss=True)
+        routes = Routes(num_stages, target=has_target)
         plans = [(gpipe(m, num_stages, recompute=recompute), routes)]
     elif style == "evaluation":
-        routes = Routes(num_stages, target=has_target and num_stages > 1, loss=True)
+        routes = Routes(num_stages, target=has_target and num_stages > 1)
         plans = [(forward_plan(m, num_stages), routes)]
     elif style == "forward without gradients":
         plans = [(forward_plan(m, num_stages), boundaries)]

@@ -213,7 +213,7 @@ def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) 
                 target_bytes=sizes[p],
             )
             has_route = placement[-1] != 0
-            routes = Routes(n, ((0, p - 1),), has_route, loss=True, placement=placement)
+            routes = Routes(n, ((0, p - 1),), has_route, placement=placement)
             with stage_of(
                 bare,
                 f"{mode} {m}",

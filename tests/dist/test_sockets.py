@@ -1,56 +1,19 @@
-"""A job on one host listens on no network address."""
+"""Gloo listens where it should, and nowhere else."""
 
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import nn
 
-import procpipe.job.joining
-from procpipe import Stage
-from procpipe.channel.gloo import GlooTransport
-from procpipe.channel.link import INLINE_BYTES
-
-starting: Any = procpipe.job.joining
-
-
-def listening(world, transport):
-    """Run a forward; return the kinds of the listening sockets, and their IP addresses."""
-    listen = starting.listen
-    kinds: list[str] = []
-
-    def note(tcp_host):
-        sockets, address = listen(tcp_host)
-        kinds.extend(sock.family.name for sock in sockets)
-        return sockets, address
-
-    before = addresses()
-    starting.listen = note
-    try:
-        stage = Stage(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], world=world, transport=transport)
-        with torch.no_grad():
-            stage(torch.ones(2, INLINE_BYTES))
-        return kinds, {ip for ip, _ in addresses() - before}
-    finally:
-        starting.listen = listen
-        stage.close()
+from procpipe.replicas.gloo import GlooGroup
 
 
 def addresses():
     connections = psutil.Process().net_connections("inet")
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
-
-
-@pytest.mark.parametrize(("transport", "expected"), [(None, set()), ("gloo", {"127.0.0.1"})])
-def test_a_job_on_one_host_does_not_listen_on_the_network(ranks, transport, expected):
-    """By default gloo listens on the address of the host's name."""
-    for kinds, listens_on in ranks(2).run(listening, transport).values():
-        assert kinds == ["AF_UNIX"]
-        assert listens_on == expected
 
 
 def test_gloo_listens_on_the_given_address(monkeypatch):
@@ -74,7 +37,7 @@ def test_gloo_listens_on_the_users_interface(monkeypatch):
 
 def where_gloo_listens():
     before = addresses()
-    transport = GlooTransport(torch.distributed.HashStore(), 0, 1, 5.0, "127.0.0.2")
+    group = GlooGroup(torch.distributed.HashStore(), 0, 1, 5.0, "127.0.0.2")
     new = {ip for ip, _ in addresses() - before}
-    transport.close()
+    group.close()
     return new

@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,16 +116,16 @@ def check_refused(bare, stop_on, error, message):
 def check_thread(bare):
     errors: list[BaseException] = []
 
-    def run(stage: Any) -> None:
-        try:
-            list(stage.batches(ITEMS, stop_on=STOP_ON))
-        except (RuntimeError, RemoteStageError) as error:
-            errors.append(error)
+    def run() -> None:
+        with open_stage(bare, "thread", bare.num_ranks) as stage:
+            try:
+                list(stage.batches(ITEMS, stop_on=STOP_ON))
+            except (RuntimeError, RemoteStageError) as error:
+                errors.append(error)
 
-    with open_stage(bare, "thread", bare.num_ranks) as stage:
-        thread = threading.Thread(target=run, args=(stage,))
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
     assert "in the main thread only" in str(errors[0])
 
 

@@ -31,7 +31,7 @@ class Layer(nn.Linear):
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Layer(4, 4), nn.Linear(4, 4))
 balance = [1, 2, 1] if os.environ["WORLD_SIZE"] == "3" else [1, 3]
 stage = Stage(model, balance, chunks=2, loss_fn=F.mse_loss)
-x = torch.ones(1 << 14, 4)  # 128 KiB a micro-batch: by gloo
+x = torch.ones(1 << 14, 4)  # 128 KiB a micro-batch: in pieces
 for step in range(3):
     stage.step(x, x)
     {between}
@@ -108,7 +108,7 @@ from procpipe import Stage
 def run_rank():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     stage = Stage(model, [1, 2], chunks=4, loss_fn=F.mse_loss)
-    x = torch.ones(4 * 4096, 8)  # 128 KiB a micro-batch: by gloo
+    x = torch.ones(4 * 4096, 8)  # 128 KiB a micro-batch: in pieces
     for _ in range(2):
         loss = stage.step(x, x)
     with torch.no_grad():

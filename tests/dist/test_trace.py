@@ -58,6 +58,11 @@ def traced(bare: Any, folder: str) -> Any:
     if bare.rank == 0:
         results["file"] = json.loads((path / "run.json").read_text())
 
+    only_here: dict[str, Any] = {"trace": path / "one.json"} if bare.rank == 0 else {}
+    stage = Stage(make_model(), [2, 3], world=world_of(bare, "one"), **only_here, **options)
+    with pytest.raises(DisagreementError, match="trace is True on rank 0 and False on rank 1"):
+        stage.step(*batch)
+
     model = nn.Sequential(nn.Linear(4, 4), Boom())
     options["checkpoint"] = "never"
     stage = Stage(model, [1, 1], world=world_of(bare, "boom"), trace=path / "boom.json", **options)
@@ -66,11 +71,6 @@ def traced(bare: Any, folder: str) -> Any:
         stage.step(*batch)
     if bare.rank == 0:
         results["failed"] = json.loads((path / "boom.json").read_text())
-
-    only_here: dict[str, Any] = {"trace": path / "one.json"} if bare.rank == 0 else {}
-    stage = Stage(make_model(), [2, 3], world=world_of(bare, "one"), **only_here, **options)
-    with pytest.raises(DisagreementError, match="trace is True on rank 0 and False on rank 1"):
-        stage.step(*batch)
     return results
 
 

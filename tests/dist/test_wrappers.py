@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from procpipe import Stage
 from procpipe.job.grid import Grid
+from procpipe.job.start import Meeting
 from procpipe.job.world import World
 from tests.dist.meshes import process_group
 from tests.dist.stages import assert_same, world_of
@@ -152,8 +153,7 @@ def clip_sharded(bare, norm_type):
     torch.set_default_dtype(torch.float64)
     model = make_model()
     plain = copy.deepcopy(model)
-    store = dist.PrefixStore(f"rank {bare.rank}", bare.store)
-    world = World(Grid(0, 1), [bare.device], store, timeout_s=bare.timeout_s)
+    world = World(Grid(0, 1), [bare.device], Meeting("alone"), timeout_s=bare.timeout_s)
     with process_group(bare):
         fully_shard(model[0], mesh=init_device_mesh("cpu", (bare.num_ranks,)))
         model[1].bfloat16()  # gradients of two dtypes

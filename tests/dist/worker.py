@@ -64,6 +64,7 @@ class BareWorld:
     rank: int
     num_ranks: int
     store: dist.Store
+    name: str  # of this run, among all of the host
     device: torch.device
     devices: list[torch.device]
     timeout_s: float
@@ -94,7 +95,7 @@ def main() -> None:
                 # At once: objects left over from tests must not delay or fail the end.
                 os._exit(0)
             faulthandler.dump_traceback_later(job.timeout_s + GRACE_S, exit=True, file=stacks)
-            outcome = _run(job, rank, store)
+            outcome = _run(job, rank, store, f"pool/{port}/{job.number}")
             faulthandler.cancel_dump_traceback_later()
             pipe.send_bytes(_dumps(outcome))
 
@@ -107,7 +108,7 @@ def _connect(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 
 
-def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
+def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
     import torch
 
     torch.manual_seed(0)
@@ -121,7 +122,7 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
         function, args, kwargs = pickle.loads(job.call)
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
-            world = _make_world(job, rank, store)
+            world = _make_world(job, rank, store, name)
             start = time.monotonic()
             value = function(world, *args, **kwargs)
     except BaseException as error:
@@ -137,10 +138,18 @@ def _run(job: Job, rank: int, store: dist.Store) -> Outcome:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    return Outcome(rank, None if failure else value, failure, duration_s=duration_s)
+    return Outcome(
+        rank, None if failure else value, failure, duration_s=duration_s, is_spoilt=_is_spoilt()
+    )
 
 
-def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
+def _is_spoilt() -> bool:
+    """Return whether a stage that failed has left transfers on this process's GPU."""
+    transports = sys.modules.get("procpipe.job.open_transports")
+    return transports is not None and bool(transports._left_behind)
+
+
+def _make_world(job: Job, rank: int, store: dist.Store, name: str) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -149,11 +158,14 @@ def _make_world(job: Job, rank: int, store: dist.Store) -> Any:
         torch.cuda.set_device(devices[rank])
     store, timeout_s = dist.PrefixStore(f"run{job.number}", store), job.world_timeout_s
     if not job.world:
-        return BareWorld(rank, len(devices), store, devices[rank], devices, timeout_s)
+        return BareWorld(rank, len(devices), store, name, devices[rank], devices, timeout_s)
     from procpipe.job.grid import Grid
+    from procpipe.job.start import Meeting
     from procpipe.job.world import World
 
-    return World(Grid(rank, len(devices)), devices, store, timeout_s=timeout_s)
+    made: Any = World(Grid(rank, len(devices)), devices, Meeting(name), timeout_s=timeout_s)
+    made.store = store  # for the test
+    return made
 
 
 def _failure_of(error: BaseException) -> Failure:

@@ -172,16 +172,6 @@ RUNTIME cudaDeviceEnablePeerAccess(int peer, unsigned) {
   });
 }
 
-// ---- graphs: no stream is ever captured ---------------------------------------------------------
-
-RUNTIME cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
-RUNTIME cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
-                                 cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                 size_t*) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
 // ---- the driver ---------------------------------------------------------------------------------
 
 DRIVER cuInit(unsigned) {
@@ -222,7 +212,7 @@ DRIVER cuStreamWaitValue64_v2(CUstream handle, CUdeviceptr address, cuuint64_t v
     Number* const number = number_at(address, stream);
     enqueue(stream, [=] {
       while (!satisfied(number->load(), value, flags) && !failure()) usleep(20);
-    });
+    }, {}, true);
   });
 }
 

@@ -29,8 +29,9 @@ struct Settings {
   std::vector<int> visible;  // the machine's number of each GPU that this process may use
   uint64_t seed;             // mixed with the rank
   int delay_us, starve_ms, kernel_slots;
+  int connections;                   // hardware queues of a GPU; 0: one for each stream
   std::vector<size_t> memory_bytes;  // of each GPU of the machine
-  bool poison, guard, peer_access, remote_writes;
+  bool poison, guard, peer_access, remote_writes, lazy_loading;
   std::string folder;
 };
 EMULATED const Settings& settings();
@@ -88,11 +89,12 @@ struct Point {
 
 // The stream behind a handle; 0, 1 and 2 are default streams of the thread's current device.
 EMULATED Stream* stream_of(void* handle);
-int device_of(Stream*);
+EMULATED int device_of(Stream*);
 
 // Queue a function on a stream, also after points of other streams. It runs in the stream's thread
-// without a lock, and may wait. Dropped after a failure.
-EMULATED Point enqueue(Stream*, std::function<void()>, std::vector<Point> after = {});
+// without a lock, and may wait. Dropped after a failure. A wait keeps a hardware queue until its end.
+EMULATED Point enqueue(Stream*, std::function<void()>, std::vector<Point> after = {},
+                       bool is_wait = false);
 Point last_point(Stream*);
 
 // Wait in the calling thread until all points are reached, or a failure.
@@ -100,7 +102,7 @@ void wait_for(const std::vector<Point>&);
 
 // Wait for all queued work; a synchronization of the host, which is counted.
 EMULATED void synchronize(Stream*);
-void synchronize_device(int device, bool counted = true);
+EMULATED void synchronize_device(int device, bool counted = true);
 void count_synchronization();
 
 void wake_all();      // so that all waiting threads check failure()

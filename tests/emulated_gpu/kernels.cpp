@@ -26,6 +26,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -291,6 +292,9 @@ class Kernel final : public c10::OperatorKernel {
     stack->resize(stack->size() - args.size());
     const c10::Device device = device_of(traits_, args);
     c10::cuda::CUDAGuard guard(device);
+    // Loading a kernel may wait for the device.
+    if (settings().lazy_loading && !loaded_.exchange(true))
+      synchronize_device(emulated::device_of(current_stream(device)), false);
     const bool now = needs_values(traits_, args);
     for (IValue& result : now ? run_now(op, args, device) : run_later(op, args, device))
       stack->push_back(std::move(result));
@@ -437,6 +441,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   Traits traits_;
+  std::atomic<bool> loaded_{false};
   std::mutex mutex_;
   std::unordered_map<std::string, Shapes> known_;
 };

@@ -58,7 +58,7 @@ std::vector<int> visible_devices(int count) {
 }
 
 Settings read() {
-  Settings s;
+  Settings s{};
   const int count = std::min<long>(number_of("EMULATED_GPU_COUNT", 2), kMostGpus);
   s.visible = visible_devices(count);
   s.seed = uint64_t(number_of("EMULATED_GPU_SEED", 0)) * 1000003 + number_of("RANK", 0);
@@ -72,6 +72,10 @@ Settings read() {
   s.guard = number_of("EMULATED_GPU_GUARD", 1);
   s.peer_access = number_of("EMULATED_GPU_PEER_ACCESS", 1);
   s.remote_writes = number_of("EMULATED_GPU_REMOTE_WRITES", 0);
+  s.lazy_loading = number_of("EMULATED_GPU_LAZY_LOADING", 0) &&
+                   text_of("CUDA_MODULE_LOADING", "LAZY") != "EAGER";
+  if (number_of("EMULATED_GPU_CONNECTIONS", 0))
+    s.connections = number_of("CUDA_DEVICE_MAX_CONNECTIONS", 8);
   s.folder = text_of("EMULATED_GPU_FOLDER", "/tmp/emulated_gpu-" + std::to_string(getuid()));
   mkdir(s.folder.c_str(), 0700);
   return s;

@@ -24,10 +24,18 @@ namespace emulated {
 using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
+// A hardware queue: its operations begin in the order in which they were queued, whatever their
+// streams. Waits begin when they are over.
+struct Connection {
+  uint64_t submitted = 0, begun = 0;
+};
+
 struct Operation {
   std::function<void()> run;
   std::vector<Point> after;
   Clock::time_point starved_until;
+  bool is_wait;
+  uint64_t place;  // in its connection
 };
 
 // Never deleted: points may refer to a destroyed stream.
@@ -39,6 +47,7 @@ struct Stream {
   uint64_t id;    // in the order of creation
   bool starved;   // does nothing until it is waited for, or for starve_ms
   bool destroyed = false, has_thread = false;
+  Connection* connection = nullptr;  // none: never used, or connections are not modelled
   std::deque<Operation> queue{};
   uint64_t submitted = 0, completed = 0;
   uint64_t wanted = 0;              // waited for up to this number
@@ -59,6 +68,10 @@ namespace {
 struct State {
   std::mutex mutex;
   std::condition_variable host;  // threads of the program wait for it
+  std::map<int, std::vector<Connection>> connections;  // of each device
+  std::map<int, int> streams_used;
+  Stream* captured = nullptr;  // by the program's only capture of a graph
+  bool capture_is_valid = true;
   int hosts_waiting = 0, running = 0;
   std::set<Stream*> streams;
   std::map<int, Stream*> defaults;
@@ -99,6 +112,20 @@ void starve(Stream* stream, Lock& lock, Clock::time_point until) {
   stream->wake.wait_until(lock, until, [&] { return stream->wanted >= number || failure(); });
 }
 
+// Wait until the operations before this one in its connection have begun.
+void wait_for_turn(Stream* stream, const Operation& operation, Lock& lock) {
+  if (!stream->connection) return;
+  const uint64_t& begun = stream->connection->begun;
+  stream->wake.wait(lock, [&] { return begun + 1 == operation.place || failure(); });
+}
+
+void begin_next(Stream* stream) {
+  if (!stream->connection) return;
+  ++stream->connection->begun;
+  for (Stream* other : state().streams)
+    if (other->connection == stream->connection) other->wake.notify_one();
+}
+
 bool ending() { return failure() == cudaErrorCudartUnloading; }
 
 // As the process ends: run no operations, and destroy nothing, since objects that operations refer
@@ -112,6 +139,8 @@ void stop(Stream* stream, Lock& lock) {
 
 void run(Stream* stream, Operation operation, Lock& lock) {
   ++state().running;
+  const bool is_wait = operation.is_wait;
+  if (!is_wait) begin_next(stream);
   lock.unlock();
   const int longest = settings().delay_us;
   if (longest && !failure()) usleep(seeded(stream->id << 32, stream->completed) % longest);
@@ -121,6 +150,7 @@ void run(Stream* stream, Operation operation, Lock& lock) {
   --state().running;
   if (ending()) stop(stream, lock);
   ++stream->completed;
+  if (is_wait) begin_next(stream);
   for (Stream* other : stream->waiting) other->wake.notify_one();
   if (state().hosts_waiting) state().host.notify_all();
 }
@@ -139,6 +169,7 @@ void work(Stream* stream) {
     stream->queue.pop_front();
     if (stream->starved) starve(stream, lock, operation.starved_until);
     for (const Point& point : operation.after) wait_in_stream(stream, lock, point);
+    wait_for_turn(stream, operation, lock);
     run(stream, std::move(operation), lock);
   }
 }
@@ -164,6 +195,15 @@ Stream* new_stream(int device, int priority, bool legacy, bool blocking) {
   return stream;
 }
 
+// Give a stream that is used for the first time its hardware queue: in turn.
+void connect(Stream* stream) {
+  const int number = settings().connections;
+  if (!number || stream->connection) return;
+  auto& all = state().connections[stream->device];
+  all.resize(number);
+  stream->connection = &all[state().streams_used[stream->device]++ % number];
+}
+
 // Add waits between a default stream and the blocking streams of its device.
 void add_implicit(Stream* stream, std::vector<Point>& points) {
   if (!stream->legacy && !stream->blocking) return;
@@ -171,6 +211,16 @@ void add_implicit(Stream* stream, std::vector<Point>& points) {
     if (other->device == stream->device && other != stream &&
         (stream->legacy ? other->blocking : other->legacy) && other->completed < other->submitted)
       points.push_back({other, other->submitted});
+}
+
+// A query, in whichever thread, breaks a capture; and it may hang while another thread waits for
+// the GPU (https://github.com/pytorch/pytorch/issues/104487), so here it does.
+void begin_query(Lock& lock) {
+  if (state().captured) {
+    state().capture_is_valid = false;
+    throw Error{cudaErrorStreamCaptureUnsupported};
+  }
+  state().host.wait(lock, [] { return !state().hosts_waiting || failure(); });
 }
 
 // Run the body with an event and the lock held.
@@ -201,12 +251,14 @@ Stream* stream_of(void* handle) {
 
 int device_of(Stream* stream) { return stream->device; }
 
-Point enqueue(Stream* stream, std::function<void()> run, std::vector<Point> after) {
+Point enqueue(Stream* stream, std::function<void()> run, std::vector<Point> after, bool is_wait) {
   Lock lock(state().mutex);
   if (ending()) return {};
   add_implicit(stream, after);
   const auto starved_until = Clock::now() + std::chrono::milliseconds(settings().starve_ms);
-  stream->queue.push_back({std::move(run), std::move(after), starved_until});
+  connect(stream);
+  const uint64_t place = stream->connection ? ++stream->connection->submitted : 0;
+  stream->queue.push_back({std::move(run), std::move(after), starved_until, is_wait, place});
   if (!stream->has_thread) start_thread(stream);
   stream->wake.notify_one();
   return {stream, ++stream->submitted};
@@ -225,7 +277,7 @@ void wait_for(const std::vector<Point>& points) {
   all.host.wait(lock, [&] {
     return failure() || std::all_of(points.begin(), points.end(), reached);
   });
-  --all.hosts_waiting;
+  if (!--all.hosts_waiting) all.host.notify_all();
 }
 
 void synchronize(Stream* stream) {
@@ -295,6 +347,7 @@ RUNTIME cudaStreamQuery(cudaStream_t handle) {
   return call([&] {
     const Point last = last_point(stream_of(handle));
     Lock lock(state().mutex);
+    begin_query(lock);
     if (!reached(last)) throw Error{cudaErrorNotReady};
   });
 }
@@ -354,7 +407,11 @@ RUNTIME cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 RUNTIME cudaEventQuery(cudaEvent_t handle) {
-  return call_with_event(handle, [&](Event* event) {
+  return call([&] {
+    Lock lock(state().mutex);
+    begin_query(lock);
+    auto* const event = (Event*)handle;
+    if (!state().events.count(event)) throw Error{cudaErrorInvalidResourceHandle};
     if (!reached(event->point)) throw Error{cudaErrorNotReady};
   });
 }
@@ -375,4 +432,39 @@ RUNTIME cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t second) {
     if (!reached(from->point) || !reached(to->point)) throw Error{cudaErrorNotReady};
     *ms = std::chrono::duration<float, std::milli>(*to->time - *from->time).count();
   });
+}
+
+// ---- graphs: a capture is only noted, and what it has captured cannot be launched ----------------
+
+RUNTIME cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+  return call([&] {
+    Stream* const stream = stream_of(handle);
+    Lock lock(state().mutex);
+    if (stream->legacy || state().captured) throw Error{cudaErrorStreamCaptureUnsupported};
+    state().captured = stream, state().capture_is_valid = true;
+  });
+}
+RUNTIME cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  return call([&] {
+    Stream* const stream = stream_of(handle);
+    Lock lock(state().mutex);
+    if (state().captured != stream) throw Error{cudaErrorIllegalState};
+    state().captured = nullptr, *graph = nullptr;
+    if (!state().capture_is_valid) throw Error{cudaErrorStreamCaptureInvalidated};
+  });
+}
+RUNTIME cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  return call([&] {
+    Stream* const stream = stream_of(handle);
+    Lock lock(state().mutex);
+    *status = state().captured != stream     ? cudaStreamCaptureStatusNone
+              : state().capture_is_valid ? cudaStreamCaptureStatusActive
+                                         : cudaStreamCaptureStatusInvalidated;
+  });
+}
+RUNTIME cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
+                                 unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                 const cudaGraphEdgeData**, size_t*) {
+  if (id) *id = 1;
+  return cudaStreamIsCapturing(handle, status);
 }

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage, is_recomputing, state
+from procpipe.job.world import World
 from tests.faults.rounds import ANY_MOMENT, SAVING, START, WIDTH, Round
 
 #: Seconds between two looks at another rank; and how long a child waits for the other ranks to end.
@@ -241,6 +242,7 @@ def stage_of(fault: Fault) -> Stage:
         fault.strike("loss")
         return F.mse_loss(output, target)
 
+    World.transport = round_.transport
     with torch.device("meta" if round_.when == START else "cpu"):
         model = model_of(fault)
     return Stage(
@@ -251,7 +253,6 @@ def stage_of(fault: Fault) -> Stage:
         loss_fn=loss_of,
         timeout_s=round_.timeout_s,
         stall_timeout_s=round_.stall_timeout_s,
-        transport=round_.transport,
         replicas=round_.replicas,
     )
 

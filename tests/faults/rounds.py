@@ -231,7 +231,7 @@ def _draw(chance: random.Random, what: str, launcher: str) -> Round:
         else chance.choice(["always", "except_last", "never"]),
         method="step" if needs_step else chance.choice(["step", "step", "forward"]),
         asynchronous=where == "saved" or chance.random() < 0.5,
-        transport=chance.choice(["shm", "gloo"]),
+        transport=chance.choice(["shm", "sockets"]),
         tears_down=chance.random() < 0.25,
     )
 

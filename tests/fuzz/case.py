@@ -252,7 +252,7 @@ def draw(seed: int, number: int) -> Case:
                 chunks=chance.randint(1, 6),
                 schedule=schedule,
                 checkpoint=chance.choice(("always", "except_last", "never")),
-                transport=chance.choice(("shm", "shm", "shm", "gloo")),
+                transport=chance.choice(("shm", "shm", "shm", "sockets")),
                 calls=tuple(_calls(chance, replicas, is_scaled=scale > 0)),
             )
             for (num_stages, replicas), schedule, parts in zip(

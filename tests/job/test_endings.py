@@ -13,49 +13,42 @@ import time
 import psutil
 import pytest
 
-from procpipe.errors import DisagreementError, MemoryLimitError, PeerLostError, RemoteStageError
+from procpipe.errors import (
+    DisagreementError,
+    MemoryLimitError,
+    PeerLostError,
+    RemoteStageError,
+    StageClosedError,
+)
 from procpipe.job import endings
 from procpipe.job.board import Board
-from procpipe.job.endings import print_victims_briefly
+from procpipe.job.endings import follow_exceptions, line_of, print_victims_briefly
+from tests.cases import for_each
 from tests.test_forks import in_child
 
 DEADLINE_S = 30.0
 
 STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent call last):\n  …"
+VICTIM = "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'"
+DISAGREEMENT = DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"])
 
 
-@pytest.fixture
-def board(monkeypatch):
-    for module in (sys, threading):
-        monkeypatch.setattr(module, "excepthook", module.excepthook)  # restored after the test
-    endings._victims.cache_clear()  # so that the hooks are replaced again
-    return Board.create(2, 4)
+def in_finally(first, then):
+    then.__context__ = first
+    return then
 
 
-def test_a_victim_among_replicas_is_named_by_replica_and_stage(board):
-    board.divide(2)
-    error = RemoteStageError(1, "stage 1 of replica 0 (rank 1), in step(): KeyError: 'boom'")
-
-    assert endings.line_of(2, error, board.read()) == (
-        "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
-        "failed in step(): KeyError: 'boom'"
-    )
+# -- lines ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "line"),
     [
-        (
-            RemoteStageError(1, STORY),
-            "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'",
-        ),
+        (RemoteStageError(1, STORY), VICTIM),
         (RemoteStageError(1, ""), "procpipe: rank 2 ends, because rank 1 failed"),
+        (PeerLostError(1, "rank 1 is lost"), "procpipe: rank 2 ends, because rank 1 is lost"),
         (
-            PeerLostError(1, "rank 1 ended without a message"),
-            "procpipe: rank 2 ends, because rank 1 ended without a message",
-        ),
-        (
-            DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]),
+            DISAGREEMENT,
             "procpipe: rank 2 ends, because the ranks do not agree (rank 0 prints on what)",
         ),
         (
@@ -63,93 +56,134 @@ def test_a_victim_among_replicas_is_named_by_replica_and_stage(board):
             "procpipe: rank 2 ends, because no plan keeps to memory_limit_bytes (rank 0 prints "
             "what each stage needs)",
         ),
+        (
+            in_finally(RemoteStageError(1, STORY), StageClosedError("save() cannot run")),
+            f"{VICTIM}; then save() cannot run",
+        ),
+        (ValueError("mine"), ""),
+        (StageClosedError("closed"), ""),
     ],
-    ids=["a failure", "a failure without a story", "a loss", "a disagreement", "a memory limit"],
 )
-def test_a_victim_prints_one_line(board, monkeypatch, capfd, error, line):
-    raised = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
-    print_victims_briefly(2, board)
-    sys.excepthook(type(error), error, None)
-
-    assert capfd.readouterr().err == f"{line}\n"
-    assert raised == []
+def test_the_line_of_a_victim(error, line):
+    assert line_of(2, error, Board.create(2, 4).read()) == line
 
 
-def test_a_victim_prints_what_it_waited_for(board, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
-    print_victims_briefly(2, board)
+def test_a_line_names_replicas_and_what_the_rank_did():
+    board = Board.create(2, 4)
+    board.divide(2)
+    error = RemoteStageError(1, "stage 1 of replica 0 (rank 1), in step(): KeyError: 'boom'")
+    line = (
+        "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
+        "failed in step(): KeyError: 'boom'"
+    )
+    assert line_of(2, error, board.read()) == line
+    assert line_of(0, DISAGREEMENT, board.read()) == ""  # rank 0 prints all of it
+
     board.start_call("step")
     board.start_task("B", 3)
     board.start_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
-    error = RemoteStageError(1, STORY)
+    waits = line_of(2, error, board.read())
+    assert waits.startswith(f"{line}; it was in B3, waiting 0.")
+    assert waits.endswith(" s for gradient from stage 3 (rank 3)")
+    board.end_wait()
+    interrupted = line_of(2, KeyboardInterrupt(), board.read())
+    assert interrupted.startswith(
+        "procpipe: rank 2 (stage 0 of replica 1) was interrupted in B3, for 0."
+    )
+
+
+# -- exceptions that end a thread ----------------------------------------------------------------
+
+
+class Follower:
+    def __init__(self):
+        self.errors = []
+
+    def thread_raised(self, error):
+        self.errors.append(error)
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """The errors that the hooks of before have printed; the new hooks are undone at the end."""
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: printed.append(args[1]))
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(args.exc_value))
+    endings._hooks.cache_clear()
+    before = signal.getsignal(signal.SIGINT)
+    yield printed
+    signal.signal(signal.SIGINT, before)
+    endings._hooks.cache_clear()
+
+
+def end_main_thread(error):
     sys.excepthook(type(error), error, None)
 
-    printed = capfd.readouterr().err
-    assert "KeyError: 'boom'; it was in B3, waiting 0." in printed
-    assert printed.endswith(" s for gradient from stage 3 (rank 3)\n")
-    assert "Traceback" not in printed
+
+def end_thread(error):
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
 
 
-@pytest.mark.parametrize(
-    ("rank", "error"),
-    [(2, ValueError("mine")), (0, DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"]))],
-)
-def test_the_rank_that_failed_prints_its_traceback(board, monkeypatch, capfd, rank, error):
-    raised = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
-    print_victims_briefly(rank, board)
-    sys.excepthook(type(error), error, None)
-
-    assert raised == [(type(error), error, None)]
-    assert capfd.readouterr().err == ""
-
-
-def test_an_interrupt_during_the_report_does_not_replace_it(board, monkeypatch, capfd):
-    """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
+@pytest.mark.parametrize("end", [end_main_thread, end_thread])
+def test_a_victim_prints_a_line_and_all_others_a_traceback(printed, capfd, end):
+    board, follower, dropped = Board.create(2, 4), Follower(), Follower()
+    for _ in range(2 * sys.getrecursionlimit()):  # as many stages as one likes have one hook
         print_victims_briefly(2, board)
-        sys.excepthook(ValueError, ValueError("mine"), None)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+        follow_exceptions(follower)
+        follow_exceptions(dropped)
+    remote, own = RemoteStageError(1, STORY), KeyError("mine")
+    del dropped
+    for error in (remote, own):
+        end(error)
+
+    assert capfd.readouterr().err == f"{VICTIM}\n"
+    assert printed == [own]
+    assert follower.errors == [remote, own]
 
 
-def test_an_interrupt_prints_the_place_of_the_rank(board, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
-    print_victims_briefly(2, board)
-    board.start_call("step")
-    board.start_task("F", 1)
-    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+def test_an_exit_of_a_thread_and_an_error_at_a_prompt_are_no_failures(printed, monkeypatch):
+    follower = Follower()
+    follow_exceptions(follower)
+    end_thread(SystemExit(1))
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    end_main_thread(KeyError("mine"))
 
-    assert capfd.readouterr().err.startswith("procpipe: rank 2 was interrupted in F1, for 0.")
-
-
-def test_a_victim_that_trains_in_a_thread_prints_one_line(board, monkeypatch, capfd):
-    raised: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: None)
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-    print_victims_briefly(2, board)
-    remote_error, own_error = RemoteStageError(1, STORY), KeyError("mine")
-    for error in (remote_error, own_error):
-        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
-
-    line = "procpipe: rank 2 ends, because rank 1 failed in step(): KeyError: 'boom'\n"
-    assert capfd.readouterr().err == line
-    assert [args.exc_value for args in raised] == [own_error]
+    assert follower.errors == []
+    assert len(printed) == 2
 
 
 @pytest.mark.dist
-def test_a_forked_child_is_no_victim(board, monkeypatch, capfd):
-    raised = []
-    monkeypatch.setattr(sys, "excepthook", lambda *args: raised.append(args))
-    print_victims_briefly(2, board)
-    error = RemoteStageError(1, STORY)
+def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
+    follower = Follower()
+    follow_exceptions(follower)
+    print_victims_briefly(2, Board.create(2, 4))
 
-    assert in_child(lambda: sys.excepthook(type(error), error, None) or len(raised)) == "1"
+    def end_in_child():
+        end_main_thread(RemoteStageError(1, STORY))
+        return len(printed), follower.errors
+
+    assert in_child(end_in_child) == "(1, [])"
     assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed):
+    """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
+    monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print_victims_briefly(2, Board.create(2, 4))
+    end_main_thread(ValueError("mine"))
+
+
+@pytest.mark.dist
+def test_an_end_at_once_waits_for_a_save_only(capfd):
+    def end():
+        for name in (endings.SAVING_THREAD, "another"):
+            act = (lambda: print("saved")) if name != "another" else threading.Event().wait
+            threading.Thread(target=act, name=name).start()
+        endings.end_at_once("the line")
+
+    assert in_child(end) == ""
+    assert capfd.readouterr() == ("saved\n", "the line\n")
 
 
 # -- with the launcher ---------------------------------------------------------------------------
@@ -213,11 +247,3 @@ def test_without_torchrun_no_launcher_is_checked(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", None)
 
     endings.end_with_launcher()
-
-
-def test_many_stages_have_one_hook(board, capfd):
-    for _ in range(2 * sys.getrecursionlimit()):
-        print_victims_briefly(2, board)
-    error = RemoteStageError(1, STORY)
-    sys.excepthook(type(error), error, None)
-    assert capfd.readouterr().err.count("rank 2 ends") == 1

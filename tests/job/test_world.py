@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import resource
 
 import pytest
 import torch
 
 from procpipe.job.devices import pci_addresses
 from procpipe.job.transports import TransportChoice
-from procpipe.job.world import World
+from procpipe.job.world import World, _made, _raise_file_limit
+from tests.test_forks import in_child
 
 CPU = torch.device("cpu")
 
@@ -21,6 +23,7 @@ def environment(monkeypatch):
     def set_all(num_gpus=0, **variables):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **variables}
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
@@ -38,7 +41,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.transports.open(TransportChoice("gloo", [""]), []) == {}
+    assert world.transports.open(TransportChoice("shm", "sockets", [""]), []) == {}
     world.give_up("without peers")
     world.close()
 
@@ -89,15 +92,6 @@ def test_devices_that_cannot_be_used_are_refused(environment, devices, error, wo
 
     with pytest.raises(error, match=words):
         World.from_environment(devices)
-
-
-def test_a_job_without_an_address_fails_at_once(environment, monkeypatch):
-    environment(RANK=1, WORLD_SIZE=2)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("MASTER_PORT", "1")
-
-    with pytest.raises(ValueError, match="are set, but not MASTER_ADDR: start the ranks with"):
-        World.from_environment(timeout_s=60.0).connect()
 
 
 def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
@@ -176,31 +170,44 @@ def test_hosts_of_different_sizes(environment):
     assert str(World.from_environment().device) == "cuda:0"
 
 
-class Stuck:
-    """A transport whose transfers cannot be ended."""
+@pytest.mark.dist
+def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
+    """CUDA's context has threads, and memory on their node."""
 
-    num_aborts = 0
+    def started():
+        environment(num_gpus=1, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+        monkeypatch.delenv("PROCPIPE_PIN", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+        calls = []
+        monkeypatch.setattr(os, "sched_setaffinity", lambda *_: calls.append("cores"))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
+        _made.clear()
+        World.from_environment()
+        return sorted(set(calls), key=calls.index)
 
-    def abort(self):
-        self.num_aborts += 1
-        return False
-
-    def close(self):
-        self.abort()
-
-    def busy_with(self):
-        return [1]
+    assert in_child(started) == "['cores', 'CUDA']"
 
 
-def test_a_stuck_device_is_waited_for_once(environment):
+def test_a_second_close_does_nothing(environment):
+    """Symptom: it closed files that were opened after the first, such as a newer stage's."""
     environment()
     world = World.from_environment()
-    world.connect()
-    transport: Any = Stuck()
-    world.transports.add_of_device(transport)
+    world.close()
+    newer = World.from_environment()
+    before = os.listdir("/proc/self/fd")
 
     world.close()
-    world.close()
 
-    assert world.transports.is_device_stuck
-    assert transport.num_aborts == 1
+    assert os.listdir("/proc/self/fd") == before
+    newer.close()
+
+
+@pytest.mark.dist
+def test_the_file_limit_is_raised_to_what_is_allowed():
+    def raised():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+        _raise_file_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert in_child(raised) == "(200, 200)"

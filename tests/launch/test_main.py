@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from procpipe.job.pin import cores_of_host
 from procpipe.launch import main as launcher
 from procpipe.launch.main import main
 
@@ -75,7 +76,7 @@ def test_a_dry_run_prints_all_and_starts_nothing(script, capsys, monkeypatch, tm
     printed = capsys.readouterr().out
     assert "1 processes" not in printed
     assert "process  device  cores  CPUs" in printed
-    assert "all of the host's cores" in printed
+    assert f"0        CPU     {len(cores_of_host())} " in printed
     assert f"starts    {sys.executable} -u train.py --lr '1 2'\n" in printed
     assert "(the physical cores of a process)" in printed
     assert "restarts  3\n" in printed

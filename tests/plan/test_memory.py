@@ -62,7 +62,6 @@ def test_received_skips_that_wait_are_counted() -> None:
         ("skip", 0, 2, 7),
         ("skip gradient", 2, 0, 7),
         ("target", 0, 2, 5),
-        ("loss", 2, 0, 0),
     ],
 )
 def test_the_size_of_a_message(kind: str, source: int, destination: int, size: int) -> None:
@@ -98,7 +97,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
         skip_bytes={skip: draw(sizes) for skip in skips},
         target_bytes=draw(sizes),
     )
-    return draw(st.sampled_from(plans)), costs, Routes(n, skips, draw(st.booleans()), loss=True)
+    return draw(st.sampled_from(plans)), costs, Routes(n, skips, draw(st.booleans()))
 
 
 def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ import pytest
 from procpipe.errors import PlanError
 from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
+from procpipe.plan.program import Send, program
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.simulate import simulate
@@ -48,14 +49,13 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
 
 
 def test_nothing_is_sent_between_partitions_of_one_stage() -> None:
-    routes = Routes(2, skips=((0, 3), (1, 3)), target=True, loss=True, placement=(0, 1, 1, 0))
+    routes = Routes(2, skips=((0, 3), (1, 3)), target=True, placement=(0, 1, 1, 0))
     plan = gpipe(1, 2, placement=routes.placement)
-    sent = [transfer for task in plan.tasks() for transfer in routes.leaving(task, plan)]
+    sent = [transfer for task in plan.tasks() for transfer in routes.leaving(task)]
     assert [str(transfer) for transfer in sent] == [
         "activation 0: 0->1",  # 1 and 2 are on stage 1, 0 and 3 and the target on stage 0
         "skip 0: 1->3",
         "activation 0: 2->3",
-        "loss 0: 3->1",
         "gradient 0: 3->2",
         "skip gradient 0: 3->1",
         "gradient 0: 1->0",
@@ -68,9 +68,14 @@ def test_the_channels_are_those_that_plans_use() -> None:
     for placement in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 0, 0, 1)):
         p = len(placement)
         skips = tuple((a, b) for a in range(p) for b in range(a + 1, p))
-        routes = Routes(2, skips, target=True, loss=True, placement=placement)
+        routes = Routes(2, skips, target=True, placement=placement)
         plan = gpipe(1, 2, placement=placement)
-        used = {t.channel for task in plan.tasks() for t in routes.leaving(task, plan)}
+        used = {
+            step.transfer.channel
+            for stage in range(2)
+            for step in program(plan, routes, stage, has_loss=True)
+            if isinstance(step, Send)
+        }
         assert used == set(routes.channels())
         assert len(routes.channels()) == len(used)
         kinds = {kind for kind, _, _ in used}
@@ -103,7 +108,7 @@ def test_forward_plans_and_backward_plans_verify(m: int, n: int) -> None:
     for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
         p = len(placement)
         skips = tuple({(0, p - 1), (0, p // 2)})
-        routes = Routes(n, skips, target=True, loss=True, placement=placement)
+        routes = Routes(n, skips, target=True, placement=placement)
         verify(forward_plan(m, n, placement), routes)
         verify(backward_plan(m, n, range(m), placement), routes)
         verify(gpipe(m, n, placement=placement), routes)

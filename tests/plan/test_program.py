@@ -48,18 +48,18 @@ def test_a_fence_lists_what_its_cycle_made_by_stage() -> None:
 def test_a_fence_does_not_depend_on_the_order_within_a_cycle() -> None:
     plan = gpipe(3, 3, recompute={0, 1})
     turned = Plan(3, 3, tuple(cycle[::-1] for cycle in plan.cycles))
-    routes = Routes(3, skips=((0, 2),), loss=True)
+    routes = Routes(3, skips=((0, 2),))
     assert fences(plan, routes) == fences(turned, routes)
     assert programs(plan, routes) == programs(turned, routes)
 
 
 def test_the_program_of_the_first_stage() -> None:
     plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
-    assert text(program(plan, Routes(2, target=True, loss=True), 0)) == lines("""
+    assert text(program(plan, Routes(2, target=True), 0, has_loss=True)) == lines("""
         run F0@0
         send activation 0: 0->1
         send target 0: 0->1
-        receive loss 1: 1->0
+        receive loss 0: 1->0
         receive gradient 1: 1->0
         run F1@0
         send activation 1: 0->1
@@ -73,14 +73,14 @@ def test_the_program_of_the_first_stage() -> None:
 
 def test_the_program_of_the_last_stage() -> None:
     plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
-    assert text(program(plan, Routes(2, target=True, loss=True), 1)) == lines("""
+    assert text(program(plan, Routes(2, target=True), 1, has_loss=True)) == lines("""
         receive activation 0: 0->1
         receive target 0: 0->1
         receive activation 1: 0->1
         receive target 1: 0->1
         run F0@1
         run F1@1
-        send loss 1: 1->0
+        send loss 0: 1->0
         run B1@1
         send gradient 1: 1->0
         run R0@1
@@ -114,7 +114,7 @@ def test_a_receive_cannot_be_posted_late() -> None:
 
 
 def test_a_send_and_a_receive_of_one_transfer_differ() -> None:
-    (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()), forward_plan(1, 2))
+    (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()))
     steps: set[Step] = {Send(transfer), Receive(transfer)}
     assert len(steps) == 2
 
@@ -126,7 +126,7 @@ def all_skips(n: int) -> tuple[tuple[int, int], ...]:
 @for_each("ahead", [0, 1, 2])
 @for_each(("m", "n"), SIZES)
 def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, ahead: int) -> None:
-    routes = Routes(n, all_skips(n), target=True, loss=True)
+    routes = Routes(n, all_skips(n), target=True)
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
         order = [transfer for fence in fences(plan, routes) for transfer in fence]
         made = programs(plan, routes, ahead=ahead)
@@ -143,7 +143,7 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
 def test_programs_of_all_stages_are_those_of_each(m: int, n: int) -> None:
     """Made from one list of all transfers, as ``verify`` does, or for a stage alone."""
     ties = ((0, n - 1),) if n > 1 else ()
-    routes = Routes(n, all_skips(n), target=True, loss=True, ties=ties)
+    routes = Routes(n, all_skips(n), target=True, ties=ties)
     plan = gpipe(m, n, recompute={0})
     for stage, fenced in enumerate(all_fenced(plan, routes)):
         alone = bare_program(plan, routes, stage)
@@ -153,7 +153,7 @@ def test_programs_of_all_stages_are_those_of_each(m: int, n: int) -> None:
 
 @for_each(("m", "n"), SIZES)
 def test_with_no_receive_ahead_a_program_follows_the_fences(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True, loss=True)
+    routes = Routes(n, all_skips(n), target=True)
     plan = gpipe(m, n, recompute={0})
     for stage, steps in enumerate(programs(plan, routes, ahead=0)):
         expected: list[object] = []
@@ -169,7 +169,7 @@ def test_with_no_receive_ahead_a_program_follows_the_fences(m: int, n: int) -> N
 
 @for_each(("m", "n"), SIZES)
 def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True, loss=True)
+    routes = Routes(n, all_skips(n), target=True)
     for steps in programs(gpipe(m, n, recompute={0}), routes):
         place = {step: index for index, step in enumerate(steps)}
         runs = [step.task for step in steps if isinstance(step, Run)]

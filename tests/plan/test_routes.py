@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.routes import LOSS, Routes, Transfer
+from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Task
 from tests.cases import for_each
 
 
@@ -17,18 +17,18 @@ def routes_of(draw: st.DrawFn) -> Routes:
     n = draw(st.integers(1, 6))
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
-    return Routes(n, tuple(skips), draw(st.booleans()), draw(st.booleans()))
+    return Routes(n, tuple(skips), draw(st.booleans()))
 
 
-def leaving(routes: Routes, task: str, plan: Plan) -> list[str]:
-    return [str(transfer) for transfer in routes.leaving(Task.parse(task), plan)]
+def leaving(routes: Routes, task: str) -> list[str]:
+    return [str(transfer) for transfer in routes.leaving(Task.parse(task))]
 
 
 def needed(routes: Routes, task: str) -> list[str]:
     return [str(transfer) for transfer in routes.needed(Task.parse(task))]
 
 
-FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
+FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True)
 
 
 @for_each(
@@ -37,8 +37,7 @@ FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
         ("F1@0", ["activation 1: 0->1", "skip 1: 0->2", "skip 1: 0->3", "target 1: 0->3"]),
         ("F1@1", ["activation 1: 1->2", "skip 1: 1->3"]),
         ("F1@2", ["activation 1: 2->3"]),
-        ("F0@3", []),
-        ("F1@3", ["loss 1: 3->0", "loss 1: 3->1", "loss 1: 3->2"]),
+        ("F1@3", []),
         ("R1@1", []),
         ("B1@3", ["gradient 1: 3->2", "skip gradient 1: 3->0", "skip gradient 1: 3->1"]),
         ("B1@2", ["gradient 1: 2->1", "skip gradient 1: 2->0"]),
@@ -46,7 +45,7 @@ FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True, loss=True)
     ],
 )
 def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
-    assert leaving(FULL, task, gpipe(2, 4)) == expected
+    assert leaving(FULL, task) == expected
 
 
 @for_each(
@@ -65,25 +64,18 @@ def test_the_transfers_that_a_task_needs(task: str, expected: list[str]) -> None
     assert needed(FULL, task) == expected
 
 
-def test_without_a_target_or_a_loss_neither_is_sent() -> None:
+def test_without_a_target_none_is_sent() -> None:
     bare = Routes(2)
-    assert leaving(bare, "F0@0", gpipe(1, 2)) == ["activation 0: 0->1"]
-    assert leaving(bare, "F0@1", gpipe(1, 2)) == []
+    assert leaving(bare, "F0@0") == ["activation 0: 0->1"]
     assert needed(bare, "F0@1") == ["activation 0: 0->1"]
 
 
-def test_the_loss_follows_the_last_forward_whatever_the_order() -> None:
-    routes = Routes(2, loss=True)
-    turned = Plan.from_text("plan m=2 n=2\nF1@0\nF0@0 F1@1\nF0@1\n")
-    assert leaving(routes, "F1@1", turned) == []
-    assert leaving(routes, "F0@1", turned) == ["loss 0: 1->0"]
-
-
 def test_one_stage_has_no_transfers() -> None:
-    alone = Routes(1, target=True, loss=True)
-    assert all(not alone.leaving(task, gpipe(2, 1)) for task in gpipe(2, 1).tasks())
+    alone = Routes(1, target=True)
+    assert all(not alone.leaving(task) for task in gpipe(2, 1).tasks())
     assert all(not alone.needed(task) for task in gpipe(2, 1).tasks())
     assert alone.sources(0) == []
+    assert alone.channels() == []
 
 
 @for_each("skip", [(1, 1), (2, 0), (-1, 2), (0, 3)])
@@ -103,12 +95,10 @@ def test_every_transfer_is_needed_and_sent_once(routes: Routes, m: int) -> None:
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
         sent: list[Transfer] = []
         for task in plan.tasks():
-            out = routes.leaving(task, plan)
+            out = routes.leaving(task)
             sent += out
             assert all(task in transfer.makers for transfer in out)
             assert all(task.j in routes.sources(transfer.destination) for transfer in out)
         taken = [transfer for task in plan.tasks() for transfer in routes.needed(task)]
         assert len(set(sent)) == len(sent), "a tensor crosses the wire once"
-        assert sorted(t for t in sent if t.payload != LOSS) == sorted(taken)
-        num_losses = n - 1 if routes.loss and plan.has_forward else 0
-        assert sum(transfer.payload == LOSS for transfer in sent) == num_losses
+        assert sorted(sent) == sorted(taken)

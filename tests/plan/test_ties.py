@@ -28,7 +28,7 @@ def plans():
             placement = schedule.place(p, n)
             sets = [(0, p - 1), tuple(range(0, p, 2)), *list(combinations(range(p), 2))[:3]]
             ties = tuple(dict.fromkeys(tie for tie in sets if len(set(tie)) > 1))
-            routes = Routes(n, target=True, loss=True, placement=placement, ties=ties)
+            routes = Routes(n, target=True, placement=placement, ties=ties)
             for m in range(1, 7):
                 for recompute in ((), range(m)):
                     plan = schedule.plan(m, placement, recompute)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from procpipe.errors import PlanError
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program, programs
-from procpipe.plan.routes import LOSS, Routes, Transfer
+from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Cycle, Plan, Task
 from procpipe.plan.verify import deadlocks, verify
@@ -47,7 +47,7 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
         plans += [gpipe(m, n, recompute=again), backward_plan(m, n, again)]
     for plan in plans:
         for skips in {(), all_skips(n)}:
-            verify(plan, Routes(n, skips, target=True, loss=True))
+            verify(plan, Routes(n, skips, target=True))
 
 
 @given(data=st.data(), m=st.integers(1, 6), n=st.integers(2, 6), ahead=st.integers(0, 3))
@@ -55,7 +55,7 @@ def test_any_skips_and_any_hoisting_run_to_their_end(
     data: st.DataObject, m: int, n: int, ahead: int
 ) -> None:
     skips = data.draw(st.lists(st.sampled_from(all_skips(n)), unique=True).map(tuple))
-    routes = Routes(n, skips, target=data.draw(st.booleans()), loss=data.draw(st.booleans()))
+    routes = Routes(n, skips, target=data.draw(st.booleans()))
     again = data.draw(st.sets(st.integers(0, m - 1)))
     for plan in (gpipe(m, n, recompute=again), backward_plan(m, n, again), forward_plan(m, n)):
         verify(plan, routes, programs(plan, routes, ahead=ahead))
@@ -69,13 +69,13 @@ def test_stages_may_recompute_different_micro_batches() -> None:
 
 def test_one_forward_one_backward_runs_with_fences() -> None:
     plan = Plan.from_text("plan m=2 n=2\nF0@0\nF1@0 F0@1\nB0@1\nB0@0 F1@1\nB1@1\nB1@0")
-    verify(plan, Routes(2, target=True, loss=True))
+    verify(plan, Routes(2, target=True))
 
 
 def test_a_large_plan_is_verified_quickly() -> None:
     plan = gpipe(64, 64, recompute=recomputed("except_last", 64))
     start_s = time.process_time()
-    verify(plan, Routes(64, ((0, 63), (3, 40)), target=True, loss=True))
+    verify(plan, Routes(64, ((0, 63), (3, 40)), target=True))
     assert time.process_time() - start_s < 5  # 0.2 s on a quiet machine
 
 
@@ -238,7 +238,7 @@ def test_a_task_moved_to_another_stage_is_reported(plan: Plan) -> None:
 
 # Corrupted programs, at every place ---------------------------------------------------------
 
-WIRED = Routes(3, ((0, 2),), target=True, loss=True)
+WIRED = Routes(3, ((0, 2),), target=True)
 PLAN = gpipe(2, 3, recompute={0})
 PROGRAMS = programs(PLAN, WIRED)
 STEPS = [(stage, p) for stage, steps in enumerate(PROGRAMS) for p in range(len(steps))]
@@ -285,9 +285,8 @@ def test_a_rerouted_transfer_is_reported(stage: int, p: int) -> None:
         wrong = Receive(Transfer(kind, i, third, destination))
     faults = faults_of(PLAN, WIRED, replaced(stage, p, wrong))
     assert f"stage {stage} does not {verb_of(step)} '{name_of(step)}'" in faults
-    if kind != LOSS or isinstance(step, Receive):
-        expected = f"stage {stage} would {verb_of(step)} '{name_of(wrong)}'"
-        assert any(fault.startswith(expected) for fault in faults)
+    expected = f"stage {stage} would {verb_of(step)} '{name_of(wrong)}'"
+    assert any(fault.startswith(expected) for fault in faults)
 
 
 @for_each("kind", [Send, Receive])
@@ -306,7 +305,7 @@ def test_transfers_that_overtake_in_their_channel_are_reported(kind: type[Send |
             channel = "the channel {} {}->{} carries".format(*first.transfer.channel)
             assert any(fault.startswith(channel) for fault in faults)
             num_swaps += 1
-    assert num_swaps == 8 - 1  # all channels but the loss's carry two micro-batches
+    assert num_swaps == 7  # each channel carries two micro-batches
 
 
 def test_tasks_in_another_order_than_the_plan_are_reported() -> None:
@@ -331,15 +330,14 @@ def test_a_send_before_its_task_and_a_receive_after_its_use_are_reported() -> No
 
 
 def posted_late(steps: Program, routes: Routes) -> Program:
-    """Post each receive just before the task that needs it, and the losses' receives at the end."""
+    """Post each receive just before the task that needs it."""
     late: list[Step] = []
     for step in steps:
         if isinstance(step, Run):
             late += [Receive(transfer) for transfer in routes.needed(step.task)]
         if not isinstance(step, Receive):
             late.append(step)
-    losses = (s for s in steps if isinstance(s, Receive) and s.transfer.payload == LOSS)
-    return (*late, *losses)
+    return tuple(late)
 
 
 def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
@@ -353,16 +351,6 @@ def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
         " stage 1 waits at 'send gradient 0: 1->0'"
         " until stage 0 reaches 'receive gradient 0: 1->0'"
     ]
-
-
-@for_each("n", range(2, 5))
-def test_a_loss_posted_late_is_a_deadlock(n: int) -> None:
-    routes = Routes(n, loss=True)
-    plan = gpipe(3, n)
-    late = [posted_late(program(plan, routes, stage), routes) for stage in range(n)]
-    (fault,) = faults_of(plan, routes, late)
-    assert fault.startswith("deadlock:")
-    assert f"stage {n - 1} waits at 'send loss 2: {n - 1}->0'" in fault
 
 
 def test_two_deadlocks_are_distinguished() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.errors import (
     CallMismatchError,
     PeerLostError,
     PlanError,
-    RemoteStageError,
     WaitTimeoutError,
 )
 from procpipe.job.grid import Grid
@@ -27,27 +22,13 @@ from procpipe.run.chooser import FixedSchedule
 from procpipe.run.control import CONTROL, Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.messages import LOCAL, ROUTED, BatchDetail, Order
+from tests.channel.meshes import make_meshes
 
 
 @pytest.fixture
 def meshes():
     """Three connected ranks."""
-    sockets: list[dict[int, socket.socket]] = [{} for _ in range(3)]
-    for a in range(3):
-        for b in range(a):
-            sockets[a][b], sockets[b][a] = socket.socketpair()
-    for sock in (sock for ours in sockets for sock in ours.values()):
-        sock.setblocking(False)
-    made = [
-        Mesh(
-            rank,
-            sockets[rank],
-            timeout_s=2.0,
-            stall_timeout_s=2.0,
-            reports=WaitReports(),
-        )
-        for rank in range(3)
-    ]
+    made = make_meshes(3, timeout_s=2.0)
     yield made
     for mesh in made:
         mesh.close()
@@ -64,7 +45,7 @@ def ranks(controls):
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
-    return Order("step", 0, sizes=sizes, recompute=recompute, weights=(2.0, 2.0), **fields)
+    return Order("step", sizes=sizes, recompute=recompute, weights=(2.0, 2.0), **fields)
 
 
 def test_messages_of_rank_0_reach_all_in_order(controls):
@@ -80,35 +61,6 @@ def test_messages_to_rank_0_are_kept_by_sender(controls):
     controls[1].send(0, b"from 1")
 
     assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
-
-
-def test_peek_does_not_remove_a_message(controls):
-    assert controls[1].peek(0) is None
-    controls[0].send_to_all(b"it")
-
-    assert [controls[1].peek(0), controls[1].peek(0), controls[1].receive(0, "it")] == [b"it"] * 3
-    assert controls[1].peek(0) is None
-
-
-def test_peek_returns_none_after_the_rank_has_left(meshes, controls):
-    """A failure that arrives as the rank leaves does not belong to another pipeline."""
-    meshes[0].send_failure(RemoteStageError(0, "boom"))
-    meshes[1].part(0.05)
-    meshes[1].close()
-
-    assert controls[1].peek(0) is None
-
-
-def test_receive_calls_a_function_while_it_waits(controls):
-    calls = []
-
-    def check():
-        calls.append(time.monotonic())
-        if len(calls) == 3:
-            raise KeyError("failed elsewhere")
-
-    with pytest.raises(KeyError):
-        controls[1].receive(0, "it", check)
 
 
 def test_all_ranks_get_the_result_of_rank_0(controls):
@@ -132,7 +84,7 @@ def sum_up(values):
 
 
 def test_the_error_names_the_lost_rank_and_the_awaited_message(meshes, controls):
-    meshes[1].close()
+    meshes[1].leave()
 
     with pytest.raises(PeerLostError, match="waits for its part in a common call from rank 1"):
         controls[0].agree(0, list)
@@ -147,7 +99,7 @@ def test_a_rank_that_does_not_answer_is_named(meshes, controls):
 def test_an_order_is_followed_as_it_was_issued(ranks):
     issued = ranks[0].issue(step())
 
-    followed = [rank.follow(Order("step", 0)) for rank in ranks[1:]]
+    followed = [rank.follow(Order("step")) for rank in ranks[1:]]
 
     assert followed == [issued, issued]
     plans = [rank.program(issued) for rank in ranks]
@@ -172,7 +124,7 @@ def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
     ]
     for rank in ranks[1:]:
         for order in orders:
-            rank.program(rank.follow(Order("step", 0)))
+            rank.program(rank.follow(Order("step")))
             assert order.plan
 
     assert [bool(order.plan_text) for order in orders] == [True, False, True, *[False] * 3]
@@ -184,8 +136,8 @@ def test_the_plan_depends_on_the_call_and_its_modes(ranks):
         "step": step(),
         "eval step": step(recompute=(), is_training=False),
         "step without gradients": step(recompute=(), is_grad_enabled=False),
-        "forward": Order("forward", 0, sizes=(2, 2)),
-        "backward": Order("backward", 0, sizes=(2, 2), recompute=(0,)),
+        "forward": Order("forward", sizes=(2, 2)),
+        "backward": Order("backward", sizes=(2, 2), recompute=(0,)),
     }
 
     plans = {name: Plan.from_text(text_of(ranks[0], order)) for name, order in calls.items()}
@@ -210,29 +162,32 @@ def test_the_target_is_sent_if_the_order_requires_it(ranks, target, is_routed):
 
     kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
     assert (TARGET in kinds) == is_routed
-    assert LOSS in kinds
+
+
+@pytest.mark.parametrize(("call", "has_loss"), [("step", True), ("forward", False)])
+def test_the_loss_passes_the_stages_in_a_step_only(ranks, call, has_loss):
+    order = ranks[0].issue(Order(call, sizes=(2, 2), is_training=False))
+
+    kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
+    assert (LOSS in kinds) == has_loss
 
 
 def test_calls_without_a_plan_carry_their_detail(ranks):
-    issued = ranks[0].issue(Order("batches", 0, detail=BatchDetail(["tuple", 2])))
+    issued = ranks[0].issue(Order("batches", detail=BatchDetail(["tuple", 2])))
 
     assert issued.plan == ""
-    assert ranks[2].follow(Order("batches", 0)).detail == BatchDetail(["tuple", 2])
+    assert ranks[2].follow(Order("batches")).detail == BatchDetail(["tuple", 2])
 
 
 @pytest.mark.parametrize(
     ("ours", "words"),
     [
-        (Order("forward", 0), "rank 1 is in forward() while rank 0 is in step()"),
+        (Order("forward"), "rank 1 is in forward() while rank 0 is in step()"),
         (
-            Order("step", 0, is_training=False),
+            Order("step", is_training=False),
             "rank 1 calls step() in eval mode with gradients on,",
         ),
-        (Order("step", 0, is_grad_enabled=False), "rank 0 in training mode with gradients on"),
-        (
-            Order("step", 1),
-            "rank 1 is in step() of its pipeline 1 while rank 0 is in step() of pipel",
-        ),
+        (Order("step", is_grad_enabled=False), "rank 0 in training mode with gradients on"),
     ],
 )
 def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
@@ -252,7 +207,7 @@ def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 
     with pytest.raises(PlanError):
-        coordinator.issue(Order("step", 0, sizes=(2,)))
+        coordinator.issue(Order("step", sizes=(2,)))
     meshes[1].poll()
 
     assert received == []
@@ -263,19 +218,10 @@ def test_a_receive_can_be_posted_at_its_fence(ranks):
         rank.ahead = 0
 
     ranks[0].issue(step())
-    followed = ranks[1].follow(Order("step", 0))
+    followed = ranks[1].follow(Order("step"))
 
     assert [str(instruction) for instruction in ranks[1].program(followed)][:3] == [
         "receive activation 0: 0->1",
         "run F0@1",
         "receive activation 1: 0->1",
     ]
-
-
-def test_a_waiting_order_is_visible(ranks):
-    assert ranks[1].waiting() is None
-    issued = ranks[0].issue(step())
-
-    assert ranks[1].waiting() == issued
-    ranks[1].follow(Order("step", 0))
-    assert ranks[1].waiting() is None

@@ -42,7 +42,7 @@ class Rig:
         last = num_stages - 1
         pairs = [(ACTIVATION, j, j + 1) for j in range(last)]
         pairs += [(GRADIENT, j + 1, j) for j in range(last)]
-        pairs += [(LOSS, last, j) for j in range(last)] + [(TARGET, 0, last)] * (last > 0)
+        pairs += [(LOSS, j + 1, j) for j in range(last)] + [(TARGET, 0, last)] * (last > 0)
         self.channels = {}
         for kind, a, b in pairs:
             channel: Any = MemoryChannel(f"{kind} {a}->{b}", timeout_s=5.0)
@@ -61,15 +61,15 @@ class Rig:
 
     def run(self, plan, batches, *, target=False):
         """Run a plan on all stages; return each stage's exception and its outcome."""
-        routes = Routes(self.num_stages, target=target, loss=True)
+        routes = Routes(self.num_stages, target=target)
         raised: list[BaseException | None] = [None] * self.num_stages
         outcomes: list[Outcome | None] = [None] * self.num_stages
 
         def run_stage(j):
             self.executors[j].begin()
             try:
-                steps = program(plan, routes, j)
-                with Observers([self.traces[j]]).step(Order("step", 0)):
+                steps = program(plan, routes, j, has_loss=True)
+                with Observers([self.traces[j]]).step(Order("step")):
                     outcomes[j] = self.executors[j].run(steps, batches[j])
             except BaseException as error:
                 raised[j] = error
@@ -94,6 +94,7 @@ def make_batches(x, y, m, n, *, keep=True, target=False):
             targets=ys if j == given else None,
             loss=MeanLoss(Loss(F.mse_loss, None), [1.0] * m) if j == n - 1 else None,
             keep=keep,
+            is_step=True,
         )
         for j in range(n)
     ]

@@ -36,7 +36,6 @@ def orders(call, detail):
     return st.builds(
         Order,
         call=st.just(call),
-        stage_number=st.integers(0, 9),
         is_training=st.booleans(),
         is_grad_enabled=st.booleans(),
         plan=st.text(),
@@ -65,16 +64,16 @@ def test_a_plain_value_reads_back(value):
 
 
 def test_an_order_is_short():
-    order = Order("step", 0, plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 2.0))
+    order = Order("step", plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 2.0))
 
     assert encode(order) == (
-        b'["step",0,true,true,"0123456789abcdef","",[2,2],0,[2.0,2.0],null,1,[],"local",0,[],false,0.0,'
+        b'["step",true,true,"0123456789abcdef","",[2,2],0,[2.0,2.0],null,1,[],"local",0,[],false,0.0,'
         b"true,null]"
     )
 
 
 def test_modes_in_words():
-    modes = [Order("x", 0, training, grad).mode() for training in BOTH for grad in BOTH]
+    modes = [Order("x", training, grad).mode() for training in BOTH for grad in BOTH]
 
     assert modes == [
         "training mode with gradients on",
@@ -82,7 +81,7 @@ def test_modes_in_words():
         "eval mode with gradients on",
         "eval mode with gradients off",
     ]
-    assert [Order("x", 0, t, g).keeps_graph for t in BOTH for g in BOTH] == [
+    assert [Order("x", t, g).keeps_graph for t in BOTH for g in BOTH] == [
         *(True, False, False, False)
     ]
 

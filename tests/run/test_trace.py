@@ -12,7 +12,7 @@ from procpipe.run.statistics import Split, StageStatistics, table
 from procpipe.run.trace import Trace
 from procpipe.timeline.reporting import statistics_of, with_splits
 
-ORDER = Order("step", 0)
+ORDER = Order("step")
 
 
 def run(observer, task):

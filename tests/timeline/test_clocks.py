@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import threading
 import time
 
 import pytest
 
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.timeline.clocks import CLOCK, ClockReading, Clocks, drift_ppm, offset_at
+from tests.channel.meshes import make_meshes
 
 
 def test_the_quickest_answer_is_used() -> None:
@@ -40,13 +38,7 @@ def test_a_drift_is_corrected_linearly_between_two_readings() -> None:
 
 @pytest.fixture
 def meshes():
-    a, b = socket.socketpair()
-    a.setblocking(False)
-    b.setblocking(False)
-    made = [
-        Mesh(rank, {1 - rank: sock}, timeout_s=5.0, stall_timeout_s=5.0, reports=WaitReports())
-        for rank, sock in enumerate((a, b))
-    ]
+    made = make_meshes(2)
     yield made
     for mesh in made:
         mesh.close()
@@ -75,7 +67,7 @@ def test_a_waiting_rank_answers_with_its_time(meshes, ahead_ns) -> None:
 
 def test_a_rank_that_has_left_has_no_time(meshes) -> None:
     clocks = Clocks(meshes[0])
-    meshes[1].close()
+    meshes[1].leave()
     meshes[0].poll(1.0)
 
     assert clocks.read(1) is None

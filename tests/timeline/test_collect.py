@@ -6,16 +6,15 @@ import json
 
 import pytest
 
-from procpipe.channel.mesh import Mesh
-from procpipe.channel.native_waits import WaitReports
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.run.trace import Trace
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
+from tests.channel.meshes import make_mesh
 
 
 def tracing(path):
-    mesh = Mesh(0, {}, timeout_s=1.0, stall_timeout_s=1.0, reports=WaitReports())
+    mesh = make_mesh(0)
     facts = {"balance": [1], "trace": True}
     return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: gpipe(1, 1))
 

@@ -24,14 +24,14 @@ def records(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
                 ["activation", 0, 0, 1, 64, (k + 2) * S, (k + 2) * S],
                 ["target", 0, 0, 2, 8, (k + 2) * S, (k + 3) * S],
             ],
-            "takes": [["loss", 3, 2, 0, 4, (k + 3) * S, (k + 8) * S]],
+            "takes": [["loss", 0, 1, 0, 4, (k + 3) * S, (k + 8) * S]],
             "layers": [[0, 0, 3 * S, 2], [0, 1, S, 2]],
         },
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
             "begin": h * S, "end": (h + 7) * S,
             "tasks": [["F", 0, 1, (h + 2) * S, (h + 4) * S], ["F", 0, 2, (h + 4) * S, (h + 6) * S]],
-            "sends": [["loss", 3, 2, 0, 4, (h + 6) * S, (h + 6) * S]],
+            "sends": [["loss", 0, 1, 0, 4, (h + 6) * S, (h + 6) * S]],
             "takes": [
                 ["activation", 0, 0, 1, 64, h * S, (h + 2) * S],
                 ["target", 0, 0, 2, 8, (h + 2) * S, (h + 2) * S],

@@ -17,7 +17,7 @@ from tests.dist.devices import is_emulated
 from tests.held import hold_for
 
 TENSORS = [torch.zeros(3, dtype=torch.float64)]
-ORDER = Order("step", 0)
+ORDER = Order("step")
 
 
 class Layers(Observer):

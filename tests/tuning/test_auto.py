@@ -28,7 +28,7 @@ from procpipe.tuning.auto import (
 from procpipe.tuning.step_costs import Report, costs_of
 from tests.cases import for_each
 
-ROUTES = Routes(2, target=True, loss=True)
+ROUTES = Routes(2, target=True)
 
 #: Unequal stages, transfers that cost, and sizes.
 TRUE = Costs(

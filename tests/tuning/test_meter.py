@@ -20,7 +20,7 @@ from procpipe.tuning.auto import BYTES, AutoSchedule
 from procpipe.tuning.meter import Meter
 from procpipe.tuning.step_costs import Report
 
-ORDER = Order("step", 0, detail=StepDetail("gpipe", BYTES))
+ORDER = Order("step", detail=StepDetail("gpipe", BYTES))
 TASK = Task("F", 0, 0)
 
 

@@ -120,7 +120,7 @@ def test_no_plan_is_worse_than_the_best_fixed_one(m: int, n: int) -> None:
     placement = (looped, folded)[m % 2](2 * n, n) if m * n <= 16 else looped(n, n)
     p = len(placement)
     skips = ((0, p - 1),) if p > 1 else ()
-    routes = Routes(n, skips, target=True, loss=True, placement=placement)
+    routes = Routes(n, skips, target=True, placement=placement)
     costs = Costs.uniform(p, transfer_s=0.25, output_bytes=1, saved_bytes=4, put_off_bytes=2)
     found = candidates(m, costs, routes, recompute=recomputed("except_last", m))
     assert SEARCHED in {candidate.name for candidate in found}
@@ -193,9 +193,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Costs, Routes, set[int]]:
         tied_bytes={tie: draw(sizes) for tie in ties},
         tied_s={tie: draw(seconds) for tie in ties},
     )
-    routes = Routes(
-        n, skips, draw(st.booleans()), loss=True, placement=place(p, n), ties=tuple(ties)
-    )
+    routes = Routes(n, skips, draw(st.booleans()), placement=place(p, n), ties=tuple(ties))
     return m, costs, routes, draw(st.sets(st.integers(0, m - 1)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from procpipe.job.pinning import ProcessPlace, places_of_host
+from procpipe.job.pin import shares
 from procpipe.launch.doctor import command as doctor
 from procpipe.launch.doctor import probe
 from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
@@ -33,8 +33,8 @@ GOOD = Facts(
     num_nvidia_devices=0,
     gpus=(),
     gpu_error="",
-    topology="8 cores, 1 package, 1 NUMA node",
-    places=tuple(ProcessPlace(rank, (rank,), 4, 0, "CPU", "") for rank in range(2)),
+    cores="8 cores",
+    cores_of=(4, 4),
     limits=GroupLimits(),
     available_bytes=16 * GIB,
     swapped_bytes=0,
@@ -65,7 +65,6 @@ def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
 
 
 WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
-UNPINNED = tuple(ProcessPlace(rank, (), 0, None, "CPU", "") for rank in range(2))
 
 
 def test_a_good_host_passes_all_checks():
@@ -135,13 +134,19 @@ BAD = [
         "unset NCCL_P2P_DISABLE",
     ),
     (
+        {**WITH_GPUS, "gpus": gpus(2), "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+        "streams: warning",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "unset it, if nothing else needs it",
+    ),
+    (
         {"limits": GroupLimits(num_cpus=1.5)},
         "cores: warning",
-        "8 cores, 1 package, 1 NUMA node, but CPU time of 1.5 CPUs only, for 2 processes",
+        "8 cores, but CPU time of 1.5 CPUs only, for 2 processes",
         "docker run --cpus",
     ),
     (
-        {"places": UNPINNED},
+        {"cores_of": (0, 0)},
         "cores: warning",
         "for 2 processes: none is pinned",
         "start fewer processes",
@@ -257,7 +262,7 @@ def test_all_faults_of_one_check_are_found():
 
 
 def test_pinning_that_was_turned_off_is_no_warning():
-    facts = replace(GOOD, places=UNPINNED, environment={"PROCPIPE_PIN": "0"})
+    facts = replace(GOOD, cores_of=(0, 0), environment={"PROCPIPE_PIN": "0"})
 
     (cores,) = (check for check in check_host(facts) if check.name == "cores")
     assert cores.status == "ok"
@@ -395,7 +400,7 @@ def test_the_doctor_examines_this_host(capsys, monkeypatch):
     assert [pair["lower"] for pair in report["pairs"]] == [0]
     assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
-    if places_of_host(2)[0].cpus:
+    if shares(2)[0]:
         assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
 
 

@@ -1,10 +1,6 @@
-"""CPU tensors through gloo: within a host and across hosts.
+"""Gloo's process group, for operations of replicas on their hosts.
 
-Gloo is rendezvous only: a send completes once its receive has been posted, and completion shows
-only in ``wait()``. So the receiver acknowledges each message (``needs_acknowledgement``): after
-that, waiting does not block. Tags keep the channels between two ranks apart, each a FIFO.
-
-A ``Work`` that is dropped cancels its transfer and hangs the peer; one that lives until the
+A ``Work`` that is dropped cancels its operation and hangs the others; one that lives until the
 interpreter ends may abort the process (gloo's loop thread drops the last reference while Python
 finalises: "terminate called without an active exception", torch 2.13). ``close`` comes first.
 """
@@ -13,15 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo, Store
 
-from procpipe.channel.link import INLINE_BYTES
-from procpipe.channel.meta import Meta, allocate
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.torch_internals import gloo_options
 
@@ -66,34 +57,6 @@ class GlooGroup:
         self._sockets.clear()
 
 
-class GlooTransport(GlooGroup):
-    """Gloo between all ranks of a job; the constructor waits for all of them."""
-
-    needs_acknowledgement = True
-    blocks = True
-    copies_at_once = False
-    inline_bytes = INLINE_BYTES
-    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
-
-    def post_send(
-        self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[GlooTransfer, bytes]:
-        """Begin to send contiguous CPU tensors; returns at once."""
-        works = [self.torchs.send([tensor], peer, channel_id) for tensor in tensors]
-        return GlooTransfer(works), b""
-
-    def post_receive(
-        self, meta: Meta, peer: int, channel_id: int, note: bytes
-    ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Allocate the tensors of a message and begin to fill them; returns at once."""
-        tensors = allocate(meta, "cpu")
-        works = [self.torchs.recv([tensor], peer, channel_id) for tensor in tensors]
-        return tensors, GlooTransfer(works).wait
-
-    def drain(self) -> None:
-        """Do nothing: every receive was waited for, and every send acknowledged."""
-
-
 def _sockets() -> set[tuple[int, str]]:
     """Return this process's sockets: descriptor, and what names the socket behind it."""
     found = set()
@@ -103,20 +66,3 @@ def _sockets() -> set[tuple[int, str]]:
             if target.startswith("socket:"):
                 found.add((int(name), target))
     return found
-
-
-class GlooTransfer:
-    """The transfer of one message's tensors."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Block until the tensors may be used or reused."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-
-    def is_done(self) -> bool:
-        """Return False: gloo shows it only in ``wait``."""
-        return False

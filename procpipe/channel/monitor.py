@@ -1,0 +1,352 @@
+"""The thread that notices the ends of peers while the main thread is anywhere.
+
+Each pair of ranks has two sockets: one for data, which only the main thread uses (``mesh.py``), and
+one for alarms, which only this thread uses, for both directions. So a failure overtakes all data,
+and no signal handler, which runs in the main thread, interrupts it halfway.
+
+    what this thread sees               what it does
+    FAILURE on an alarm socket          keeps the first failure, passes it on to every other peer,
+                                        and wakes the main thread, whose wait raises it
+    a peer's end without a message      the same with ``PeerLostError``: the socket ends, or the
+                                        peer's process, whose sockets a child may keep open (pidfd)
+    GOODBYE, then the end               the peer has left; the main thread reads that from the data
+    the main thread's wait lasts        writes it on the board; reports a stall
+    after a failure it does not move,   ends the process with one line: it waits for a device, in a
+    and its GPU has transfers queued    transfer whose peer never comes
+    it does not move for ``timeout_s``  the same, with ``WaitTimeoutError`` as the reason
+
+It reads counters of the host and calls nothing of CUDA: a query may block while the main thread
+waits for the device (https://github.com/pytorch/pytorch/issues/104487).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from procpipe.channel.frames import READ_BYTES, Frames
+from procpipe.errors import PeerLostError, ProcpipeError, RemoteStageError, WaitTimeoutError
+
+GOODBYE, FAILURE = 254, 255
+
+#: How often the thread looks at the main one, at least.
+_LOOK_EVERY_S = 0.2
+
+#: A longer wait is written on the board.
+_NOTE_AFTER_S = 0.05
+
+#: How long the main thread may stay where it is, after a failure, before that counts as stuck.
+_STUCK_AFTER_S = 1.0
+
+#: How long the main thread waits until this one has sent what it was given.
+_SEND_TIMEOUT_S = 5.0
+
+
+class Reports:
+    """Receives reports on one rank, and ends it; this base class ignores them."""
+
+    def start_wait(self, what: str, since_s: float) -> None:
+        """Handle a wait that began at ``since_s`` (``time.monotonic()``)."""
+
+    def end_wait(self) -> None:
+        """Handle the successful end of a wait that was reported."""
+
+    def stalled(self, what: str, waited_s: float) -> None:
+        """Handle a wait as long as the stall timeout; called again after twice the time."""
+
+    def last_seen(self, peer: int) -> str:
+        """Return a sentence on what a peer was doing when it died, or ""."""
+        return ""
+
+    def busy_with(self) -> list[int]:
+        """Return the peers with which transfers are queued on this rank's device."""
+        return []
+
+    def end_process(self, error: ProcpipeError) -> None:
+        """End this process, whose main thread is stuck in a wait for its device."""
+
+
+class Wait:
+    """A wait of the main thread: for what, and since when."""
+
+    def __init__(self, what: Callable[[], str], since_s: float, stall_timeout_s: float) -> None:
+        self.what = what
+        self.since_s = since_s
+        self.next_stall_s = stall_timeout_s
+        self.noted = ""  # on the board
+
+
+class Monitor:
+    """The thread of one rank's pipeline; it starts before the first peer is connected.
+
+    ``numbers`` holds each rank's number in the job, and ``name_of`` describes a rank.
+
+    Attributes:
+        failure: the first failure, of a peer or of this rank.
+        left: the peers that have left in good order.
+        wakes_main: a descriptor that is readable once there is a failure.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        numbers: Sequence[int],
+        name_of: Callable[[int], str],
+        reports: Reports,
+        *,
+        timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self.failure: ProcpipeError | None = None
+        self.left: set[int] = set()
+        self.wakes_main = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakes_us = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rank = rank
+        self._numbers = numbers
+        self._name_of = name_of
+        self._reports = reports
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = self._next_stall_s = stall_timeout_s
+        self._main = threading.get_ident()
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._alarms: dict[int, Frames] = {}
+        self._processes: dict[int, int] = {}  # by peer, a descriptor of its process
+        self._peer_of: dict[int, int] = {}  # by descriptor
+        self._poller = select.poll()
+        self._poller.register(self._wakes_us, select.POLLIN)
+        self._wait: Wait | None = None
+        self._num_waits = 0
+        self._lock = threading.RLock()  # of all above
+        self._asked: list[tuple[Callable[[], None], threading.Event]] = []
+        self._has_left = self._is_closed = False
+        self._failed_s = math.inf
+        self._seen: object = None  # where the main thread was
+        self._seen_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="procpipe monitor", daemon=True)
+
+    def add(self, peer: int, alarm: socket.socket, process: int | None) -> None:
+        """Watch a peer: its alarm socket, and a descriptor of its process, if it has one."""
+        with self._lock:
+            self._alarms[peer] = Frames(alarm, partial(self._take, peer), self._buffer)
+            self._peer_of[alarm.fileno()] = peer
+            self._poller.register(alarm, select.POLLIN)
+            if process is not None:
+                self._processes[peer] = process
+                self._peer_of[process] = peer
+                self._poller.register(process, select.POLLIN)
+        self.start()
+        self._wake()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    # -- for the main thread --------------------------------------------------------------------
+
+    def start_wait(self, what: Callable[[], str], since_s: float) -> None:
+        """Follow a wait of the main thread from now on."""
+        self._num_waits += 1
+        self._wait = Wait(what, since_s, self._stall_timeout_s)
+
+    def end_wait(self) -> None:
+        """Follow it no more: it was successful."""
+        with self._lock:
+            wait, self._wait = self._wait, None
+            if wait is not None and wait.noted:
+                self._reports.end_wait()
+
+    def fail(self, error: ProcpipeError) -> None:
+        """Send this rank's failure to every peer, unless there was one; waits until it is sent."""
+        self._do(partial(self._note, error))
+
+    def leave(self) -> None:
+        """Send a goodbye to every peer, unless there was a failure; waits until it is sent."""
+        self._do(self._say_goodbye)
+
+    def close(self) -> None:
+        """End the thread, and close the alarm sockets."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._wake()
+            self._thread.join(_SEND_TIMEOUT_S)
+        self._close_all()
+
+    def give_up_in_child(self, error: ProcpipeError) -> None:
+        """Note that this is a forked child, in which this thread does not run."""
+        self._lock = threading.RLock()  # the parent's thread may have held the old one
+        self.failure = error
+
+    def _do(self, act: Callable[[], None]) -> None:
+        """Have the thread do something, and wait for that; a signal ends only the wait."""
+        if not self._thread.is_alive():
+            act()
+            return
+        is_done = threading.Event()
+        self._asked.append((act, is_done))
+        self._wake()
+        is_done.wait(_SEND_TIMEOUT_S)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakes_us, 1)
+
+    # -- in the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a fault here, after which nothing would be noticed
+            story = f"its monitor thread: {''.join(traceback.format_exception(error))}"
+            self._note(RemoteStageError(self._numbers[self._rank], story))
+
+    def _watch(self) -> None:
+        every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self._timeout_s / 4)
+        while not self._is_closed:
+            for descriptor, _ in self._poller.poll(every_s * 1000):
+                with self._lock:
+                    self._look_at(descriptor)
+            while self._asked:
+                act, is_done = self._asked.pop(0)
+                act()
+                is_done.set()
+            self._look_at_main(time.monotonic())
+
+    def _look_at(self, descriptor: int) -> None:
+        if descriptor == self._wakes_us:
+            os.eventfd_read(descriptor)
+        elif descriptor in self._peer_of:  # else closed by an event before this one
+            peer = self._peer_of[descriptor]
+            alarm = self._alarms[peer]
+            while alarm.read():
+                pass
+            if alarm.has_ended or descriptor == self._processes.get(peer):
+                self._end(peer)
+
+    def _take(self, peer: int, _: int, frame_type: int, __: int, body: memoryview) -> None:
+        if frame_type == GOODBYE:
+            self.left.add(peer)
+        else:
+            self._note(decode_failure(bytes(body)))
+
+    def _end(self, peer: int) -> None:
+        """Forget a peer that has ended, which is a failure if it has not left before."""
+        is_local = self._alarms[peer].sock.family == socket.AF_UNIX
+        self._close(peer)
+        if peer not in self.left:
+            self._note(self._lost(peer, is_local))
+
+    def _lost(self, peer: int, is_local: bool) -> PeerLostError:
+        elsewhere = "" if is_local else ", or its host or network failed"
+        story = (
+            f"{self._name_of(peer)} ended without a message: it was killed (out of memory?) or "
+            f"crashed{elsewhere}; see its own output and the launcher's exit code"
+        )
+        seen = self._reports.last_seen(peer)
+        return PeerLostError(self._numbers[peer], f"{story}; {seen}" if seen else story)
+
+    def _note(self, error: ProcpipeError) -> None:
+        """Keep the first failure, pass it on, and wake the main thread."""
+        # No fault after this rank's goodbye: a peer may have ended without sending its own.
+        if self.failure is not None or self._has_left:
+            return
+        self.failure, self._failed_s = error, time.monotonic()
+        if isinstance(error, RemoteStageError):
+            self._send_to_all(FAILURE, encode_failure(error))
+        os.eventfd_write(self.wakes_main, 1)
+
+    def _say_goodbye(self) -> None:
+        if self.failure is None:
+            self._send_to_all(GOODBYE, b"")
+            self._has_left = True
+
+    def _send_to_all(self, frame_type: int, body: bytes) -> None:
+        """Send a frame of 400 kB at most (``story_of``), which an empty socket takes at once."""
+        for peer, alarm in self._alarms.items():
+            if peer not in self.left:
+                alarm.send(frame_type, 0, 0, (body,))
+
+    def _look_at_main(self, now_s: float) -> None:
+        """Report a long wait of the main thread; end the process if it will never end."""
+        with self._lock:
+            wait = self._wait
+            waited_s = now_s - wait.since_s if wait is not None else 0.0
+            if wait is not None and waited_s >= _NOTE_AFTER_S and wait.noted != wait.what():
+                wait.noted = wait.what()
+                self._reports.start_wait(wait.noted, wait.since_s)
+        if wait is not None:
+            self._seen = None
+            if waited_s >= wait.next_stall_s:
+                wait.next_stall_s *= 2
+                self._reports.stalled(wait.what(), waited_s)
+            return
+        peers = self._reports.busy_with()
+        frame = sys._current_frames().get(self._main) if peers else None
+        seen = None if frame is None else (id(frame), frame.f_lasti, self._num_waits)
+        del frame  # it would keep that function's variables alive
+        if seen is None or seen != self._seen:
+            if self._next_stall_s > self._stall_timeout_s:
+                self._reports.end_wait()
+            self._seen, self._seen_s, self._next_stall_s = seen, now_s, self._stall_timeout_s
+            return
+        waited_s = now_s - self._seen_s
+        what = f"its device, in transfers with ranks {[self._numbers[peer] for peer in peers]}"
+        if self.failure is not None:
+            if now_s - max(self._seen_s, self._failed_s) >= _STUCK_AFTER_S:
+                self._reports.end_process(self.failure)
+        elif waited_s >= self._timeout_s:
+            error = too_long(self._name_of(self._rank), waited_s, what)
+            self._note(
+                RemoteStageError(self._numbers[self._rank], f"{type(error).__name__}: {error}")
+            )
+            self._reports.end_process(error)
+        elif waited_s >= self._next_stall_s:
+            self._next_stall_s *= 2
+            self._reports.start_wait(what, self._seen_s)
+            self._reports.stalled(what, waited_s)
+
+    def _close(self, peer: int) -> None:
+        alarm, process = self._alarms.pop(peer), self._processes.pop(peer, None)
+        for descriptor in (alarm.sock.fileno(), *(() if process is None else (process,))):
+            self._poller.unregister(descriptor)
+            del self._peer_of[descriptor]
+        alarm.close()
+        if process is not None:
+            os.close(process)
+
+    def _close_all(self) -> None:
+        with self._lock:
+            for peer in tuple(self._alarms):
+                self._close(peer)
+            for descriptor in (self.wakes_main, self._wakes_us):
+                os.close(descriptor)
+
+
+def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:
+    """Return the error for a wait of a rank that exceeds ``timeout_s``."""
+    return WaitTimeoutError(
+        f"{name} has waited {waited_s:.1f} s for {what}; if that is not a fault, give Stage a "
+        "larger timeout_s"
+    )
+
+
+def encode_failure(error: RemoteStageError) -> bytes:
+    """Return a rank's failure as JSON."""
+    is_lost = isinstance(error, PeerLostError)
+    sent = {"rank": error.rank, "story": error.story, "is_lost": is_lost}
+    return json.dumps(sent, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def decode_failure(data: bytes) -> RemoteStageError:
+    """Return the failure that :func:`encode_failure` was given."""
+    sent = json.loads(data)
+    error_type = PeerLostError if sent["is_lost"] else RemoteStageError
+    return error_type(sent["rank"], sent["story"])

@@ -1,0 +1,132 @@
+"""Pins each process of a host to physical cores of its own, next to its GPU.
+
+Without pinning, the kernel moves a stage's threads between cores, away from the memory that they
+filled first and from their GPU, and stages that run at the same time displace one another.
+
+    GPUs 0 and 1                            GPU 2
+    cores 0 1 2 3 4 5 6 7                   cores 8 9 10 11 12 13 14 15     a socket each
+          └─ 0 ─┘ └─ 1 ─┘                         └───────── 2 ───────┘     process
+
+Processes whose GPUs are next to the same cores divide these; without GPUs, or where the host does
+not report cores for each of them, all processes divide the host's. The first ones get one more
+where there is a remainder. With fewer cores than processes none is pinned: the kernel does better.
+
+Memory needs no binding: a page is on the node of the core that first writes to it. Only CPUs that
+this process may run on count: a container or a batch system may restrict them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from procpipe.notes import write_note
+
+#: Set it to 0, and no process is pinned.
+SWITCH = "PROCPIPE_PIN"
+
+#: Torchrun's engine sets it for the processes it starts.
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+
+#: The logical CPUs of a physical core; two with SMT.
+Core = tuple[int, ...]
+
+
+def cores_of_host(root: Path = Path("/")) -> list[Core]:
+    """Return the physical cores that this process may use, those of a socket together.
+
+    Where /sys does not list them, each CPU counts as a core.
+    """
+    found: dict[Core, int] = {}
+    allowed = os.sched_getaffinity(0)
+    for cpu in sorted(allowed):
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = _read_cpus(folder / "thread_siblings_list") & allowed | {cpu}
+        found[tuple(sorted(siblings))] = min(_read_cpus(folder / "physical_package_id") or {0})
+    return sorted(found, key=lambda core: (found[core], core))
+
+
+def shares(
+    num_processes: int, pcis: Sequence[str | None] = (), root: Path = Path("/")
+) -> list[list[Core]]:
+    """Divide this host's cores; return those of each process, by local rank: none if not pinned.
+
+    ``pcis`` holds the PCI address of each process's GPU ("0000:3b:00.0"); None, or a shorter list,
+    where there is none or it is unknown.
+    """
+    cores = cores_of_host(root)
+    if os.environ.get(SWITCH) == "0" or len(cores) < num_processes:
+        return [[] for _ in range(num_processes)]
+    near = [_near(pci, cores, root) for pci in [*pcis, *[None] * num_processes][:num_processes]]
+    if not all(0 < near.count(each) <= len(each) for each in near):
+        near = [cores] * num_processes
+    return [
+        _part(each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near)
+    ]
+
+
+def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
+    """Pin this process, with all its threads, to its share of the host's cores.
+
+    ``World.from_environment`` calls it in each process that a launcher has started, before CUDA
+    and the model take memory. Never raises: an error is one line on standard error. ``pcis`` is as
+    for ``shares``. A forked child, such as a loader's worker, may run on all cores again: rank 0
+    has only a share of them, which its loader's workers would take from its layers.
+
+    Does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind their
+    processes themselves), in one that is pinned already (``torchrun --numa-binding``,
+    ``numactl``), and if PROCPIPE_PIN is 0.
+    """
+    try:
+        run_id, before = os.environ.get(_RUN_ID), os.sched_getaffinity(0)
+        if run_id is None or before != _cpus_of_launcher(run_id):
+            return
+        share = shares(int(os.environ["LOCAL_WORLD_SIZE"]), pcis)[int(os.environ["LOCAL_RANK"])]
+        if cpus := [cpu for core in share for cpu in core]:
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(int(thread), cpus)
+            os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, before))
+    except Exception as error:  # hosts differ, and a run must not fail because of pinning
+        write_note(f"procpipe: this process is not pinned to cores: {error!r} ({SWITCH}=0: never)")
+
+
+def _cpus_of_launcher(run_id: str) -> set[int]:
+    """Return where the first ancestor that is not of the run itself may run.
+
+    It need not be the parent: in ``torchrun --no-python start.sh``, the script may have
+    ``taskset -p … $$; python train.py``.
+    """
+    for ancestor in psutil.Process().parents():
+        with contextlib.suppress(psutil.AccessDenied):  # of another user
+            if ancestor.environ().get(_RUN_ID) == run_id:
+                continue
+        return set(ancestor.cpu_affinity())
+    return os.sched_getaffinity(0)
+
+
+def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:
+    """Return the cores next to a GPU; [] if unknown."""
+    cpus = _read_cpus(root / f"sys/bus/pci/devices/{pci}/local_cpulist")
+    return [core for core in cores if cpus.issuperset(core)]
+
+
+def _part(cores: Sequence[Core], index: int, num_parts: int) -> list[Core]:
+    """Return one of so many parts of consecutive cores, the first ones of which may be larger."""
+    size, num_larger = divmod(len(cores), num_parts)
+    first = index * size + min(index, num_larger)
+    return list(cores[first : first + size + (index < num_larger)])
+
+
+def _read_cpus(path: Path) -> set[int]:
+    """Read a file such as "0-2,8", numbers 0, 1, 2 and 8; empty without one."""
+    cpus: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,0 +1,518 @@
+"""How the ranks of a pipeline find and connect to one another: ``Stage()`` waits for it.
+
+    all ranks on one host   rank r listens on an abstract unix socket, whose name every rank of the
+                            job can make: no addresses, no key. The kernel shows both sides the
+                            other's user, which must be their own.
+    several hosts           rank r writes where it listens into the launcher's store, which rank 0
+                            holds where there is no launcher. Rank 0 adds a key, unless PROCPIPE_KEY
+                            is set. Ranks of one host use unix sockets here, too.
+
+Each rank connects to all lower ranks, once for data and once for alarms, then accepts all higher
+ones; so no two wait for each other.
+
+    connector                                          acceptor
+    rank, data or alarm, challenge A  [files]  ──────>
+                                               <──────  over TCP: challenge B, HMAC(key, A)
+    over TCP: HMAC(key, B)                     ──────>
+                                               <──────  welcome  [files]
+
+Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
+messages. An entry of the store may be older than this round of a restarted job: where it leads,
+nothing listens or another key is known, and the entry is read again until the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from procpipe.channel.mesh import Mesh
+from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
+from procpipe.job.grid import Grid
+from procpipe.processes import boot_id
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: The job's key, where the user gives one; and this host's address for its peers.
+_KEY_VARIABLE, _ADDRESS_VARIABLE = "PROCPIPE_KEY", "PROCPIPE_ADDRESS"
+
+#: Magic, rank, what the connection is for, challenge.
+_HELLO = struct.Struct("!9sIB32s")
+_MAGIC = b"procpipe3"
+_DATA, _ALARM = 0, 1
+_PROOF_BYTES = 32
+_WELCOME = b"+"
+
+#: How long the other side may take for its part of the handshake, once it has begun.
+_HANDSHAKE_TIMEOUT_S = 5.0
+
+#: For how long another key may be that of an older entry of the store.
+_STALE_S = 10.0
+
+#: Until the next attempt: at first, and at most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+
+#: A host that no longer answers (power, network) is treated as dead after about this time.
+_VANISHED_AFTER_S = 20
+
+_BUFFER_BYTES = 4 << 20
+
+#: Socket option: a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
+_SO_PEERPIDFD = 77
+
+#: The job's store where rank 0 holds it, until the process ends: others may come early for the next
+#: pipeline, and would lose it with this one.
+_held: list[Store] = []
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one pipeline meet.
+
+    Attributes:
+        name: of this pipeline of this job, among all of the host.
+        is_on_one_host: whether all ranks are.
+        store: where they meet otherwise, or None to open the launcher's when it is needed.
+    """
+
+    name: str
+    is_on_one_host: bool = True
+    store: Store | None = None
+
+    @classmethod
+    def from_environment(cls, numbers: Sequence[int] | None, number: int) -> Meeting:
+        """Return the meeting of a job's pipeline; ``numbers`` are its ranks, if not all are."""
+        names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        job = [os.environ.get(name, "") for name in names]
+        missing = [name for name, value in zip(names[:2], job, strict=False) if not value]
+        if missing:
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: start the ranks "
+                "with torchrun or procpipe run, or give each the address and a free port of rank "
+                "0's host"
+            )
+        is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        members = "" if numbers is None else ",".join(map(str, numbers))
+        # Each agent of torchrun counts its own restarts: names differ, where there are several.
+        name = "/".join([members or "all", str(number), *job, str(os.geteuid())])
+        return cls(name, is_on_one_host)
+
+
+class Start:
+    """One rank's part in connecting a pipeline's ranks, whose sockets the mesh gets.
+
+    ``files`` are descriptors that each rank of the same host gets of this one.
+
+    Attributes:
+        files_of: by each other rank of this host, descriptors of its files.
+        host: the address on which this rank listens for those of other hosts.
+    """
+
+    def __init__(
+        self, mesh: Mesh, grid: Grid, meeting: Meeting, files: Sequence[int], timeout_s: float
+    ) -> None:
+        self.files_of: dict[int, list[int]] = {}
+        self.host = "127.0.0.1"
+        self._mesh = mesh
+        self._grid = grid
+        self._meeting = meeting
+        self._files = files
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._listeners: list[socket.socket] = []
+        self._links: dict[tuple[int, int], socket.socket] = {}
+        self._store: Store | None = meeting.store
+        self._key = os.environ.get(_KEY_VARIABLE, "").encode()
+        self._has_users_key = bool(self._key)
+        self._waits_for = ""  # for reports of a stall
+
+    def connect(self) -> None:
+        """Connect to every other rank; every rank calls it, and it waits for all of them.
+
+        Raises:
+            RemoteStageError: another rank failed.
+            WaitTimeoutError: a rank did not come within the timeout.
+        """
+        monitor = self._mesh.monitor
+        monitor.start()
+        monitor.start_wait(lambda: self._waits_for, time.monotonic())
+        try:
+            self._listen()
+            for peer in range(self._grid.rank):
+                for kind in (_DATA, _ALARM):
+                    self._keep(peer, kind, self._connect_to(peer, kind))
+            self._accept_higher()
+            monitor.end_wait()
+        except RuntimeError as error:  # torch's, of the store
+            if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
+                raise
+            where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+            raise PeerLostError(
+                0,
+                f"what holds the job's store at {where} (the launcher of rank 0, or rank 0) ended "
+                f"while rank {self._grid.job_rank} waited for the others to start",
+            ) from error
+        finally:
+            for link in (*self._listeners, *self._links.values()):
+                link.close()
+
+    # -- listening ------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Open this rank's listeners, and write into the store where they are."""
+        rank = self._grid.rank
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners.append(local)
+        for _ in self._pauses("an older process of this job to end"):
+            with contextlib.suppress(OSError):
+                local.bind(self._unix_name(rank))
+                break
+        if not self._meeting.is_on_one_host:
+            self.host = self._tcp_host()
+            remote = socket.socket(_family(self.host), socket.SOCK_STREAM)
+            self._listeners.append(remote)
+            remote.bind((self.host, 0))
+        for listener in self._listeners:
+            listener.listen(4 * self._grid.num_ranks)
+            listener.setblocking(False)
+        if not self._meeting.is_on_one_host:
+            key = ""
+            if rank == 0 and not self._has_users_key:
+                key = secrets.token_hex(32)
+                self._key = key.encode()
+            places = self._unix_name(rank), *remote.getsockname()[:2]
+            self._set("address", [host_identity(), *places, key])
+
+    def _unix_name(self, rank: int) -> str:
+        name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
+        return f"\0procpipe-{name}-{rank}"
+
+    def _tcp_host(self) -> str:
+        """Return the address on which ranks of other hosts reach this one.
+
+        Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian),
+        so there the way to another host counts.
+        """
+        ours = own_address()
+        self._set("host", ours)
+        if _is_loopback(ours) and not os.environ.get(_ADDRESS_VARIABLE):
+            for peer in range(self._grid.num_ranks):
+                theirs = self._get("host", peer)
+                if not _is_loopback(theirs):
+                    return _address_on_the_way_to(theirs)
+        return ours
+
+    # -- the store ------------------------------------------------------------------------------
+
+    def _set(self, name: str, value: Any) -> None:
+        self._opened_store().set(self._store_key(name, self._grid.rank), json.dumps(value))
+
+    def _get(self, name: str, rank: int) -> Any:
+        """Return what a rank has written, once it has."""
+        store, key = self._opened_store(), self._store_key(name, rank)
+        for _ in self._pauses(f"rank {self._grid.numbers[rank]} to start"):
+            if store.check([key]):
+                break
+        return json.loads(store.get(key))
+
+    def _store_key(self, name: str, rank: int) -> str:
+        members, number, *_ = self._meeting.name.split("/")
+        return f"procpipe/{members}/{number}/{name}/{rank}"
+
+    def _opened_store(self) -> Store:
+        """Return the launcher's store; without one, rank 0 holds it."""
+        if self._store is None:
+            from torch.distributed import DistError, TCPStore
+
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            holds = os.environ["RANK"] == "0" and not is_launchers
+            for _ in self._pauses(f"the job's store at {address[0]} port {address[1]}"):
+                try:
+                    if not holds:  # torch's own wait ignores signals and prints a lot
+                        socket.create_connection(address, timeout=_HANDSHAKE_TIMEOUT_S).close()
+                    self._store = TCPStore(
+                        *address,
+                        is_master=holds,
+                        wait_for_workers=False,
+                        multi_tenant=not is_launchers,  # the user's group may use it, too
+                    )
+                    break
+                except (OSError, DistError):
+                    if holds:
+                        raise
+            assert self._store is not None, "it is opened, or the time is over"
+            if holds:
+                _held[:] = [self._store]  # they share one server
+        return self._store
+
+    # -- connecting -----------------------------------------------------------------------------
+
+    def _connect_to(self, peer: int, kind: int) -> socket.socket:
+        """Connect to another rank, once it listens."""
+        stale_s = time.monotonic() + _STALE_S
+        for _ in self._pauses(f"rank {self._grid.numbers[peer]} to start"):
+            try:
+                return self._connected(peer, kind)
+            except PermissionError:
+                raise
+            except _OtherKeyError:
+                if time.monotonic() > stale_s:
+                    raise
+            except OSError:  # it does not listen yet, its queue is full, or it is of an older round
+                pass
+        raise AssertionError("the pauses end by an error")
+
+    def _connected(self, peer: int, kind: int) -> socket.socket:
+        target: Any = self._unix_name(peer)
+        is_local = self._meeting.is_on_one_host
+        if not is_local:
+            host, name, *tcp, key = self._get("address", peer)
+            is_local = host == host_identity()
+            target = name if is_local else tuple(tcp)
+            if peer == 0 and not self._has_users_key:
+                self._key = key.encode()
+        family = socket.AF_UNIX if is_local else _family(target[0])
+        link = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            link.settimeout(_HANDSHAKE_TIMEOUT_S)
+            link.connect(target)
+            if is_local and peer_credentials(link)[1] != os.geteuid():
+                raise PermissionError(
+                    f"what listens for rank {self._grid.numbers[peer]} on this host belongs to "
+                    f"another user than rank {self._grid.job_rank}: run all ranks of a host as one "
+                    "user"
+                )
+            self._introduce(link, peer, kind, is_local=is_local)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _introduce(self, link: socket.socket, peer: int, kind: int, *, is_local: bool) -> None:
+        """Do the connector's side of the handshake; the peer may be busy with other ranks."""
+        ours = self._grid.rank
+        challenge = secrets.token_bytes(_PROOF_BYTES)
+        files = self._files if is_local and kind == _DATA else ()
+        _send(link, _HELLO.pack(_MAGIC, ours, kind, challenge), files)
+        if not is_local:
+            answer, _ = self._read(link, 2 * _PROOF_BYTES)
+            theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
+            if not hmac.compare_digest(proof, self._proof(b"acceptor", challenge, ours, peer)):
+                raise _OtherKeyError(
+                    f"what listens for rank {self._grid.numbers[peer]} does not know the key of "
+                    f"rank {ours}: give every rank of the job the same {_KEY_VARIABLE}, or none"
+                )
+            link.sendall(self._proof(b"connector", theirs, ours, peer))
+        _, files_of_peer = self._read(link, len(_WELCOME))
+        if files_of_peer:
+            self.files_of[peer] = files_of_peer
+
+    def _accept_higher(self) -> None:
+        """Accept both connections of each higher rank."""
+        grid = self._grid
+        poller = select.poll()
+        by_descriptor = {listener.fileno(): listener for listener in self._listeners}
+        for listener in self._listeners:
+            poller.register(listener, select.POLLIN)
+        while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
+            self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
+            for descriptor, _ in poller.poll(_LONGEST_PAUSE_S * 1000):
+                with contextlib.suppress(BlockingIOError):
+                    link, _ = by_descriptor[descriptor].accept()
+                    try:
+                        self._welcome(link)
+                    except OSError:  # not of this job
+                        link.close()
+            self._mesh.poll()
+
+    def _welcome(self, link: socket.socket) -> None:
+        """Do the acceptor's side of the handshake; ``OSError`` if it is not of this job."""
+        ours, is_local = self._grid.rank, link.family == socket.AF_UNIX
+        link.settimeout(_HANDSHAKE_TIMEOUT_S)
+        if is_local and peer_credentials(link)[1] != os.geteuid():
+            raise PermissionError("of another user")
+        hello, files = self._read(link, _HELLO.size, _HANDSHAKE_TIMEOUT_S)
+        magic, peer, kind, challenge = _HELLO.unpack(hello)
+        if magic != _MAGIC or not ours < peer < self._grid.num_ranks or kind > _ALARM:
+            raise ConnectionRefusedError("not of this job")
+        if not is_local:
+            theirs = secrets.token_bytes(_PROOF_BYTES)
+            link.sendall(theirs + self._proof(b"acceptor", challenge, peer, ours))
+            proof, _ = self._read(link, _PROOF_BYTES, _HANDSHAKE_TIMEOUT_S)
+            if not hmac.compare_digest(proof, self._proof(b"connector", theirs, peer, ours)):
+                raise ConnectionRefusedError("not of this job")
+        _send(link, _WELCOME, self._files if is_local and kind == _DATA else ())
+        if files:
+            self.files_of[peer] = files
+        self._keep(peer, kind, link)
+
+    def _keep(self, peer: int, kind: int, link: socket.socket) -> None:
+        """Keep one connection of a peer; the mesh gets both together."""
+        if link.family != socket.AF_UNIX:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_vanished_host(link)
+        # An alarm must be taken at once; for data over TCP the system finds a size by itself.
+        if kind == _ALARM or link.family == socket.AF_UNIX:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        link.setblocking(False)
+        self._links[peer, kind] = link
+        if (peer, 1 - kind) in self._links:
+            data, alarm = self._links.pop((peer, _DATA)), self._links.pop((peer, _ALARM))
+            self._mesh.add(peer, data, alarm, _open_process(data))
+
+    def _proof(self, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:
+        ranks = struct.pack("!II", connector, acceptor)
+        return hmac.new(self._key, role + challenge + ranks, hashlib.sha256).digest()
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _read(
+        self, link: socket.socket, size: int, limit_s: float | None = None
+    ) -> tuple[bytes, list[int]]:
+        """Wait for bytes of the other side, and descriptors; ``OSError`` if it has ended."""
+        data, files = b"", list[int]()
+        begun_s = time.monotonic()
+        poller = select.poll()
+        poller.register(link, select.POLLIN)
+        while len(data) < size:
+            if poller.poll(_LONGEST_PAUSE_S * 1000):
+                part, passed, _, _ = socket.recv_fds(
+                    link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
+                )
+                if not part:
+                    raise ConnectionResetError("the other side closed the connection")
+                data, files = data + part, files + passed
+            elif limit_s is not None and time.monotonic() > begun_s + limit_s:
+                raise TimeoutError("the other side does not answer")
+            else:
+                self._check_time("another rank, which is connected, to answer")
+                self._mesh.poll()
+        return data, files
+
+    def _pauses(self, what: str) -> Iterator[None]:
+        """Pause between attempts, longer each time; raises if a peer fails or the time is over."""
+        pause_s, self._waits_for = _FIRST_PAUSE_S, what
+        while True:
+            yield
+            self._check_time(what)
+            self._mesh.poll(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _check_time(self, what: str) -> None:
+        self._waits_for = what
+        if time.monotonic() > self._deadline_s:
+            raise WaitTimeoutError(
+                f"rank {self._grid.job_rank} waited {self._timeout_s:.1f} s for {what}: did every "
+                "process reach its Stage(), and can the hosts reach one another (a firewall; "
+                f"{_ADDRESS_VARIABLE} gives a host's address)?"
+            )
+
+
+class _OtherKeyError(ConnectionRefusedError):
+    """The other side has another key."""
+
+
+def host_identity() -> str:
+    """Return a text that is equal for two processes iff abstract sockets connect them.
+
+    Processes that were given different PROCPIPE_ADDRESS count as on different hosts.
+    """
+    given = os.environ.get(_ADDRESS_VARIABLE, "")
+    try:
+        return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
+    except OSError:
+        return f"{socket.gethostname()}/{given}"
+
+
+def own_address() -> str:
+    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0."""
+    given = os.environ.get(_ADDRESS_VARIABLE)
+    if not given:
+        return _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    try:
+        family, _, _, _, target = socket.getaddrinfo(given, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"{_ADDRESS_VARIABLE}={given!r} is not an address of this host ({error}): give one "
+            "that `ip address` lists and the other hosts can reach, or unset it"
+        ) from None
+
+
+def _address_on_the_way_to(host: str) -> str:
+    """Return the local address of packets from here to there; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _send(link: socket.socket, data: bytes, files: Sequence[int]) -> None:
+    """Send a few bytes, which an empty socket takes at once, with descriptors."""
+    if files:
+        socket.send_fds(link, [data], files)
+    else:
+        link.sendall(data)
+
+
+def peer_credentials(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a unix socket."""
+    credentials = struct.Struct("3i")
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    process, user, _ = credentials.unpack(data)
+    return process, user
+
+
+def _open_process(link: socket.socket) -> int | None:
+    """Open the process at the other end (a pidfd); None where that fails, or on another host.
+
+    The descriptor becomes readable when the process ends.
+    """
+    if link.family != socket.AF_UNIX:
+        return None
+    with contextlib.suppress(OSError):  # from Linux 6.5 on
+        return link.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with contextlib.suppress(OSError):
+        pid, _ = peer_credentials(link)
+        if pid > 0:  # else it is in another PID namespace
+            return os.pidfd_open(pid)
+    return None
+
+
+def _notice_vanished_host(link: socket.socket) -> None:
+    """End an idle connection when the other host no longer answers; the system's limit is hours.
+
+    Alarm sockets are always idle, so this is seen although data waits to be acknowledged.
+    """
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_AFTER_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_AFTER_S // 4)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"

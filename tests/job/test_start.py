@@ -1,0 +1,396 @@
+"""How ranks find and connect to one another; here each is a thread of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import uuid
+
+import pytest
+from torch.distributed import HashStore
+
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.monitor import Reports
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.job import start
+from procpipe.job.grid import Grid
+from procpipe.job.start import Meeting, Start, host_identity, own_address
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    for name in ("PROCPIPE_ADDRESS", "PROCPIPE_KEY", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Rank(threading.Thread):
+    """A rank that connects in a thread of its own, on a host of its own if that is named."""
+
+    def __init__(self, rank, num_ranks, meeting, host="", timeout_s=DEADLINE_S):
+        super().__init__(name=host, daemon=True)
+        self.mesh = Mesh(rank, timeout_s=timeout_s, stall_timeout_s=DEADLINE_S, reports=Reports())
+        self.file = os.memfd_create("a file")
+        grid = Grid(rank, num_ranks)
+        self.connection = Start(self.mesh, grid, meeting, [self.file], timeout_s)
+        self.error = None
+
+    def run(self):
+        try:
+            self.connection.connect()
+        except Exception as error:
+            self.error = error
+
+    def ended(self):
+        """Wait until it has connected; return its error."""
+        self.join(DEADLINE_S)
+        assert not self.is_alive()
+        return self.error
+
+    def close(self):
+        self.mesh.close()
+        os.close(self.file)
+        for files in self.connection.files_of.values():
+            for file in files:
+                os.close(file)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Return a function that starts some ranks of a job, one letter a rank: its host."""
+    monkeypatch.setattr(start, "host_identity", lambda: threading.current_thread().name)
+    ranks = []
+
+    def begin(hosts, num_ranks=None, meeting=None, first=0, **options):
+        meeting = meeting or meeting_of(hosts)
+        num_ranks = num_ranks or len(hosts)
+        new = [Rank(first + k, num_ranks, meeting, host, **options) for k, host in enumerate(hosts)]
+        ranks.extend(new)
+        for rank in new:
+            rank.start()
+        return new
+
+    yield begin
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+        rank.close()
+
+
+def meeting_of(hosts):
+    is_on_one_host = len(set(hosts)) == 1
+    return Meeting(f"all/0/{uuid.uuid4()}", is_on_one_host, None if is_on_one_host else HashStore())
+
+
+def inode(file):
+    return os.fstat(file).st_ino
+
+
+@pytest.mark.parametrize("hosts", ["xx", "xxxx", "xy", "xxyy", "xyxz"])
+def test_all_ranks_connect_to_one_another(job, hosts):
+    ranks = job(hosts)
+
+    assert [rank.ended() for rank in ranks] == [None] * len(hosts)
+    for number, rank in enumerate(ranks):
+        others = {other for other in range(len(hosts)) if other != number}
+        assert {*rank.mesh.peers} == others
+        same_host = {other for other in others if hosts[other] == hosts[number]}
+        files = rank.connection.files_of
+        assert {peer: inode(file) for peer, (file,) in files.items()} == {
+            peer: inode(ranks[peer].file) for peer in same_host
+        }
+        for peer in others:
+            is_local = rank.mesh.socket_of(peer).family == socket.AF_UNIX
+            assert is_local == (peer in same_host)
+            received: list[object] = []
+            rank.mesh.on(peer, 7, lambda *frame, received=received: received.append(frame))
+            ranks[peer].mesh.send(number, 7, 0, 1, b"hello")
+            rank.mesh.wait(lambda received=received: received, lambda: "hello", peer=peer)
+
+
+@pytest.mark.parametrize("hosts", ["xx", "xy"])
+def test_a_long_story_arrives(job, hosts):
+    """Symptom: the peer was said to have ended without a message."""
+    ranks = job(hosts)
+    assert [rank.ended() for rank in ranks] == [None, None]
+    story = "\N{GRINNING FACE}" * (1 << 16) + "\udcff"
+
+    ranks[0].mesh.fail(RemoteStageError(0, story))
+    ranks[0].mesh.close()
+
+    with pytest.raises(RemoteStageError) as caught:
+        ranks[1].mesh.wait(lambda: False, lambda: "nothing")
+    assert caught.value.story == story
+
+
+def test_a_job_on_one_host_does_not_listen_on_the_network(job, monkeypatch):
+    monkeypatch.setattr(start, "own_address", None)
+
+    assert [rank.ended() for rank in job("xx")] == [None, None]
+
+
+def test_jobs_of_one_host_do_not_meet(job):
+    assert all(rank.ended() is None for rank in [*job("xx"), *job("xx"), *job("xxx")])
+
+
+def test_a_job_may_start_again_at_once(job):
+    meeting = meeting_of("xx")
+    for _ in range(3):  # a rank may begin while another still listens for the round before
+        ranks = job("xx", meeting=meeting)
+        assert [rank.ended() for rank in ranks] == [None, None]
+
+
+def test_agents_on_one_host_count_their_own_restarts(job):
+    """Symptom: after a failure, the ranks of two torchrun agents of one host did not meet again."""
+    first, second = (
+        Meeting(f"all/0/{count}", False, store) for store in [HashStore()] for count in "01"
+    )
+    ranks = [*job("x", 2, first), *job("x", 2, second, first=1)]
+
+    assert [rank.ended() for rank in ranks] == [None, None]
+
+
+# -- older entries of the store ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["nothing", "another key", "an end"])
+def test_an_older_entry_of_the_store_is_read_again(job, monkeypatch, what):
+    monkeypatch.setattr(start, "_HANDSHAKE_TIMEOUT_S", 0.05)
+    meeting = meeting_of("xy")
+    with socket.create_server(("127.0.0.1", 0)) as older:
+        entry = ["x", "\0older", *older.getsockname(), "0" * 64]
+        meeting.store.set("procpipe/all/0/address/0", json.dumps(entry))
+        meeting.store.set("procpipe/all/0/host/0", json.dumps("127.0.0.1"))
+        if what == "nothing":
+            older.close()
+        (late,) = job("y", 2, meeting, first=1)
+        if what != "nothing":
+            link, _ = older.accept()
+            older.close()  # ends what else connects
+            if what == "another key":
+                link.recv(1000)
+                link.sendall(bytes(64))
+            else:
+                link.close()
+        (first,) = job("x", 2, meeting)
+
+        assert [first.ended(), late.ended()] == [None, None]
+        if what != "nothing":
+            link.close()
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), ("a", ""), ("", "b"), ("a", "a")])
+def test_ranks_with_different_keys(job, monkeypatch, keys):
+    monkeypatch.setattr(start, "_STALE_S", 0.1)
+    meeting, ranks = meeting_of("xy"), []
+    for number, key in enumerate(keys):
+        monkeypatch.setenv("PROCPIPE_KEY", key)  # "" counts as none
+        ranks += job("xy"[number], 2, meeting, first=number, timeout_s=1.0)
+    errors = [rank.ended() for rank in ranks]
+
+    if len({*keys}) == 1:
+        assert errors == [None, None]
+        assert json.loads(meeting.store.get("procpipe/all/0/address/0"))[-1] == ""
+    else:
+        assert isinstance(errors[0], WaitTimeoutError)
+        assert isinstance(errors[1], ConnectionRefusedError)
+        assert "rank 0 does not know the key of rank 1: give every rank of the job the same" in str(
+            errors[1]
+        )
+
+
+# -- ranks that do not come, and others that do --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first", "num_ranks", "words"),
+    [
+        ("xx", 0, 3, "rank 0 waited 0.2 s for rank 2 to start: did every process reach its Stage"),
+        ("xx", 0, 4, "rank 0 waited 0.2 s for ranks 2, 3 to start"),
+        ("xx", 1, 3, "rank 2 waited 0.2 s for rank 0 to start"),
+        ("xy", 0, 3, "rank 0 waited 0.2 s for rank 2 to start"),
+        ("xy", 1, 3, "rank 2 waited 0.2 s for rank 0 to start"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named(job, hosts, first, num_ranks, words):
+    ranks = job(hosts, num_ranks, first=first, timeout_s=0.2)
+
+    errors = [rank.ended() for rank in ranks]
+    assert all(isinstance(error, (WaitTimeoutError, PeerLostError)) for error in errors)
+    assert any(words in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("hosts", ["xxx", "xyz"])
+def test_a_rank_that_ends_during_the_start_is_noticed(job, hosts):
+    """Rank 1 has connected to rank 0, and ends while rank 2 does not come."""
+    meeting = meeting_of(hosts)
+    if meeting.store is not None:
+        meeting.store.set("procpipe/all/0/host/2", json.dumps("127.0.0.1"))
+    (first,) = job(hosts[0], 3, meeting)
+    (second,) = job(hosts[1], 2, meeting, first=1)  # so that it does not wait for rank 2
+    assert second.ended() is None
+    second.mesh.close()
+
+    error = first.ended()
+    assert isinstance(error, PeerLostError)
+    assert str(error).startswith("rank 1 failed:\nrank 1 ended without a message")
+
+
+@pytest.mark.parametrize("hosts", ["xx", "xy"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(1000), "end"])
+def test_strangers_are_refused(job, monkeypatch, hosts, sent):
+    """One that sends nothing is waited for, for a moment."""
+    monkeypatch.setattr(start, "_HANDSHAKE_TIMEOUT_S", 0.1)
+    meeting = meeting_of(hosts)
+    if meeting.store is not None:
+        meeting.store.set("procpipe/all/0/host/1", json.dumps("127.0.0.1"))
+    (first,) = job(hosts[0], 2, meeting)
+    strangers = [connected(first, meeting) for _ in range(3)]
+    for stranger in strangers:
+        if sent == "end":
+            stranger.close()
+        else:
+            stranger.sendall(sent)
+    (second,) = job(hosts[1], 2, meeting, first=1)
+
+    assert [first.ended(), second.ended()] == [None, None]
+    assert first.mesh.peers == (1,)
+    for stranger in strangers:
+        stranger.close()
+
+
+def connected(rank, meeting):
+    """Return a socket that is connected to a rank's listener."""
+    if meeting.store is not None:
+        _, _, *address, _ = json.loads(meeting.store.get("procpipe/all/0/address/0"))
+        return socket.create_connection(address)
+    while True:
+        link = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionRefusedError):
+            link.connect(rank.connection._unix_name(0))
+            return link
+        link.close()
+        assert rank.is_alive()
+
+
+@pytest.mark.parametrize("refuses", ["connector", "acceptor"])
+def test_a_rank_of_another_user_is_refused(job, monkeypatch, refuses):
+    ours, meeting = os.geteuid(), meeting_of("xx")
+    other = "rank 1" if refuses == "connector" else "rank 0"
+    monkeypatch.setattr(os, "geteuid", lambda: ours + (threading.current_thread().name == other))
+    ranks = [*job(["rank 0"], 2, meeting, timeout_s=0.3)]
+    ranks += job(["rank 1"], 2, meeting, first=1, timeout_s=0.3)
+    errors = [rank.ended() for rank in ranks]
+
+    assert isinstance(errors[0], WaitTimeoutError)
+    if refuses == "connector":
+        assert "rank 0 on this host belongs to another user than rank 1" in str(errors[1])
+    else:
+        assert isinstance(errors[1], WaitTimeoutError)
+
+
+# -- the environment -----------------------------------------------------------------------------
+
+
+def test_pipelines_and_rounds_of_a_job_have_names_of_their_own(monkeypatch):
+    def meeting(numbers=None, number=0, **changed):
+        variables = {
+            "MASTER_ADDR": "host",
+            "MASTER_PORT": "1",
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            **changed,
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return Meeting.from_environment(numbers, number)
+
+    same = meeting()
+    others = [
+        meeting(number=1),
+        meeting([0, 1]),
+        meeting([0, 2]),
+        meeting(MASTER_ADDR="host2"),
+        meeting(MASTER_PORT="2"),
+        meeting(TORCHELASTIC_RUN_ID="run2"),
+        meeting(TORCHELASTIC_RESTART_COUNT="1"),
+    ]
+
+    assert meeting() == same
+    assert len({each.name for each in [same, *others]}) == 8
+    assert same.is_on_one_host
+    assert not meeting(LOCAL_WORLD_SIZE="1").is_on_one_host
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert not Meeting.from_environment(None, 0).is_on_one_host
+    monkeypatch.setenv("MASTER_ADDR", "")
+    with pytest.raises(ValueError, match="are set, but not MASTER_ADDR: start the ranks with"):
+        Meeting.from_environment(None, 0)
+
+
+def test_the_address_of_this_host(monkeypatch):
+    default = host_identity()
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setenv("PROCPIPE_ADDRESS", "127.0.0.7")
+    assert own_address() == "127.0.0.7"
+    given = host_identity()
+    for address in ("192.0.2.1", "no such host."):
+        monkeypatch.setenv("PROCPIPE_ADDRESS", address)
+        with pytest.raises(ValueError, match=f"S='{address}' is not an address of this host"):
+            own_address()
+    assert len({default, given, host_identity()}) == 3
+
+
+def test_a_loopback_address_is_replaced_by_the_one_towards_another_host(job, monkeypatch):
+    """As on Debian, where /etc/hosts has 127.0.1.1 for the host's own name."""
+    monkeypatch.setattr(start, "own_address", lambda: f"127.0.0.{ord(host()) - ord('a') + 1}")
+    monkeypatch.setattr(start, "_is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(start, "_address_on_the_way_to", lambda there: "127.0.0.9")
+    ranks = job("aab")
+
+    assert [rank.ended() for rank in ranks] == [None] * 3
+    assert [rank.connection.host for rank in ranks] == ["127.0.0.9", "127.0.0.9", "127.0.0.2"]
+    assert start._family("::1") == socket.AF_INET6
+
+
+def host():
+    return threading.current_thread().name
+
+
+# -- sockets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_peerpidfd", [True, False])
+def test_the_process_at_the_other_end(monkeypatch, has_peerpidfd):
+    if not has_peerpidfd:  # as before Linux 6.5
+        monkeypatch.setattr(start, "_SO_PEERPIDFD", 1 << 20)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = start._open_process(ours)
+    with open(f"/proc/self/fdinfo/{process}") as info:
+        assert f"Pid:\t{os.getpid()}\n" in info.readlines()
+    assert process is not None
+    os.close(process)
+
+
+def test_only_tcp_sockets_are_probed(job):
+    """Idle connections, too: the system would notice a host that has vanished after hours."""
+    ranks = job("xxy")
+    assert [rank.ended() for rank in ranks] == [None] * 3
+
+    local, remote = ranks[0].mesh.socket_of(1), ranks[0].mesh.socket_of(2)
+    assert start._open_process(remote) is None
+    assert not local.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    for link in (remote, ranks[0].mesh.monitor._alarms[2].sock):
+        idle, interval, count = (
+            link.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"))
+            for name in ("IDLE", "INTVL", "CNT")
+        )
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle + interval * count == start._VANISHED_AFTER_S
