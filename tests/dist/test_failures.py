@@ -203,39 +203,6 @@ def test_memory_runs_out(ranks):
     assert all(re.search(message, failure.text) for failure in outcomes.errors())
 
 
-# -- calls after a failure -----------------------------------------------------------------------
-
-
-def continues(world):
-    """Catch the error on every rank, and make all calls."""
-    stage = stage_of(world, 1, Faulty("forward", boom))
-    raised = []
-    for call in (
-        lambda: stage.step(*batch()),
-        lambda: stage.step(*batch()),
-        lambda: stage(batch()[0]),
-        lambda: next(stage.batches([batch()])),
-        lambda: stage.clip_grad_norm_(1.0),
-        lambda: stage.fetch(torch.ones(1)),
-        stage.report,
-        stage.statistics,
-    ):
-        try:
-            call()
-        except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    stage.close()
-    return raised
-
-
-def test_after_a_failure_every_call_is_refused(ranks):
-    for raised, first in zip(ranks(2).run(continues).values(), ("Remote", "Boom"), strict=True):
-        assert raised[0].startswith(first)
-        assert [each.partition(":")[0] for each in raised[1:]] == ["StageClosedError"] * 7
-        assert "step() cannot run: step() failed on this rank with " in raised[1]
-        assert "boom" in raised[1]
-
-
 # -- ranks that end ------------------------------------------------------------------------------
 
 
@@ -280,34 +247,6 @@ def test_a_rank_is_lost(ranks, how, story):
 
 
 # -- ranks that differ ---------------------------------------------------------------------------
-
-CALLS = {
-    "step": lambda stage: stage.step(*batch()),
-    "forward": lambda stage: stage(batch()[0]),
-    "report": lambda stage: stage.report(),
-    "eval step": lambda stage: stage.eval().step(*batch()),
-}
-
-
-def calls_differ(world, calls):
-    stage = stage_of(world)
-    stage.step(*batch())
-    CALLS[calls[world.rank]](stage)
-    stage.step(*batch())  # in some of these calls rank 0 waits for no other rank
-
-
-@pytest.mark.parametrize(
-    ("calls", "words"),
-    [
-        (["step", "forward"], "rank 1 is in forward() while rank 0 is in step()"),
-        (["report", "step", "report"], "rank 1 is in step() while rank 0 is in report()"),
-        (["step", "eval step"], "rank 1 calls step() in eval mode with gradients on, rank 0 in"),
-    ],
-)
-def test_ranks_are_in_different_calls(ranks, calls, words):
-    outcomes = ranks(len(calls)).run(calls_differ, calls)
-
-    check(outcomes, int(words[5]), "CallMismatchError", words)
 
 
 def options_differ(world, of_rank):

@@ -23,7 +23,8 @@ HANG = """
     wait_for_ever()
 """
 
-LEAVE_A_FORK = """
+#: Each leaves a process behind.
+FORK = """
     import os, threading
     child = os.fork()
     if child == 0:
@@ -32,10 +33,9 @@ LEAVE_A_FORK = """
     raise SystemExit(3)
 """
 
-LEAVE_A_PROCESS = """
-    import subprocess, sys
-    code = "import threading; threading.Event().wait()"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+SESSION = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     print("pid", child.pid)
     raise SystemExit(3)
 """
@@ -57,28 +57,16 @@ def test_a_forked_process_writes_nothing_as_it_ends():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_process_left_behind_is_reported_and_killed(monkeypatch):
-    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
-
-    done = run_script(LEAVE_A_PROCESS)
-
-    assert done.returncode == 3
-    assert len(done.left_behind) == 1
-    assert "threading.Event().wait()" in done.left_behind[0]
-    assert not any(map(runs, pids(done.stdout)))
-
-
-def test_a_hang_ends_with_the_stacks_of_every_process():
+def test_a_hang_of_new_processes_ends_with_the_stacks_of_each():
     with pytest.raises(RanksHungError, match=r"did not end in 8\.0 s") as caught:
         run_script(HANG, nproc=2, timeout_s=8.0)
 
     text = str(caught.value)
-    assert len(pids(text)) == 2
+    assert len(pids(text)) == text.count("in wait_for_ever") == 2
     assert not any(map(runs, pids(text)))
     for rank in range(2):
         _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-    assert text.count("in wait_for_ever") == 2
 
 
 def test_a_fork_fails_as_a_script_does():
@@ -100,15 +88,20 @@ def test_a_fork_fails_as_a_script_does():
         hard.check()
 
 
-def test_a_fork_that_hangs_or_leaves_a_process_is_reported_and_killed(monkeypatch):
-    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
+def test_a_hang_of_forks_ends_with_the_stacks_of_each():
     with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
         run_forked(HANG, num_ranks=2, timeout_s=2.0)
+
     text = str(caught.value)
     assert text.count("in wait_for_ever") == len(pids(text)) == 2
     assert not any(map(runs, pids(text)))
 
-    done = run_forked(LEAVE_A_FORK)
+
+@pytest.mark.parametrize(("run", "code"), [(run_script, SESSION), (run_forked, FORK)])
+def test_a_process_left_behind_is_reported_and_killed(monkeypatch, run, code):
+    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
+
+    done = run(code)
 
     assert done.returncode == 3
     assert len(done.left_behind) == len(pids(done.stdout)) == 1

@@ -119,53 +119,39 @@ def test_only_allowed_cpus_count(host):
     assert cores_of_host(root) == [(1,), (2, 10), (5,)]
 
 
-def test_without_sys_each_cpu_is_a_core(host, tmp_path):
-    host([], allowed={0, 3})
-    write(tmp_path / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list", "0-x")
-
-    assert cores_of_host(tmp_path) == [(0,), (3,)]
-
-
 RUN = {"TORCHELASTIC_RUN_ID": "a-run", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-def pinned(_, changes=()):
-    """Pin this process; return the CPUs of each of its threads, of a child, and its output."""
-    cpus_before, environment_before = os.sched_getaffinity(0), dict(os.environ)
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    os.environ.update(RUN | dict(changes))
-    try:
+def pinned(changes=()):
+    """Pin a process; return the CPUs of each of its threads, those of a child, and its output."""
+
+    def pin():
+        os.environ.update(RUN | dict(changes))
+        thread = threading.Thread(target=threading.Event().wait, daemon=True)
+        thread.start()
         with contextlib.redirect_stderr(io.StringIO()) as written:
             pin_this_process()
-        cpus = [os.sched_getaffinity(thread_id) for thread_id in (0, thread.native_id or 0)]
-        return cpus, in_child(lambda: os.sched_getaffinity(0)), written.getvalue()
-    finally:
-        for thread_id in (0, thread.native_id or 0):
-            os.sched_setaffinity(thread_id, cpus_before)
-        ended.set()
-        thread.join()
-        os.environ.clear()
-        os.environ.update(environment_before)
+        of_threads = [os.sched_getaffinity(number) for number in (0, thread.native_id or 0)]
+        return of_threads, eval(in_child(lambda: os.sched_getaffinity(0))), written.getvalue()
+
+    return eval(in_child(pin))
 
 
+@pytest.mark.dist
 @needs_two_cpus
-def test_a_process_is_pinned_with_all_its_threads_but_not_its_children(ranks):
-    ((cpus_of_threads, of_child, written),) = ranks(1).run(pinned, world=False).values()
-
+def test_a_process_is_pinned_with_all_its_threads_but_not_its_children():
     expected = set(itertools.chain(*shares(2)[1])) or os.sched_getaffinity(0)
-    assert cpus_of_threads == [expected] * 2
-    assert of_child == str(os.sched_getaffinity(0))
-    assert written == ""
+
+    assert pinned() == ([expected] * 2, os.sched_getaffinity(0), "")
 
 
-@pytest.mark.parametrize(
+@pytest.mark.dist
+@for_each(
     ("changes", "warning"),
     [({"PROCPIPE_PIN": "0"}, ""), ({"LOCAL_RANK": "5"}, "not pinned to cores: IndexError(")],
 )
-def test_when_a_process_is_not_pinned(ranks, changes, warning):
-    ((cpus_of_threads, _, written),) = ranks(1).run(pinned, changes, world=False).values()
+def test_when_a_process_is_not_pinned(changes, warning):
+    cpus_of_threads, _, written = pinned(changes)
 
     assert cpus_of_threads == [os.sched_getaffinity(0)] * 2
     assert written.count("\n") == bool(warning)

@@ -84,29 +84,37 @@ def test_the_devices_of_ranks(
     assert devices in (None, " ".join(map(str, world.devices)))
 
 
-@pytest.mark.parametrize(
-    ("devices", "error", "words"),
+@for_each(
+    ("num_gpus", "visible", "rank", "devices", "error", "words"),
     [
-        (["cpu"], IndexError, r"2 processes but 1 device \['cpu'\]"),
-        (["cpu", "cuda:0"], ValueError, r"list one device a process, all CPUs"),
-        (["meta", "meta"], ValueError, r"devices=\['meta', 'meta'\]: list one"),
+        (0, None, 0, ["cpu"], IndexError, r"3 processes but 1 device \['cpu'\]"),
+        (0, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
+        (0, None, 0, ["meta"] * 3, ValueError, r"devices=\['meta', 'meta', 'meta'\]: list one"),
+        (
+            *(2, "4,5", 2, None, IndexError),
+            r"rank 2 is process 2 of this host, which has only 2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
+            r": start fewer processes.*devices=\['cuda:0', 'cuda:0', …\] to share GPUs",
+        ),
+        (
+            *(1, "7", 1, [0, 1, 2], IndexError),
+            r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave",
+        ),
+        (
+            *(2, None, 2, [0, 1, 2], IndexError),
+            r"^devices gives rank 2 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
+        ),
     ],
 )
-def test_devices_that_cannot_be_used_are_refused(environment, devices, error, words):
-    environment(RANK=0, WORLD_SIZE=2)
+def test_devices_that_cannot_be_used_are_refused(
+    environment, monkeypatch, num_gpus, visible, rank, devices, error, words
+):
+    environment(num_gpus, RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     with pytest.raises(error, match=words):
         World.from_environment(devices)
-
-
-def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
-    environment(num_gpus=2, RANK=2, WORLD_SIZE=3, LOCAL_RANK=2, LOCAL_WORLD_SIZE=3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-
-    with pytest.raises(IndexError, match="rank 2 is process 2 of this host, which ha") as caught:
-        World.from_environment()
-    assert "only 2 GPUs (CUDA_VISIBLE_DEVICES=4,5): start fewer processes" in str(caught.value)
-    assert "devices=['cuda:0', 'cuda:0', …] to share GPUs" in str(caught.value)
 
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
@@ -127,29 +135,6 @@ def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypa
 class Properties:
     def __init__(self, index):
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "visible", "words"),
-    [
-        (1, "7", r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave"),
-        (
-            2,
-            None,
-            r"^devices gives rank 1 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
-        ),
-    ],
-)
-def test_a_gpu_that_a_process_does_not_see_is_refused(
-    environment, monkeypatch, num_gpus, visible, words
-):
-    environment(num_gpus=num_gpus, RANK=1, WORLD_SIZE=2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    with pytest.raises(IndexError, match=words):
-        World.from_environment(["cuda:0", f"cuda:{num_gpus}"])
 
 
 @pytest.mark.dist
