@@ -7,6 +7,7 @@ tests/dist/test_stops.py.
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from procpipe import Stage
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.state import save
-from tests.dist.script import run_forked
 from tests.test_forks import in_child
 
 WIDTH = 4
@@ -37,50 +37,6 @@ def stage_of(world, faulty: nn.Module | None = None):
 
 def batch(size=6):
     return torch.ones(size, WIDTH), torch.zeros(size, WIDTH)
-
-
-CHILDREN_END = """
-    import os, sys
-    import torch, torch.nn.functional as F
-    from torch import nn
-    from procpipe import Stage
-
-    size = int(sys.argv[1])
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss)
-
-    def end(how):
-        if how == "raise":
-            raise ValueError("boom")
-        if how == "close":
-            stage.close()
-        if how == "call":
-            stage.step(torch.ones(size, 4), torch.zeros(size, 4))
-        sys.exit(0)
-
-    losses, codes = [], []
-    for how in (None, "raise", "close", "call", None):
-        losses.append(float(stage.step(torch.ones(size, 4), torch.zeros(size, 4))))
-        if how is None:
-            continue
-        pid = os.fork()
-        if pid == 0:
-            end(how)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    if stage.rank == 0:
-        print(*codes, set(losses) == {losses[0]})
-"""
-
-
-def test_children_raise_close_or_call():
-    done = run_forked(CHILDREN_END, num_ranks=2, args=[str(BULK)], tears_down=True).check()
-
-    assert done.stdout == "1 0 1 True\n"
-    # Each rank's traceback has it in the source line and in the message.
-    assert done.stderr.count("boom") == done.stderr.count("ValueError") == 4
-    assert done.stderr.count("that one can use its stage") == 2
-    assert done.stderr.count("Traceback (most recent call last)") == 4, done.stderr
 
 
 class Forks(nn.Linear):
@@ -118,16 +74,29 @@ def test_a_child_continues_its_parents_call(ranks, transport):
     assert outcomes.values() == [(True, None), (True, 9)]
 
 
-def saves_in_the_background(world, folder):
+def uses_in_children(world, folder):
     stage = stage_of(world)
-    stage.step(*batch())
+    losses = [float(stage.step(*batch()))]
     saving = save(folder, stage, asynchronous=True)
-    of_child = in_child(saving.wait)
+    found = [
+        in_child(act)
+        for act in (
+            lambda: stage.step(*batch()),
+            saving.wait,
+            stage.close,
+            lambda: sys.excepthook(ValueError, ValueError("boom"), None),
+        )
+    ]
     saving.wait()
-    return "only that one can wait for it" in of_child, saving.path.is_dir()
+    losses.append(float(stage.step(*batch())))
+    return losses[0] == losses[1] and saving.path.is_dir(), found
 
 
-def test_a_child_cannot_wait_for_a_save_of_its_parent(ranks, tmp_path):
-    outcomes = ranks(2).run(saves_in_the_background, str(tmp_path))
-
-    assert outcomes.values() == [(True, True)] * 2
+def test_children_call_wait_close_or_fail(ranks, tmp_path):
+    for outcome in ranks(2).run(uses_in_children, str(tmp_path)):
+        is_unchanged, (call, wait, *others) = outcome.value
+        assert is_unchanged
+        assert "that one can use its stage" in call
+        assert "only that one can wait for it" in wait
+        assert others == ["None", "None"]
+        assert outcome.output == "ValueError: boom\n"

@@ -20,7 +20,6 @@ from torch import nn
 from procpipe import RemoteStageError, Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
 from procpipe.job.board import Board
-from tests.dist import stages
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Outcomes
 
@@ -269,43 +268,7 @@ def test_ranks_disagree(ranks):
         assert outcome.output == ""
 
 
-def test_arguments_that_are_wrong_on_one_rank_end_all(ranks):
-    """They do so at once, before any call: rank 1 calls nothing, and waits for an end."""
-    outcomes = ranks(3).run(options_differ, [{}, {}, {"balance": [2, 1]}])
-
-    check(outcomes, 2, "BalanceError", "the balance [2, 1] places 3 layers")
-
-
-def runs_backward(world, first):
-    stage = stage_of(world)
-    losses = [F.mse_loss(stage(batch()[0]), batch()[1].to(stage.device)) for _ in range(2)]
-    losses[first].backward()
-    losses[1].backward()
-
-
-@pytest.mark.parametrize("first", [1, 0], ids=["twice", "stale"])
-def test_backward_that_cannot_be_run(ranks, first):
-    for failure in ranks(3).run(runs_backward, first).errors():
-        assert failure.type == "RuntimeError"
-        assert "backward" in failure.text
-
-
 # -- ranks that wait -----------------------------------------------------------------------------
-
-
-def use_two(bare):
-    """Each rank calls another of two pipelines."""
-    two = []
-    for k in range(2):
-        world = stages.world_of(bare, str(k))
-        two.append(stage_of(world))
-    two[bare.rank].step(*batch())
-
-
-def test_pipelines_used_in_different_order_wait_for_one_another(ranks):
-    for failure in ranks(2).run(use_two, world=False, world_timeout_s=0.5).errors():
-        assert failure.type in ("WaitTimeoutError", "RemoteStageError")
-        assert re.search(r"rank (1|0) has waited 0.\d s for .* from (rank|.*\(rank)", failure.text)
 
 
 def runs_ahead(world):

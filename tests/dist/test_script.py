@@ -7,7 +7,7 @@ import re
 import psutil
 import pytest
 
-from tests.dist.report import RanksFailedError, RanksHungError
+from tests.dist.report import RanksHungError
 from tests.dist.script import run_forked, run_script
 
 pytestmark = pytest.mark.dist
@@ -67,25 +67,6 @@ def test_a_hang_of_new_processes_ends_with_the_stacks_of_each():
     for rank in range(2):
         _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-
-
-def test_a_fork_fails_as_a_script_does():
-    code = """
-        import atexit, os, sys
-        atexit.register(print, "at exit")
-        {}
-    """
-    known, unknown, hard = (
-        run_forked(code.format(end))
-        for end in ("sys.exit('wrong')", "raise KeyError('mine')", "os.kill(os.getpid(), 9)")
-    )
-
-    assert (known.returncode, known.stdout, known.stderr) == (1, "at exit\n", "wrong\n")
-    assert (unknown.returncode, unknown.stdout) == (1, "at exit\n")
-    assert unknown.stderr.endswith("KeyError: 'mine'\n")
-    assert (hard.returncode, hard.stdout) == (-9, "")
-    with pytest.raises(RanksFailedError, match=r"exit code -9"):
-        hard.check()
 
 
 def test_a_hang_of_forks_ends_with_the_stacks_of_each():

@@ -92,3 +92,13 @@ def test_texts_that_are_too_long_are_cut_at_a_character_and_facts_lose_the_layer
     assert reading.call == "x" + "ä" * 63
     assert reading.facts == {"device": "cpu", "layers": []}
     assert reading.layer == ""
+
+
+def test_a_closed_board_keeps_its_content_for_its_process():
+    board = Board.create(0, 1)
+    board.write_facts({"device": "cpu"})
+    board.start_call("step")
+
+    board.close()
+
+    assert (board.read().call, board.read().facts) == ("step", {"device": "cpu"})

@@ -233,22 +233,19 @@ def test_a_rank_that_ends_during_the_start_is_noticed(job, hosts):
     assert str(error).startswith("rank 1 failed:\nrank 1 ended without a message")
 
 
-@pytest.mark.parametrize("hosts", ["xx", "xy"])
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n" + bytes(100), "end"])
-def test_strangers_are_refused(job, monkeypatch, hosts, sent):
-    """One that sends nothing is waited for, for a moment."""
+def test_strangers_are_refused(job, monkeypatch, sent):
+    """One that sends nothing is waited for, for a moment. By TCP: tests/launch/run/test_hosts."""
     monkeypatch.setattr(start, "_HANDSHAKE_TIMEOUT_S", 0.1)
-    meeting = meeting_of(hosts)
-    if meeting.store is not None:
-        meeting.store.set("procpipe/all/0/host/1", json.dumps("127.0.0.1"))
-    (first,) = job(hosts[0], 2, meeting)
-    strangers = [connected(first, meeting) for _ in range(3)]
+    meeting = meeting_of("xx")
+    (first,) = job("x", 2, meeting)
+    strangers = [connected(first) for _ in range(3)]
     for stranger in strangers:
         if sent == "end":
             stranger.close()
         else:
             stranger.sendall(sent)
-    (second,) = job(hosts[1], 2, meeting, first=1)
+    (second,) = job("x", 2, meeting, first=1)
 
     assert [first.ended(), second.ended()] == [None, None]
     assert first.mesh.peers == (1,)
@@ -256,11 +253,8 @@ def test_strangers_are_refused(job, monkeypatch, hosts, sent):
         stranger.close()
 
 
-def connected(rank, meeting):
+def connected(rank):
     """Return a socket that is connected to a rank's listener."""
-    if meeting.store is not None:
-        _, _, *address, _ = json.loads(meeting.store.get("procpipe/all/0/address/0"))
-        return socket.create_connection(address)
     while True:
         link = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(ConnectionRefusedError):
