@@ -35,7 +35,6 @@ import contextlib
 import itertools
 import mmap
 import struct
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
-from procpipe.channel.under_way import UnderWay
+from procpipe.channel.under_way import DeviceTransfers
 
 #: A note begins with the numbers of the slot and of its message, and how many numbers of dropped
 #: slots follow.
@@ -64,9 +63,6 @@ FLAGS_BYTES = 1 << 20
 
 #: A slot begins with its two numbers.
 _FILLED, _TAKEN, _TENSORS = 0, 128, 256
-
-#: Tensors begin at multiples of this, for fast copies.
-_ALIGNMENT = 256
 
 #: The driver cuts smaller allocations out of a block, which it would share as a whole.
 _GRANULE = 2 << 20
@@ -100,7 +96,7 @@ class Note(NamedTuple):
         return cls(number, serial, dropped, handle)
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(DeviceTransfers):
     """Slots of one GPU's memory between this rank and those that share the GPU.
 
     ``own_file`` is the descriptor of this rank's file of flags, of ``FLAGS_BYTES`` zeros, and
@@ -108,15 +104,13 @@ class CudaIpcTransport:
     """
 
     holds_device = False
-    copies_at_once = False
-    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0
 
     def __init__(self, gpu: Gpu, own_file: int, files: Mapping[int, int]) -> None:
+        super().__init__()
         self._gpu = gpu
         self._flags = mmap.mmap(own_file, FLAGS_BYTES)
         self._flags_of = {peer: mmap.mmap(file, FLAGS_BYTES) for peer, file in files.items()}
-        self._under_way = UnderWay()
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
@@ -134,7 +128,7 @@ class CudaIpcTransport:
     ) -> tuple[CudaIpcSent, bytes]:
         """Queue the copies of dense tensors into a slot, behind the current stream."""
         gpu = self._gpu
-        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        offsets, size = layout([tensor.nbytes for tensor in tensors])
         slot, dropped = self._free_slot(peer, channel_id, size)
         stream = self._sending[peer, channel_id]
         stream.wait_stream(gpu.current_stream())
@@ -148,7 +142,7 @@ class CudaIpcTransport:
         self._flags[slot.number] = _IN_USE
         handle = gpu.export(slot.address) if slot.serial == 1 else b""
         copied = stream.record_event()
-        self._under_way.add((peer,), copied.query)
+        self._add((peer,), copied.query)
         return CudaIpcSent(gpu, slot, copied), Note(
             slot.number, slot.serial, dropped, handle
         ).pack()
@@ -167,13 +161,13 @@ class CudaIpcTransport:
         tensors = gpu.new_tensors(meta, stream)
         gpu.wait(stream, slot.address + _FILLED, sent_note.serial)
         address = slot.address + _TENSORS
-        offsets, _ = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        offsets, _ = layout([tensor.nbytes for tensor in tensors])
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
         gpu.write(stream, slot.address + _TAKEN, sent_note.serial)
         slot.copied = stream.record_event()
-        self._under_way.add((peer,), slot.copied.query)
+        self._add((peer,), slot.copied.query)
         slot.flags[slot.number] = _FREE  # only once the write is queued
         return tensors, partial(_wait_received, gpu, tensors, slot.copied)
 
@@ -189,15 +183,7 @@ class CudaIpcTransport:
         self._close_unused()
         self._dropped = slots
         self._slots.clear()
-        self._under_way.clear()
-
-    def queued_with(self) -> list[int]:
-        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
-        return sorted(self._under_way.ranks())
-
-    def are_over(self) -> bool:
-        """Return whether all transfers are over; see ``DeviceTransfers``."""
-        return not self._under_way.look_at_all()
+        self._begun.clear()
 
     def close(self) -> None:
         """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""

@@ -28,12 +28,10 @@ from procpipe.channel.monitor import GOODBYE, Monitor, Reports, too_long
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children
 
-#: Handles a frame: sequence number, flags, body (writable, valid only during the call).
+#: Handles a frame: sequence number, flags, body (as for ``frames.Taker``).
 Handler = Callable[[int, int, memoryview], None]
 
-#: Says where the body of a large frame goes, by its flags and number of bytes; None for anywhere.
-Place = Callable[[int, int], memoryview | None]
-_Frame = tuple[int, int, bytearray]
+_Frame = tuple[int, int, memoryview]
 
 #: The system's calls take no longer time, such as an infinite one.
 _MAX_POLL_S = 3600.0
@@ -84,7 +82,6 @@ class Mesh:
         self._peer_of: dict[int, int] = {}  # by descriptor
         self._left: set[int] = set()
         self._handlers: dict[tuple[int, int], Handler] = {}
-        self._places: dict[tuple[int, int], Place] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self._poller = select.poll()
         self._poller.register(self.monitor.wakes_main, select.POLLIN)
@@ -95,9 +92,7 @@ class Mesh:
         self, peer: int, data: socket.socket, alarm: socket.socket, process: int | None
     ) -> None:
         """Add a connected peer: two sockets, and a descriptor of its process, if it has one."""
-        self._data[peer] = Frames(
-            data, partial(self._take, peer), self._buffer, partial(self._place, peer)
-        )
+        self._data[peer] = Frames(data, partial(self._take, peer), self._buffer)
         self._peer_of[data.fileno()] = peer
         self._poller.register(data, select.POLLIN)
         self.monitor.add(peer, alarm, process)
@@ -115,16 +110,11 @@ class Mesh:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._data and peer not in self._left
 
-    def on(self, peer: int, frame_type: int, handler: Handler, place: Place | None = None) -> None:
-        """Pass frames of a type from a peer to ``handler``, those that came early first.
-
-        ``place`` may give the memory that a large body is read into.
-        """
+    def on(self, peer: int, frame_type: int, handler: Handler) -> None:
+        """Pass frames of a type from a peer to ``handler``, those that came early first."""
         self._handlers[peer, frame_type] = handler
-        if place is not None:
-            self._places[peer, frame_type] = place
-        for sequence, flags, body in self._early.pop((peer, frame_type), ()):
-            handler(sequence, flags, memoryview(body))
+        for frame in self._early.pop((peer, frame_type), ()):
+            handler(*frame)
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -211,13 +201,11 @@ class Mesh:
 
         Of some peers it is a failure to have left; ``meanwhile`` says what this rank does.
         """
-        deadline_s = time.monotonic() + _FAILURE_TIMEOUT_S
-        while not (gone := self._left.intersection(peers)):
-            left_s = deadline_s - time.monotonic()
-            if not self._data or left_s <= 0:
-                return
-            self.poll(left_s)
-        self._blame_for_leaving(min(gone), meanwhile)
+        gone = self._left.intersection
+        self._read_until(lambda: gone(peers) or not self._data, _FAILURE_TIMEOUT_S)
+        self._raise_failure()
+        if gone(peers):
+            self._blame_for_leaving(min(gone(peers)), meanwhile)
 
     def _read_and_write(self, timeout_s: float) -> None:
         """Read and send what is possible within a time; after a failure, all that has come."""
@@ -273,11 +261,9 @@ class Mesh:
         elif frame_type == GOODBYE:
             self._left.add(peer)
         else:
-            self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
-
-    def _place(self, peer: int, frame_type: int, flags: int, num_bytes: int) -> memoryview | None:
-        place = self._places.get((peer, frame_type))
-        return None if place is None else place(flags, num_bytes)
+            if len(body) <= READ_BYTES:
+                body = memoryview(bytearray(body))
+            self._early[peer, frame_type].append((sequence, flags, body))
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -307,7 +293,7 @@ class Mesh:
         self.monitor.close()
         for data in self._data.values():
             data.close()
-        for held in (self._data, self._peer_of, self._handlers, self._places):
+        for held in (self._data, self._peer_of, self._handlers):
             held.clear()
         self._poller = select.poll()
 
@@ -329,7 +315,7 @@ class Mesh:
         )
         self.close()
 
-    def _read_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+    def _read_until(self, ready: Callable[[], object], timeout_s: float) -> None:
         """Read and send until a condition holds, there is a failure, or for some time."""
         deadline_s = time.monotonic() + timeout_s
         while not ready() and self.monitor.failure is None and time.monotonic() < deadline_s:

@@ -53,6 +53,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
 from procpipe.channel.meta import Meta, allocate, elements
-from procpipe.channel.under_way import UnderWay
+from procpipe.channel.under_way import DeviceTransfers
 from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
@@ -87,31 +88,25 @@ _OUT_OF_REACH_S = 30 * 86400.0
 _NOTE = struct.Struct("<Q")
 
 
-class Communicators:
+class Communicators(DeviceTransfers):
     """The communicators of one rank, each a process group of torch's, by the ranks in it."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._under_way = UnderWay()
-        self._connecting_to: tuple[int, ...] = ()
         self._is_drained = False
 
     def queued_with(self) -> list[int]:
-        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
-        ranks = {*self._connecting_to, *self._under_way.ranks()}
-        return sorted(ranks - {self._rank})
-
-    def are_over(self) -> bool:
-        """Return whether all transfers are over; see ``DeviceTransfers``."""
-        return not (self._connecting_to or self._under_way.look_at_all())
+        """Return the other ranks with which transfers may be under way."""
+        return [rank for rank in super().queued_with() if rank != self._rank]
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
-        self._under_way.clear()
+        self._begun.clear()
         self._is_drained = True
 
     def close(self) -> None:
@@ -138,7 +133,8 @@ class Communicators:
         from torch.distributed import ProcessGroupNCCL
 
         own = PrefixStore(f"nccl/{'-'.join(map(str, ranks))}", store)
-        self._connecting_to = ranks
+        is_connected = threading.Event()
+        self._add(ranks, is_connected.is_set)
         own.set(f"blocks/{self._rank}", str(num_blocks))
         num_blocks = min(int(own.get(f"blocks/{rank}")) for rank in ranks)
         options = nccl_options(
@@ -152,16 +148,15 @@ class Communicators:
         self._groups[ranks] = group
         begin(group, [token]).block_current_stream()
         torch.cuda.current_stream(self._device).synchronize()
-        self._connecting_to = ()
+        is_connected.set()
+        self._look(ranks)
 
 
 class NcclTransport(Communicators):
     """One two-rank communicator per directed pair of ranks, its key ``(source, destination)``."""
 
     holds_device = True  # NCCL's are rendezvous
-    copies_at_once = False
     inline_bytes = 0
-    max_posted = 1 << 62  # only the first of a pair occupies part of the GPU
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
@@ -210,7 +205,7 @@ class NcclTransport(Communicators):
         if not parts:
             return None
         work = _transfer(self._groups[pair], parts, is_sender=pair[0] == self._rank)
-        self._under_way.add(pair, work.is_completed)
+        self._add(pair, work.is_completed)
         return work
 
 
@@ -233,7 +228,7 @@ class NcclGroup(Communicators):
     def begin(self, operate: Callable[[Any], Work]) -> Work:
         """Begin an operation of torch's process group; the host never waits for it."""
         work = operate(self._groups[self._ranks])
-        self._under_way.add(self._ranks, work.is_completed)
+        self._add(self._ranks, work.is_completed)
         return work
 
 
