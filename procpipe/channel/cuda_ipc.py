@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +48,8 @@ from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
 from procpipe.channel.under_way import DeviceTransfers
 
-#: A note begins with the numbers of the slot and of its message, and how many numbers of dropped
-#: slots follow.
-_NOTE = struct.Struct("<IQH")
-_NUMBER = struct.Struct("<I")
-_MAX_DROPPED = 1000
+#: Numbers in a note.
+_NUMBER = "Q"
 
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
@@ -71,29 +68,20 @@ _GRANULE = 2 << 20
 class Note(NamedTuple):
     """The token's description of a slot."""
 
+    handle: bytes  # opens the slot
     number: int  # the slot's, unique for its sender
     serial: int  # which message of this slot it is, from 1
-    dropped: tuple[int, ...]  # slots that the receiver is to close
-    handle: bytes  # opens the slot; empty if the receiver has opened it
+    dropped: Sequence[int]  # slots that the receiver is to close
 
     def pack(self) -> bytes:
         """Encode the note."""
-        start = _NOTE.pack(self.number, self.serial, len(self.dropped))
-        return start + b"".join(map(_NUMBER.pack, self.dropped)) + self.handle
+        return self.handle + array(_NUMBER, (self.number, self.serial, *self.dropped)).tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Note:
-        """Decode what :meth:`pack` wrote; ``ValueError`` if the bytes are not a note."""
-        try:
-            number, serial, num_dropped = _NOTE.unpack_from(data)
-            end = _NOTE.size + num_dropped * _NUMBER.size
-            dropped = tuple(each for (each,) in _NUMBER.iter_unpack(data[_NOTE.size : end]))
-        except struct.error as error:
-            raise ValueError(f"not the note of a slot: {data[:80]!r}") from error
-        handle = data[end:]
-        if len(dropped) != num_dropped or len(handle) not in (0, HANDLE_BYTES):
-            raise ValueError(f"not the note of a slot: {data[:80]!r}")
-        return cls(number, serial, dropped, handle)
+        """Decode what :meth:`pack` wrote."""
+        number, serial, *dropped = memoryview(data)[HANDLE_BYTES:].cast(_NUMBER)
+        return cls(data[:HANDLE_BYTES], number, serial, dropped)
 
 
 class CudaIpcTransport(DeviceTransfers):
@@ -140,12 +128,10 @@ class CudaIpcTransport(DeviceTransfers):
         slot.serial += 1
         gpu.write(stream, slot.address + _FILLED, slot.serial)
         self._flags[slot.number] = _IN_USE
-        handle = gpu.export(slot.address) if slot.serial == 1 else b""
         copied = stream.record_event()
         self._add((peer,), copied.query)
-        return CudaIpcSent(gpu, slot, copied), Note(
-            slot.number, slot.serial, dropped, handle
-        ).pack()
+        note = Note(slot.handle, slot.number, slot.serial, dropped)
+        return CudaIpcSent(gpu, slot, copied), note.pack()
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -154,9 +140,10 @@ class CudaIpcTransport(DeviceTransfers):
         gpu, sent_note = self._gpu, Note.unpack(note)
         self._closing += [self._opened.pop((peer, number)) for number in sent_note.dropped]
         self._close_unused()
-        if sent_note.handle:
-            self._opened[peer, sent_note.number] = self._open(peer, sent_note)
-        slot = self._opened[peer, sent_note.number]
+        slot = self._opened.get((peer, sent_note.number))
+        if slot is None:
+            slot = _OpenedSlot(sent_note.number, gpu.open(sent_note.handle), self._flags_of[peer])
+            self._opened[peer, slot.number] = slot
         stream = self._receiving[peer, channel_id]
         tensors = gpu.new_tensors(meta, stream)
         gpu.wait(stream, slot.address + _FILLED, sent_note.serial)
@@ -193,7 +180,7 @@ class CudaIpcTransport(DeviceTransfers):
 
     # -- slots of this rank, to send from -------------------------------------------------------
 
-    def _free_slot(self, peer: int, channel_id: int, size: int) -> tuple[_Slot, tuple[int, ...]]:
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> tuple[_Slot, Sequence[int]]:
         """Return a free slot that is large enough, and the numbers of slots just dropped."""
         slots = self._slots[peer, channel_id]
         free = [slot for slot in slots if self._flags[slot.number] == _FREE]
@@ -202,22 +189,22 @@ class CudaIpcTransport(DeviceTransfers):
             slots.remove(fitting[0])
             slots.append(fitting[0])  # used in turn: the one free for longest waits least
             return fitting[0], ()
-        dropped = free[:_MAX_DROPPED]
-        for slot in dropped:
+        for slot in free:
             slots.remove(slot)
-        self._dropped += dropped
+        self._dropped += free
         self._free_closed()
         slots.append(self._new_slot(size))
-        return slots[-1], tuple(slot.number for slot in dropped)
+        return slots[-1], [slot.number for slot in free]
 
     def _new_slot(self, size: int) -> _Slot:
         gpu, stream = self._gpu, self._making
         total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
-        slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
+        address = gpu.allocate(total)
         # Old contents must not be taken for a message's number.
-        gpu.clear(stream, slot.address, total)
+        gpu.clear(stream, address, total)
         stream.synchronize()
-        return slot
+        number, handle = next(self._numbers), gpu.export(address)
+        return _Slot(number, address, handle, total - _TENSORS, self._flags)
 
     def _free_closed(self) -> None:
         closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
@@ -226,9 +213,6 @@ class CudaIpcTransport(DeviceTransfers):
             self._gpu.free(slot.address)
 
     # -- slots of peers, to receive from --------------------------------------------------------
-
-    def _open(self, peer: int, note: Note) -> _OpenedSlot:
-        return _OpenedSlot(note.number, self._gpu.open(note.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""
@@ -245,6 +229,7 @@ class _Slot:
 
     number: int
     address: int
+    handle: bytes
     size_bytes: int
     flags: mmap.mmap
     serial: int = 0  # of its last message

@@ -58,7 +58,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -171,7 +170,7 @@ class NcclTransport(Communicators):
         ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
         job. Raises ``ValueError`` if a rank would have more communicators than there are streams.
         """
-        pairs = sorted({channel[:2] for channel in channels})
+        pairs = {channel[:2] for channel in channels}
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = blocks_of(self._rank, pairs, num_multiprocessors)
         for pair in in_rounds(pairs):
@@ -179,11 +178,14 @@ class NcclTransport(Communicators):
                 is_sender = self._rank == pair[0]
                 self._connect(pair, store, num_blocks, partial(_transfer, is_sender=is_sender))
 
-    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[Sending | None, bytes]:
         """Begin to send dense tensors after the current stream has made them."""
         note = _NOTE.pack(self._num_sent[peer])
         self._num_sent[peer] += 1
-        return Sending(self._begin((self._rank, peer), tensors)), note
+        work = self._begin((self._rank, peer), tensors)
+        return (None if work is None else Sending(work)), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -236,16 +238,15 @@ class NcclGroup(Communicators):
 class Sending:
     """The send of one message's tensors."""
 
-    work: Work | None  # None if they have no elements
+    work: Work
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host goes on."""
-        if self.work is not None:
-            self.work.block_current_stream()
+        self.work.block_current_stream()
 
     def is_done(self) -> bool:
         """Return whether the device has completed the transfer."""
-        return self.work is None or self.work.is_completed()
+        return bool(self.work.is_completed())
 
 
 @dataclass
@@ -285,16 +286,9 @@ def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs in an order in which many ranks connect at the same time; pure.
 
     A rank connects one pair at a time. In the order of ranks, each would wait for the one before;
-    here a pair is in the first round in which neither of its ranks has another pair.
+    here pairs of neighbours do not: 0 and 1, 2 and 3, … are first, then 1 and 2, 3 and 4, …
     """
-    rounds: list[list[tuple[int, int]]] = []
-    for pair in pairs:
-        free = (found for found in rounds if {*pair}.isdisjoint(chain(*found)))
-        found = next(free, None)
-        if found is None:
-            rounds.append(found := [])
-        found.append(pair)
-    return [*chain(*rounds)]
+    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:

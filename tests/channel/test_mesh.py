@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore
 
-from procpipe.channel.monitor import FAILURE, GOODBYE, encode_failure
+from procpipe.channel.monitor import FAILURE, GOODBYE
 from procpipe.channel.store import MeshStore
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError, WaitTimeoutError
 from tests.channel.meshes import Peer, Recorded, frame, make_mesh, make_meshes, nothing, received_by
@@ -138,7 +138,7 @@ def test_what_a_peer_sent_comes_before_its_failure(wired):
     mesh, peer = wired
     received = received_by(mesh, 0, 7)
     peer.data.sendall(b"".join(frame(7, bytes([k])) for k in range(3)))
-    peer.alarm.sendall(frame(FAILURE, encode_failure(RemoteStageError(4, "the story"))))
+    peer.alarm.sendall(frame(FAILURE, b"the story", 4))
 
     mesh.wait(lambda: received, nothing)
 
