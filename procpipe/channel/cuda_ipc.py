@@ -39,7 +39,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +46,6 @@ from torch import Tensor
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
 from procpipe.channel.under_way import DeviceTransfers
-
-#: Numbers in a note.
-_NUMBER = "Q"
 
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
@@ -63,25 +59,6 @@ _FILLED, _TAKEN, _TENSORS = 0, 128, 256
 
 #: The driver cuts smaller allocations out of a block, which it would share as a whole.
 _GRANULE = 2 << 20
-
-
-class Note(NamedTuple):
-    """The token's description of a slot."""
-
-    handle: bytes  # opens the slot
-    number: int  # the slot's, unique for its sender
-    serial: int  # which message of this slot it is, from 1
-    dropped: Sequence[int]  # slots that the receiver is to close
-
-    def pack(self) -> bytes:
-        """Encode the note."""
-        return self.handle + array(_NUMBER, (self.number, self.serial, *self.dropped)).tobytes()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Note:
-        """Decode what :meth:`pack` wrote."""
-        number, serial, *dropped = memoryview(data)[HANDLE_BYTES:].cast(_NUMBER)
-        return cls(data[:HANDLE_BYTES], number, serial, dropped)
 
 
 class CudaIpcTransport(DeviceTransfers):
@@ -130,29 +107,32 @@ class CudaIpcTransport(DeviceTransfers):
         self._flags[slot.number] = _IN_USE
         copied = stream.record_event()
         self._add((peer,), copied.query)
-        note = Note(slot.handle, slot.number, slot.serial, dropped)
-        return CudaIpcSent(gpu, slot, copied), note.pack()
+        # What opens the slot, its number, that of its message, and slots that have been dropped.
+        note = slot.handle + array("Q", (slot.number, slot.serial, *dropped)).tobytes()
+        return CudaIpcSent(gpu, slot, copied), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Queue the copies of a message out of its slot, into new tensors."""
-        gpu, sent_note = self._gpu, Note.unpack(note)
-        self._closing += [self._opened.pop((peer, number)) for number in sent_note.dropped]
+        gpu = self._gpu
+        handle, numbers = note[:HANDLE_BYTES], memoryview(note)[HANDLE_BYTES:]
+        number, serial, *dropped = numbers.cast("Q")
+        self._closing += [self._opened.pop((peer, each)) for each in dropped]
         self._close_unused()
-        slot = self._opened.get((peer, sent_note.number))
+        slot = self._opened.get((peer, number))
         if slot is None:
-            slot = _OpenedSlot(sent_note.number, gpu.open(sent_note.handle), self._flags_of[peer])
-            self._opened[peer, slot.number] = slot
+            slot = _OpenedSlot(number, gpu.open(handle), self._flags_of[peer])
+            self._opened[peer, number] = slot
         stream = self._receiving[peer, channel_id]
         tensors = gpu.new_tensors(meta, stream)
-        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)
+        gpu.wait(stream, slot.address + _FILLED, serial)
         address = slot.address + _TENSORS
         offsets, _ = layout([tensor.nbytes for tensor in tensors])
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
-        gpu.write(stream, slot.address + _TAKEN, sent_note.serial)
+        gpu.write(stream, slot.address + _TAKEN, serial)
         slot.copied = stream.record_event()
         self._add((peer,), slot.copied.query)
         slot.flags[slot.number] = _FREE  # only once the write is queued

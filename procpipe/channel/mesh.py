@@ -1,11 +1,5 @@
 """The data sockets between the ranks of one job, and the one place that waits for other ranks.
 
-    main thread       waits in ``Mesh.wait`` only, or for its device; it alone uses data sockets
-    monitor thread    polls alarm sockets, processes and waits of the main thread; it never uses
-                      data sockets or CUDA (``monitor.py``)
-    other threads     wait for no rank
-    exceptions        before the first task: ``job/start.py``, and the connecting of NCCL and gloo
-
 The main thread reads frames while it waits (``wait``) and between tasks (``poll``), and passes each
 to the handler registered for its peer and frame type. What a peer had sent before it failed is
 handled first; then the wait raises the failure (``docs/starting_and_ending.md``).

@@ -168,18 +168,16 @@ def tensors_in(memory: memoryview, meta: Meta) -> list[Tensor]:
 def encode(meta: Meta) -> bytes:
     """Encode metadata as JSON."""
     tensors = [
-        [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad]
-        + [True] * t.is_channels_last
+        (t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad, t.is_channels_last)
         for t in meta.tensors
     ]
-    sharing = [meta.memories, meta.changes] if meta.memories or meta.changes else []
-    return json.dumps([meta.structure, tensors, *sharing], separators=(",", ":")).encode()
+    every = meta.structure, tensors, meta.memories, meta.changes
+    return json.dumps(every, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Meta:
     """Decode what :func:`encode` wrote."""
-    structure, tensors, *sharing = json.loads(data)
-    memories, changes = sharing or ((), ())
+    structure, tensors, memories, changes = json.loads(data)
     return Meta(
         from_json(structure),
         tuple(

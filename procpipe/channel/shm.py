@@ -33,10 +33,6 @@ from torch import Tensor
 
 from procpipe.channel.meta import Meta, layout, tensors_in
 
-#: A note: where the slot is in the sender's file, its size, and where the slots were that have been
-#: dropped since the token before.
-_NOTE = "Q"
-
 #: A slot begins with a cache line for the byte "in use".
 _HEADER_BYTES = 64
 _IN_USE = 0
@@ -75,14 +71,15 @@ class ShmTransport:
         address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
             ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
+        # Where the slot is, its size, and where those are that were dropped since the note before.
         dropped = self._dropped.pop((peer, channel_id), ())
-        return None, array(_NOTE, (slot.start, slot.num_bytes, *dropped)).tobytes()
+        return None, array("Q", (slot.start, slot.num_bytes, *dropped)).tobytes()
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Return the tensors of a message, in the memory of its slot."""
-        start, num_bytes, *dropped = memoryview(note).cast(_NOTE)
+        start, num_bytes, *dropped = memoryview(note).cast("Q")
         for each in dropped:
             self._mapped.pop((peer, each), None)
         slot = self._mapped.get((peer, start))

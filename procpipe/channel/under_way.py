@@ -7,12 +7,13 @@ the main thread notes what it has begun, and, as it begins more, what it sees do
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from procpipe.channel.base import Opened
 
-class DeviceTransfers(ABC):
+
+class DeviceTransfers(Opened):
     """Transfers that a device performs, so that a dead peer blocks the device.
 
     They are kept by the ranks that take part. Those of the same ranks mostly end in order.
@@ -35,14 +36,6 @@ class DeviceTransfers(ABC):
         for ranks in tuple(self._begun):
             self._look(ranks)
         return not any(self._begun.values())
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until no transfer is under way on this rank's device; called before ``close``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is shared; without ``drain`` before, only what no device may still use."""
 
     def _add(self, ranks: tuple[int, ...], is_done: Callable[[], bool]) -> None:
         """Note what has begun, and look what is done; ``is_done`` queries the device."""

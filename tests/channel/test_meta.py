@@ -58,7 +58,8 @@ def test_a_message_is_described():
     )
     assert meta.requires_grad == (True, False)
     assert meta.num_bytes == 2 * 3 * 4 + 1
-    assert encode(meta) == b'[["t",["*","*"]],[[[2,3],"float32",true],[[],"bool",false]]]'
+    tensors = b'[[[2,3],"float32",true,false],[[],"bool",false,false]]'
+    assert encode(meta) == b'[["t",["*","*"]],' + tensors + b",[],[]]"
 
 
 def test_infinities_are_preserved():
