@@ -40,6 +40,7 @@ class Frames:
 
     Attributes:
         sock: the socket.
+        unsent: data that waits until the socket can take more.
         has_ended: whether all that the peer has sent was passed on, and no more will come.
     """
 
@@ -52,12 +53,7 @@ class Frames:
         self._head = (0, 0, 0)  # of the frame whose body is being read
         self._body: memoryview | None = None  # all of it, and how much has come
         self._filled = 0
-        self._unsent: deque[memoryview] = deque()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether data waits until the socket can take more."""
-        return bool(self._unsent)
+        self.unsent: deque[memoryview] = deque()
 
     def send(
         self,
@@ -75,7 +71,7 @@ class Frames:
         size = sum(map(len, parts))
         frame = [_HEADER.pack(size, sequence, frame_type, flags), *parts]
         sent = 0
-        if not self._unsent:
+        if not self.unsent:
             try:
                 sent = self.sock.sendmsg(frame[:_MAX_PARTS])
             except BlockingIOError:
@@ -83,21 +79,21 @@ class Frames:
             except OSError:  # reading shows what has happened
                 return
         if sent < _HEADER.size + size:
-            self._unsent.extend(map(memoryview, frame if keep else [b"".join(frame)]))
+            self.unsent.extend(map(memoryview, frame if keep else [b"".join(frame)]))
             self._drop_sent(sent)
 
     def send_on(self) -> None:
         """Send queued data, as much as the socket accepts."""
         try:
-            while self._unsent:
-                self._drop_sent(self.sock.sendmsg(islice(self._unsent, _MAX_PARTS)))
+            while self.unsent:
+                self._drop_sent(self.sock.sendmsg(islice(self.unsent, _MAX_PARTS)))
         except BlockingIOError:
             return
         except OSError:
-            self._unsent.clear()
+            self.unsent.clear()
 
     def _drop_sent(self, num_bytes: int) -> None:
-        unsent = self._unsent
+        unsent = self.unsent
         while unsent and num_bytes >= len(unsent[0]):
             num_bytes -= len(unsent.popleft())
         if num_bytes:
@@ -129,7 +125,7 @@ class Frames:
 
     def close(self) -> None:
         """Close the socket, and drop what waits to be sent."""
-        self._unsent.clear()
+        self.unsent.clear()
         self.sock.close()
 
     def _pass_on(self, data: memoryview) -> None:

@@ -25,7 +25,6 @@ later polls and waits.
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 import weakref
 from collections import deque
@@ -56,12 +55,10 @@ from procpipe.tree import Flat, is_plain
 #: of its own.
 INLINE_BYTES = READ_BYTES
 
-_HAS_META = 1
-_HAS_TENSORS = 2
-_BLOCK_FOLLOWS = 4
-_IS_BLOCK = 8  # no token, but the tensors of the message whose token was the last
+_HAS_TENSORS = 1
+_BLOCK_FOLLOWS = 2
+_IS_BLOCK = 4  # no token, but the tensors of the message whose token was the last
 _IS_POSTED = 64  # added to a channel id: frame type by which the receiver says that it has posted
-_META_SIZE = struct.Struct("<Q")
 
 #: How often to look whether a transport is done, which no socket shows; and for how long after the
 #: peer has left, whose device may complete a transfer before this rank's does.
@@ -124,23 +121,24 @@ class Sender:
         Does not wait for the receiver; a large one without a transport is sent while it reads.
         """
         tensors = [self._sendable(tensor) for tensor in message.tensors]
-        flags, parts = self._news(message, tensors)
-        transport, size = self._transport, self._size_bytes
+        meta = self._news(message, tensors)
+        parts: list[Any] = [meta]
+        transport, size, flags = self._transport, self._size_bytes, 0
         if size <= self._inline_bytes:
-            flags |= _HAS_TENSORS
+            flags = _HAS_TENSORS
             parts += [memory_of(tensor) for tensor in tensors if tensor.numel()]
         elif transport is not None:
             parts.append(self._post(transport, tensors))
         else:
-            flags |= _BLOCK_FOLLOWS
-        self._mesh.send(self._peer, self._channel_id, flags, 0, *parts)
+            flags = _BLOCK_FOLLOWS
+        self._mesh.send(self._peer, self._channel_id, flags, len(meta), *parts)
         if flags & _BLOCK_FOLLOWS:
             self._send_block(tensors)
         self.num_messages += 1
         self.num_bytes += size
 
-    def _news(self, message: Flat, tensors: list[Tensor]) -> tuple[int, list[Any]]:
-        """Return flag and parts of the metadata, if it is not that of the message before."""
+    def _news(self, message: Flat, tensors: list[Tensor]) -> bytes:
+        """Return the encoded metadata; nothing if it is that of the message before."""
         _, structure, requires_grad = message
         # The structure as text: 1 == True == 1.0 and 0.0 == -0.0, but exactly these must arrive.
         what = (
@@ -151,11 +149,10 @@ class Sender:
             message.changes,
         )
         if what == self._last:
-            return 0, []
+            return b""
         meta = describe(Flat(tensors, structure, requires_grad).sharing(*what[3:]))
-        encoded = encode(meta)
         self._last, self._size_bytes = what, meta.num_bytes
-        return _HAS_META, [_META_SIZE.pack(len(encoded)), encoded]
+        return encode(meta)
 
     def _send_block(self, tensors: list[Tensor]) -> None:
         self.reap()
@@ -321,21 +318,18 @@ class Receiver:
         message = Flat(tensors, meta.structure, meta.requires_grad)
         return message.sharing(meta.memories, meta.changes)
 
-    def _on_frame(self, sequence: int, flags: int, body: memoryview) -> None:
-        start = 0
-        if flags & _HAS_META:
-            (size,) = _META_SIZE.unpack_from(body)
-            start = _META_SIZE.size + size
-            self._meta = decode(bytes(body[_META_SIZE.size : start]))
+    def _on_frame(self, meta_size: int, flags: int, body: memoryview) -> None:
+        if meta_size:
+            self._meta = decode(bytes(body[:meta_size]))
         assert self._meta is not None, "the first token of a channel carries metadata"
         if flags & _BLOCK_FOLLOWS:
             return
         if flags & _IS_BLOCK:
             self._arrived.append((self._meta, tensors_in(body, self._meta), b""))
         elif flags & _HAS_TENSORS:
-            self._arrived.append((self._meta, _tensors_from(body[start:], self._meta), b""))
+            self._arrived.append((self._meta, _tensors_from(body[meta_size:], self._meta), b""))
         else:
-            self._arrived.append((self._meta, None, bytes(body[start:])))
+            self._arrived.append((self._meta, None, bytes(body[meta_size:])))
         self._post()
 
     def _post(self) -> None:

@@ -96,10 +96,6 @@ class Mesh:
         """The other ranks, in order, those that have left, too."""
         return tuple(sorted({*self._data, *self._left}))
 
-    def socket_of(self, peer: int) -> socket.socket:
-        """Return the data socket to a connected peer."""
-        return self._data[peer].sock
-
     def is_connected(self, peer: int) -> bool:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._data and peer not in self._left
@@ -129,13 +125,13 @@ class Mesh:
         if data is None or peer in self._left:
             self._blame_for_leaving(peer, "sends to it")
         data.send(frame_type, flags, sequence, parts, keep=keep)
-        if data.has_unsent:
+        if data.unsent:
             self._poller.modify(data.sock, select.POLLIN | select.POLLOUT)
 
     def has_unsent(self, peer: int) -> bool:
         """Return whether data for a peer waits until its socket can take more."""
         data = self._data.get(peer)
-        return data is not None and data.has_unsent
+        return data is not None and bool(data.unsent)
 
     def flush(self) -> None:
         """Wait until the sockets have taken everything."""
@@ -227,7 +223,7 @@ class Mesh:
     def _send_on(self, peer: int) -> None:
         data = self._data[peer]
         data.send_on()
-        if not data.has_unsent:
+        if not data.unsent:
             self._poller.modify(data.sock, select.POLLIN)
 
     def _end(self, peer: int) -> None:

@@ -2,18 +2,9 @@
 
 Each pair of ranks has two sockets: one for data, which only the main thread uses (``mesh.py``), and
 one for alarms, which only this thread uses, for both directions. So a failure overtakes all data,
-and no signal handler, which runs in the main thread, interrupts it halfway.
-
-    what this thread sees               what it does
-    FAILURE on an alarm socket          keeps the first failure, passes it on to every other peer,
-                                        and wakes the main thread, whose wait raises it
-    a peer's end without a message      the same with ``PeerLostError``: the socket ends, or the
-                                        peer's process, whose sockets a child may keep open (pidfd)
-    GOODBYE, then the end               the peer has left; the main thread reads that from the data
-    the main thread's wait lasts        writes it on the board; reports a stall
-    after a failure it does not move,   ends the process with one line: it waits for a device, in a
-    and its GPU has transfers queued    transfer whose peer never comes
-    it does not move for ``timeout_s``  the same, with ``WaitTimeoutError`` as the reason
+and no signal handler, which runs in the main thread, interrupts it halfway. What it makes of each
+event is in the tables of ``docs/starting_and_ending.md``. A peer has ended when its alarm socket or
+its process ends (pidfd), as a child of its own may keep the socket open.
 
 It reads counters of the host and calls nothing of CUDA: a query may block while the main thread
 waits for the device (https://github.com/pytorch/pytorch/issues/104487).
@@ -177,7 +168,11 @@ class Monitor:
         if self._thread.is_alive():
             self._wake()
             self._thread.join(_SEND_TIMEOUT_S)
-        self._close_all()
+        with self._lock:
+            for peer in tuple(self._alarms):
+                self._close(peer)
+            for descriptor in (self.wakes_main, self._wakes_us):
+                os.close(descriptor)
 
     def give_up_in_child(self, error: ProcpipeError) -> None:
         """Note that this is a forked child, in which this thread does not run."""
@@ -321,13 +316,6 @@ class Monitor:
             if descriptor != alarm.sock.fileno():
                 os.close(descriptor)
         alarm.close()
-
-    def _close_all(self) -> None:
-        with self._lock:
-            for peer in tuple(self._alarms):
-                self._close(peer)
-            for descriptor in (self.wakes_main, self._wakes_us):
-                os.close(descriptor)
 
 
 def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:

@@ -40,9 +40,6 @@ exceeds a timeout or NCCL reports an error, and print its own messages. A group 
 ``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
 ``Work.block_current_stream``, used here, does not.
 
-**Torch's flight recorder** takes a stack for each transfer: 10 us of about 35 on an emulated GPU.
-It is left on, as users' own groups use it, too; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
-
 NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
 
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
@@ -50,12 +47,11 @@ Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,6 +75,8 @@ _MAX_BLOCKS_TOGETHER = 8
 #: How many communicators a rank may have: torch's streams of high priority, less the few that
 #: are used otherwise.
 _MAX_COMMUNICATORS = 29
+
+_WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 #: Torch's own limit for a transfer, set so high that it is never reached.
 _OUT_OF_REACH_S = 30 * 86400.0
@@ -139,9 +137,15 @@ class Communicators(DeviceTransfers):
         options = nccl_options(
             ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=True
         )
-        with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-            place = ranks.index(self._rank), len(ranks)
+        place = ranks.index(self._rank), len(ranks)
+        before = os.environ.get(_WITHOUT_WATCHDOG)
+        os.environ[_WITHOUT_WATCHDOG] = "1"  # read by the constructor
+        try:
             group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
+        finally:
+            del os.environ[_WITHOUT_WATCHDOG]
+            if before is not None:
+                os.environ[_WITHOUT_WATCHDOG] = before
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
         group.eager_connect_single_device(self._device)
         self._groups[ranks] = group
@@ -303,16 +307,3 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
 
     work: Work = in_a_batch(group, begin)
     return work
-
-
-@contextlib.contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable in this block, in which torch's constructor reads it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

@@ -73,7 +73,7 @@ def test_any_frames_arrive_by_any_pieces(frames, sizes, buffer_bytes):
     for _ in range(10_000):
         both.send_on()
         both.read()
-        if len(received) == len(frames) and not both.has_unsent:
+        if len(received) == len(frames) and not both.unsent:
             break
 
     assert received == [(*head, b"".join(parts)) for (*head, parts), _ in frames]
@@ -116,14 +116,14 @@ def test_parts_are_copied_unless_they_are_to_be_kept(keep, arrives):
     both, part = frames_on(sock, received), bytearray(b"1" * 8)
 
     both.send(7, 0, 0, [part], keep=keep)
-    assert both.has_unsent
+    assert both.unsent
     part[:] = b"2" * 8
     both.send_on()
 
     while not received:
         both.read()
     assert received == [(0, 7, 0, arrives)]
-    assert not both.has_unsent
+    assert not both.unsent
     part.append(0)  # no longer referenced
 
 
