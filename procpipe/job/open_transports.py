@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from procpipe.channel.base import Opened, OpenedDevice, Transport
+from procpipe.channel.base import Opened, Transport
 from procpipe.channel.mesh import Mesh
+from procpipe.channel.under_way import DeviceTransfers
 from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.transports import TransportChoice
@@ -26,7 +27,7 @@ _PART_TIMEOUT_S = 10.0
 _END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
 
 #: What stages that failed have left on this process's devices.
-_left_behind: list[OpenedDevice] = []
+_left_behind: list[DeviceTransfers] = []
 
 
 class OpenTransports:
@@ -45,7 +46,7 @@ class OpenTransports:
         self._mesh = mesh
         self._device = device
         self._memory = memory
-        self._of_device: list[OpenedDevice] = []
+        self._of_device: list[DeviceTransfers] = []
         self._store: MeshStore | None = None
 
     @property
@@ -100,7 +101,7 @@ class OpenTransports:
         nccl.connect(self.store, channels)
         return nccl
 
-    def add_of_device(self, transport: OpenedDevice) -> None:
+    def add_of_device(self, transport: DeviceTransfers) -> None:
         """Add what a rank exchanges by its device; it is closed with the others.
 
         Raises ``StageClosedError`` where a stage that failed has left transfers there.

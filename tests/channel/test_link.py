@@ -11,12 +11,13 @@ import weakref
 import pytest
 import torch
 
-from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
+from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
 from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
+LARGE_BYTES = 1 << 24
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 
 
@@ -24,8 +25,6 @@ class Slow:
     """A transport that sends nothing; a transfer is done when it has been queried three times."""
 
     holds_device = False
-    copies_at_once = False
-    max_posted = 1000
     inline_bytes = INLINE_BYTES
 
     def __init__(self):
@@ -135,8 +134,8 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
 
 
 def test_metadata_is_sent_only_when_it_changes(meshes):
-    flags = []
-    meshes[1].on(0, 1, lambda sequence, flag, body: flags.append(flag & 1))
+    has_meta = []
+    meshes[1].on(0, 1, lambda meta_size, flags, body: has_meta.append(int(meta_size > 0)))
     sender = Sender(meshes[0], 1, 1, None, CPU)
     t = torch.ones(2)
 
@@ -144,13 +143,13 @@ def test_metadata_is_sent_only_when_it_changes(meshes):
         sender.send(Flat.of(value))
     meshes[1].poll()
 
-    assert flags == [1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
+    assert has_meta == [1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
 
 
 def test_a_timeout_names_the_channel_and_the_message(meshes):
     meshes[1].timeout_s = 0.3
     receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
-    Sender(meshes[0], 1, 1, None, CPU).send(Flat.of(BIG))
+    Sender(meshes[0], 1, 1, None, CPU).send(Flat.of(torch.ones(1)))
     receiver.expect()
     receiver.take()
     receiver.expect()
@@ -224,11 +223,11 @@ def test_a_transfer_that_fails_for_an_unknown_reason_keeps_its_error(meshes, mon
         receiver.take()
 
 
-def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
+def test_without_a_transport_a_large_message_follows_its_token(meshes):
     """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
-    large = torch.arange(2 * PIECE_BYTES // 8 + 1)
+    large = torch.arange(2 * LARGE_BYTES // 8 + 1)
     values = [[large, torch.ones(0), torch.tensor(True)], torch.tensor([7])]
 
     for value in values:
@@ -256,7 +255,7 @@ def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, mon
     thread = threading.Thread(target=receiver.take)
     thread.start()
 
-    sender.send(Flat.of(torch.zeros(2 * PIECE_BYTES)))
+    sender.send(Flat.of(torch.zeros(2 * LARGE_BYTES)))
     has_unsent = meshes[0].has_unsent(1)
     sender.settle()
     thread.join()
@@ -264,10 +263,10 @@ def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, mon
     assert not has_unsent
 
 
-def test_a_tensor_that_changes_between_its_pieces_is_an_error(meshes):
+def test_a_tensor_that_changes_while_it_is_sent_is_an_error(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU, "activation")
-    large = torch.zeros(PIECE_BYTES)
+    large = torch.zeros(LARGE_BYTES)
     sender.send(Flat.of(large))
     large.add_(1)
     receiver.expect()
@@ -282,7 +281,7 @@ def test_a_tensor_that_changes_between_its_pieces_is_an_error(meshes):
 def test_tensors_may_be_written_to_once_the_socket_has_taken_them(meshes):
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
-    large = torch.zeros(PIECE_BYTES)
+    large = torch.zeros(LARGE_BYTES)
     found: list[torch.Tensor] = []
     receiver.expect()
     thread = threading.Thread(target=lambda: found.extend(receiver.take().tensors))
@@ -296,10 +295,10 @@ def test_tensors_may_be_written_to_once_the_socket_has_taken_them(meshes):
     assert not found[0].any()
 
 
-def test_memory_is_kept_while_pieces_move_though_the_ends_are_gone(meshes):
+def test_memory_is_kept_while_it_is_sent_though_the_ends_are_gone(meshes):
     """The mesh goes on to read and write after a stage is closed."""
     receiver, sender = Receiver(meshes[1], 0, 1, None, "x"), Sender(meshes[0], 1, 1, None, CPU)
-    message = Flat.of(torch.ones(PIECE_BYTES))
+    message = Flat.of(torch.ones(LARGE_BYTES))
     gone = weakref.ref(message.tensors[0])
     sender.send(message)
     del message
@@ -315,14 +314,13 @@ def test_memory_is_kept_while_pieces_move_though_the_ends_are_gone(meshes):
     assert gone() is None
 
 
-def test_a_message_that_stops_between_pieces_times_out(meshes):
-    """Each piece is progress, so a long transfer is no stall unless the pieces stop."""
+def test_a_message_that_stops_halfway_times_out(meshes):
     for mesh in meshes:
         mesh.timeout_s = 0.1
     receiver = Receiver(meshes[1], 0, 1, None, "x")
     sender = Sender(meshes[0], 1, 1, None, CPU)
     receiver.expect()
-    sender.send(Flat.of(torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)))
+    sender.send(Flat.of(torch.zeros(3 * LARGE_BYTES, dtype=torch.uint8)))
 
     with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):
         sender.wait_reusable()

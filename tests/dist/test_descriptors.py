@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from procpipe import Stage
-from procpipe.channel.link import PIECE_BYTES
 from tests.dist.stages import stage_of
 
 NUM_STAGES = 12
@@ -77,7 +76,7 @@ def peak_bytes():
 
 def test_a_large_value_is_fetched_without_a_copy_of_it(ranks):
     """Symptom: one copy at each end, and struct.error from 4 GiB on."""
-    num_bytes = 32 * PIECE_BYTES + 8
+    num_bytes = (1 << 29) + 8
 
     for taken in ranks(2).run(fetch_large, num_bytes).values():
         assert taken < num_bytes // 2

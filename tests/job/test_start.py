@@ -103,7 +103,7 @@ def test_all_ranks_connect_to_one_another(job, hosts):
             peer: inode(ranks[peer].file) for peer in same_host
         }
         for peer in others:
-            is_local = rank.mesh.socket_of(peer).family == socket.AF_UNIX
+            is_local = rank.mesh._data[peer].sock.family == socket.AF_UNIX
             assert is_local == (peer in same_host)
             received: list[object] = []
             rank.mesh.on(peer, 7, lambda *frame, received=received: received.append(frame))
@@ -363,7 +363,7 @@ def test_only_tcp_sockets_are_probed(job):
     ranks = job("xxy")
     assert [rank.ended() for rank in ranks] == [None] * 3
 
-    local, remote = ranks[0].mesh.socket_of(1), ranks[0].mesh.socket_of(2)
+    local, remote = ranks[0].mesh._data[1].sock, ranks[0].mesh._data[2].sock
     assert start._open_process(remote) is None
     assert not local.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     for link in (remote, ranks[0].mesh.monitor._alarms[2].sock):

@@ -46,7 +46,7 @@ def build(balance, **options):
 
 def links(stage):
     mesh = stage._world.mesh
-    return {peer: mesh.socket_of(peer).family.name for peer in mesh.peers}
+    return {peer: mesh._data[peer].sock.family.name for peer in mesh.peers}
 
 def train(stage, steps):
     losses = []
