@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from procpipe.channel.frames import Frames
-from tests.channel.meshes import frame, pair
+from tests.channel.meshes import frame
 
 
 class Narrow:
@@ -94,28 +94,6 @@ def test_frames_may_be_split_after_every_byte():
         while reader.read():
             pass
         assert received == [(5, 7, 0, b"hello"), (0, 7, 0, b""), (2**32 - 1, 9, 1, b"!")], cut
-
-
-def test_a_large_body_is_read_into_its_place():
-    memory, asked = memoryview(bytearray(1 << 16)), []
-
-    def place(*asked_for):
-        asked.append(asked_for)
-        return memory
-
-    ours, theirs = pair()
-    received = Received()
-    with ours, theirs:
-        reader, writer = frames_on(ours, received, place=place), frames_on(theirs, Received())
-        writer.send(7, 3, 0, [b"a" * 100])  # comes as a whole
-        writer.send(7, 4, 0, [b"b" * (1 << 16)])
-        while len(received) < 2:
-            writer.send_on()
-            reader.read()
-
-    assert asked == [(7, 4, 1 << 16)]
-    assert received == [(0, 7, 3, b"a" * 100), (0, 7, 4, bytes(memory))]
-    assert bytes(memory) == b"b" * (1 << 16)
 
 
 @pytest.mark.parametrize(("keep", "arrives"), [(False, b"1" * 8), (True, b"2" * 8)])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.channel.meta import Meta, TensorMeta, allocate, decode, describe, encode
+from procpipe.channel.meta import Meta, TensorMeta, decode, describe, encode
 from procpipe.tree import TENSOR, Flat, flatten
 from tests.cases import for_each
 
@@ -48,28 +45,6 @@ def test_metadata_reads_back(drawn):
     assert repr(decode(encode(meta))) == repr(meta)
 
 
-@given(st.binary() | st.text().map(str.encode))
-def test_bytes_that_are_no_metadata_are_refused(data):
-    with pytest.raises(ValueError, match="not the metadata of a message"):
-        decode(data)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
-
-
-@given(JSON, JSON)
-def test_any_json_is_metadata_or_a_value_error(structure, tensors):
-    try:
-        meta = decode(json.dumps([structure, tensors]).encode())
-    except ValueError:
-        return
-    assert isinstance(meta, Meta)
-    assert meta.num_bytes >= 0
-
-
 @for_each(
     "data",
     [
@@ -84,12 +59,10 @@ def test_any_json_is_metadata_or_a_value_error(structure, tensors):
         b'["*",[[[1],"float32"]]]',
         b'["*",[[[1,1,1],"float32",true,true]]]',
         b'["*",[[[1,1,1,1],"float32",true,true,1]]]',
-        b'["*"]',
-        b"\xff",
-        b"",
+        *(b'["*"]', b"null", b"\xff", b""),
     ],
 )
-def test_nearly_valid_metadata_is_refused(data):
+def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError, match="not the metadata of a message"):
         decode(data)
 
@@ -107,23 +80,3 @@ def test_a_message_is_described():
     assert meta.requires_grad == (True, False)
     assert meta.num_bytes == 2 * 3 * 4 + 1
     assert encode(meta) == b'[["t",["*","*"]],[[[2,3],"float32",true],[[],"bool",false]]]'
-
-
-def test_infinities_are_preserved():
-    meta = Meta(("t", (("v", math.inf), ("v", -math.inf), ("v", -0.0))), ())
-
-    assert repr(decode(encode(meta))) == repr(meta)
-
-
-@pytest.mark.gpu
-def test_index_tensors_that_are_never_received_are_zero():
-    """Torch 2.15 aborted the process (SIGABRT) after an index out of range, so its report was lost.
-
-    After an aborted transfer the memory keeps its old values, and a loss may use them as a target.
-    """
-    tensors = TensorMeta((1000,), torch.int64, False), TensorMeta((9,), torch.bool, False)
-    meta = Meta(("t", (TENSOR, TENSOR)), tensors)
-    torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device="cuda")  # reused below
-
-    for tensor in allocate(meta, "cuda"):
-        assert not tensor.any()

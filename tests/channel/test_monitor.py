@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -41,7 +40,8 @@ class Watched:
         what, _, of = event.partition(" of ")
         alarm: Any = self.alarms.get(int(of)) if of.isdigit() else None
         if what == "failure":
-            alarm.send(failure(int(of), f"boom on {of}"))
+            error = RemoteStageError(int(of), f"boom on {of}")
+            alarm.send(frame(FAILURE, encode_failure(error)))
         elif what == "goodbye":
             alarm.send(frame(GOODBYE))
         elif what == "end":
@@ -66,7 +66,7 @@ class Watched:
             self.reports.busy_with = busy_with
 
     def sent_to(self, peer):
-        """Return what a peer was sent: failures as (rank, story), and goodbyes."""
+        """Return what a peer was sent: ``parts_of`` failures, and goodbyes."""
         try:
             data = self.alarms[peer].recv(1 << 16)
         except OSError:  # nothing, or closed
@@ -75,8 +75,7 @@ class Watched:
         while data:
             size, _, kind, _ = HEADER.unpack_from(data)
             body, data = data[HEADER.size : HEADER.size + size], data[HEADER.size + size :]
-            error = decode_failure(body) if kind == FAILURE else None
-            sent.append((error.rank, error.story) if error else "goodbye")
+            sent.append(parts_of(decode_failure(body)) if kind == FAILURE else "goodbye")
         return sent
 
     def close(self):
@@ -87,9 +86,8 @@ class Watched:
             alarm.close()
 
 
-def failure(rank, story):
-    sent = {"rank": rank, "story": story, "is_lost": False}
-    return frame(FAILURE, json.dumps(sent).encode())
+def parts_of(error):
+    return (error.rank, error.story, *[PeerLostError] * isinstance(error, PeerLostError))
 
 
 @pytest.fixture
@@ -104,6 +102,7 @@ LOST = (
     1,
     "rank 1 ended without a message: it was killed (out of memory?) or crashed; see its own output "
     "and the launcher's exit code; rank 1 was seen in F3",
+    PeerLostError,
 )
 
 
@@ -138,56 +137,33 @@ def test_events_of_peers(watched, events, found, sent_to_2):
         watched.play(event)
 
     error = watched.monitor.failure
-    if found is None:
-        assert error is None
-    else:
-        assert (error.rank, error.story) == found
-        assert type(error) is (PeerLostError if found is LOST else RemoteStageError)
+    assert (error and parts_of(error)) == found
     assert is_readable(watched.monitor.wakes_main, 0.0) == (found is not None)
     assert watched.sent_to(2) == sent_to_2
-
-
-@pytest.mark.parametrize("error_type", [RemoteStageError, PeerLostError])
-def test_a_failure_is_the_same_at_the_other_end(error_type):
-    received = decode_failure(encode_failure(error_type(3, "the story")))
-
-    assert (type(received), received.rank, received.story) == (error_type, 3, "the story")
 
 
 class WokenError(Exception):
     """Raised by a signal handler."""
 
 
-class InterruptingError(RemoteStageError):
-    """Interrupts the main thread while its story is being sent, until that has raised."""
-
-    def __init__(self):
-        self.has_raised = threading.Event()
-        super().__init__(0, "")
-
-    @property
-    def story(self):
-        if threading.current_thread() is not threading.main_thread():
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert self.has_raised.wait(20.0)
-        return "ours"
-
-    @story.setter
-    def story(self, _):
-        pass
-
-
-def test_a_signal_handler_that_raises_does_not_stop_a_failure(watched):
-    error = InterruptingError()
+def test_a_signal_handler_that_raises_does_not_stop_a_failure(watched, monkeypatch):
+    has_raised = threading.Event()
 
     def handle(number, frame):
-        error.has_raised.set()
+        has_raised.set()
         raise WokenError
 
+    def encode(error):
+        """Interrupt the main thread while a failure is being sent, until that has raised."""
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert has_raised.wait(20.0)
+        return encode_failure(error)
+
+    monkeypatch.setattr("procpipe.channel.monitor.encode_failure", encode)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with pytest.raises(WokenError):
-            watched.monitor.fail(error)
+            watched.monitor.fail(RemoteStageError(0, "ours"))
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -257,6 +233,10 @@ def test_a_long_wait_is_reported_again_after_twice_the_time(main):
         assert looked(main, 1016.5, 1017.0) == ["has waited 16.5 s for rank 1"]
         main.do(main.monitor.end_wait)
         assert looked(main, 1017.0, 1100.0) == ["waits no more"]
+    main.do(lambda: main.monitor.start_wait(lambda: "rank 1", 2000.0))
+    assert looked(main, 2000.01) == []
+    main.do(main.monitor.end_wait)
+    assert looked(main, 2001.0) == [], "a short wait is not reported"
 
 
 def test_what_is_waited_for_may_change(main):
@@ -267,14 +247,6 @@ def test_what_is_waited_for_may_change(main):
     assert looked(main, 1001.0, 1002.0) == ["waits for rank 1"]
     names.pop(0)
     assert looked(main, 1003.0, 1004.0) == ["waits for rank 2"]
-
-
-def test_a_short_wait_is_not_reported(main):
-    main.do(lambda: main.monitor.start_wait(lambda: "rank 1", 1000.0))
-    looked(main, 1000.01)
-    main.do(main.monitor.end_wait)
-
-    assert looked(main, 1001.0) == []
 
 
 TRANSFERS = "its device, in transfers with ranks [2]"
