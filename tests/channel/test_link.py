@@ -182,8 +182,18 @@ def test_a_transfer_that_fails_names_the_failed_rank(meshes, monkeypatch, fails,
 
 
 def test_a_large_message_is_sent_in_pieces(meshes):
-    """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
+    """The sender waits for nothing, and keeps the tensors until its socket has taken them.
+
+    The receiver reads them into the memory of its tensors.
+    """
     sender, receiver = ends(meshes)
+    read_into = []
+
+    def handle(sequence, flags, body):
+        read_into.append(type(body.obj))
+        receiver._on_token(sequence, flags, body)
+
+    meshes[1].on(0, 1, handle, receiver._place)
     large = torch.arange(2 * PIECE_BYTES // 8 + 1)
     sender.send(Flat.of([large, torch.ones(0), torch.tensor(True)]))
     sender.send(Flat.of(torch.tensor(7)))
@@ -198,6 +208,7 @@ def test_a_large_message_is_sent_in_pieces(meshes):
 
     assert torch.equal(first, torch.arange(2 * PIECE_BYTES // 8 + 1))
     assert (empty.shape, flag.item(), receiver.take().value.item()) == ((0,), True, 7)
+    assert read_into.count(bytearray) < len(read_into) - 1
 
 
 def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, monkeypatch):

@@ -146,20 +146,16 @@ def test_a_peer_that_has_left_is_a_fault_if_a_rank_needs_it(net):
     assert str(failed(b)) == str(error)  # and not that rank 2 failed
 
 
-@pytest.mark.parametrize(
-    ("act", "what"),
-    [
+def test_other_uses_of_a_peer_that_has_left(net):
+    for act, what in (
         (lambda mesh: mesh.send(1, 7, 0, 0), "sends to it"),
         (lambda mesh: mesh.wait_failure([1], "adds up"), "adds up"),
-    ],
-)
-def test_other_uses_of_a_peer_that_has_left(net, act, what):
-    one, other = net(2)
-    other.leave()
-    one._read_until(lambda: not one.is_connected(1), 20.0)
-
-    with pytest.raises(PeerLostError, match=f"rank 1 has left .* while rank 0 {what}"):
-        act(one)
+    ):
+        one, other = net(2)
+        other.leave()
+        one._read_until(lambda one=one: not one.is_connected(1), 20.0)
+        with pytest.raises(PeerLostError, match=f"rank 1 has left .* while rank 0 {what}"):
+            act(one)
 
 
 def test_ranks_leave_together(net):

@@ -16,19 +16,19 @@ from procpipe.errors import PeerLostError, RemoteStageError
 from tests.channel.meshes import HEADER, Recorded, frame, is_readable, pair
 
 
+def monitor_of(reports):
+    def name_of(rank):
+        return f"rank {rank}"
+
+    return Monitor(0, range(3), name_of, reports, timeout_s=100.0, stall_timeout_s=8.0)
+
+
 class Watched:
     """The monitor of rank 0, with two peers that the test plays."""
 
-    def __init__(self, timeout_s=100.0, stall_timeout_s=8.0):
+    def __init__(self):
         self.reports: Any = Recorded()
-        self.monitor = Monitor(
-            0,
-            range(3),
-            lambda rank: f"rank {rank}",
-            self.reports,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
-        )
+        self.monitor = monitor_of(self.reports)
         self.process = subprocess.Popen(["sleep", "60"])  # that of rank 1
         self.alarms = {}
         for peer, process in ((1, os.pidfd_open(self.process.pid)), (2, None)):
@@ -198,7 +198,7 @@ class MainThread(threading.Thread):
         self.monitor = self.done.get()
 
     def run(self):
-        self.done.put(Monitor(0, range(3), str, self.reports, timeout_s=100.0, stall_timeout_s=8.0))
+        self.done.put(monitor_of(self.reports))
         for act in iter(self.acts.get, None):
             self.done.put(act())
 
@@ -266,10 +266,10 @@ def test_a_main_thread_that_stands_still_with_transfers_queued_is_stuck(main):
     assert looked(main, 2000.0, 2007.0) == []
     assert main.monitor.failure is None
     assert looked(main, 2100.0) == [
-        f"ends: WaitTimeoutError: 0 has waited 100.0 s for {TRANSFERS}; if that is not a fault, "
-        "give Stage a larger timeout_s"
+        f"ends: WaitTimeoutError: rank 0 has waited 100.0 s for {TRANSFERS}; if that is not a "
+        "fault, give Stage a larger timeout_s"
     ]
-    assert "WaitTimeoutError: 0 has waited 100.0 s for its d" in str(main.monitor.failure)
+    assert "WaitTimeoutError: rank 0 has waited 100.0 s for its d" in str(main.monitor.failure)
 
 
 @pytest.mark.parametrize(
