@@ -203,7 +203,7 @@ def line_of(
         return f"{line_of(rank, before, reading, first)}; then {error}"
     if not isinstance(error, RemoteStageError):
         return ""
-    meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
+    meanwhile = f"; it was {reading.where()}" if reading is not None and reading.waits_for else ""
     if isinstance(error, PeerLostError):
         return f"procpipe: {ours} ends, because {error.story}{meanwhile}"
     cause = grid.rank_name(error.rank)

@@ -63,9 +63,8 @@ class StallReports(Reports):
         if self._has_reported:
             self._has_reported = False
             reading = self._board.read()
-            waited_s = reading.wait.seconds if reading.wait else 0.0
             name = self.grid.name_of(self.grid.rank)
-            write_note(f"procpipe: {name} continues after {waited_s:.1f} s")
+            write_note(f"procpipe: {name} continues after {reading.waited_s:.1f} s")
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
@@ -74,13 +73,13 @@ class StallReports(Reports):
         time.sleep(_TURN_S * ours)
         readings = {rank: board.read() for rank, board in self._boards.items()}
         if any(
-            reading.reported_s is not None and reading.reported_s < waited_s / 2
+            reading.seconds_since(reading.reported_ns) < waited_s / 2
             for rank, reading in readings.items()
             if rank != ours
         ):
             return
         self._has_reported = True
-        self._board.note_report()
+        self._board.page.reported_ns = time.monotonic_ns()
         lines = [
             f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"
         ]
@@ -114,7 +113,7 @@ class StallReports(Reports):
 def _shards_of(reading: BoardReading) -> str:
     """Say what a rank may wait for within its layers, as the end of a sentence; "" for nothing."""
     ranks = reading.facts.get("shards")
-    if not ranks or reading.wait is not None or not reading.call:
+    if not ranks or reading.waits_for or not reading.call:
         return ""
     return (
         f"; it may wait for another of ranks {ranks}, over which its layers are sharded, and which "

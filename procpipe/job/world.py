@@ -165,7 +165,7 @@ class World:
         """Divide the ranks into replicas; return this rank's place."""
         self.grid = replace(self.grid, num_replicas=num_replicas)
         self._stalls.grid = self.grid
-        self.board.divide(num_replicas)
+        self.board.page.num_replicas = num_replicas
         return self.grid
 
     def connect(self) -> Mesh:

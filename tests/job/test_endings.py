@@ -70,7 +70,7 @@ def test_the_line_of_a_victim(error, line):
 
 def test_a_line_names_replicas_and_what_the_rank_did():
     board = Board.create(2, 4)
-    board.divide(2)
+    board.page.num_replicas = 2
     error = RemoteStageError(1, "stage 1 of replica 0 (rank 1), in step(): KeyError: 'boom'")
     line = (
         "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
