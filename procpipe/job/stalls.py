@@ -105,7 +105,7 @@ class StallReports(Reports):
 
     def end_process(self, error: ProcpipeError) -> None:
         """End this process, whose main thread is stuck in a wait for its device."""
-        line = line_of(self.grid.job_rank, error, self._board.read())
+        line = line_of(error, self._board.read())
         ours = self.grid.rank_name(self.grid.rank)
         end_at_once(line or f"procpipe: {ours} ends, because {error}")
 

@@ -7,13 +7,13 @@ launcher the job is this one process. ``connect`` connects the ranks to one anot
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 
 import torch
 
@@ -27,7 +27,7 @@ from procpipe.job.devices import (
     pci_addresses,
     use_all_hardware_queues,
 )
-from procpipe.job.endings import end_with_launcher, print_victims_briefly
+from procpipe.job.endings import end_with_launcher
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pin import pin_this_process
@@ -45,7 +45,7 @@ _HEAD_START_S = 1.5
 _MEMORY_BYTES = 1 << 20
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
-_made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(itertools.count)
+_made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(count)
 
 #: Boards of closed stages: a launcher may read them until there is a newer one.
 _closed_boards: list[Board] = []
@@ -55,18 +55,19 @@ class World:
     """This process's place in the job.
 
     ``devices`` holds what each rank computes on, as far as known here. ``meeting`` is where the
-    ranks meet; its number says which of the script's pipelines this is. ``may_share`` says whether
-    the rank may share its GPU with others.
+    ranks meet. ``may_share`` says whether the rank may share its GPU with others.
 
     Attributes:
         grid: this rank's place among stages and replicas.
         transport: the name of the only transport, in tests, else None (see ``transports.py``). The
             class's, when the world is made.
         mesh: the sockets to the other ranks, which ``connect`` opens.
+        address: that of this host on which other ranks reach this one, once connected.
         transports: those to other ranks, opened once the ranks are connected.
     """
 
     transport: str | None = None
+    address: str
 
     def __init__(
         self,
@@ -74,7 +75,6 @@ class World:
         devices: Sequence[torch.device],
         meeting: Meeting,
         *,
-        number: int = 0,
         is_launched: bool = True,
         may_share: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -83,12 +83,10 @@ class World:
         self.grid = grid
         self.rank, self.num_ranks = grid.rank, grid.num_ranks
         self.device, self.devices = devices[grid.rank], tuple(devices)
-        self.number = number
         self.transport = World.transport
         self.is_launched = is_launched
         self._may_share = may_share
         self._meeting = meeting
-        self._timeout_s = timeout_s
         while _closed_boards:
             _closed_boards.pop().close()
         self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
@@ -104,7 +102,7 @@ class World:
         # Where messages to ranks of this host are, or the flags of those in a GPU's memory.
         self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
         os.ftruncate(self.memory, _MEMORY_BYTES)
-        self._start: Start | None = None
+        self._files_of: dict[int, list[int]] = {}
         self._is_closed = False
         self.transports = OpenTransports(self.mesh, self.device, self.memory)
         self._stalls.transports = self.transports
@@ -147,19 +145,15 @@ class World:
         meeting = Meeting("alone")
         if len(members) > 1:
             meeting = Meeting.from_environment(numbers, number)
-        world = cls(
+        return cls(
             Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
             [all_devices[member] for member in members],
             meeting,
-            number=number,
             is_launched=is_launched,
             may_share=devices is not None,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
-        if len(members) > 1:
-            print_victims_briefly(job_rank, world.board, members[0])
-        return world
 
     def divide(self, num_replicas: int) -> Grid:
         """Divide the ranks into replicas; return this rank's place."""
@@ -169,28 +163,23 @@ class World:
         return self.grid
 
     def connect(self) -> Mesh:
-        """Connect to the other ranks, once; every rank calls it, and it waits for all of them.
+        """Connect to the other ranks; every rank calls it, and it waits for all of them.
 
         Raises:
             RemoteStageError: another rank failed before it connected.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        if self._start is None:
-            files = self.board.descriptor, self.memory
-            self._start = Start(self.mesh, self.grid, self._meeting, files, self._timeout_s)
-            if self.num_ranks > 1:
-                self.board.start_call("Stage")
-                self._start.connect()
-                self.board.end_call()
-            self._stalls.open_boards(self.mesh, self._start.files_of)
-            self.transports.memory_of = {k: files[1] for k, files in self._start.files_of.items()}
+        files = self.board.descriptor, self.memory
+        start = Start(self.mesh, self.grid, self._meeting, files)
+        self._files_of = start.files_of
+        if self.num_ranks > 1:
+            self.board.start_call("Stage")
+            start.connect()
+            self.board.end_call()
+        self.address = start.host
+        self._stalls.open_boards(self.mesh, self._files_of)
+        self.transports.memory_of = {peer: files[1] for peer, files in self._files_of.items()}
         return self.mesh
-
-    @property
-    def address(self) -> str:
-        """The address of this host on which other ranks reach this one, once connected."""
-        assert self._start is not None, "the ranks are connected first"
-        return self._start.host
 
     def offer(self) -> Offer:
         """Return what matters for the choice of this rank's transports."""
@@ -200,12 +189,12 @@ class World:
             shares_by_nccl = nccl_shares_gpus()
         return Offer(host_identity(), gpu, shares_by_nccl, self._may_share, self.transport)
 
-    def give_up(self, story: str) -> None:
-        """Send this rank's failure to the other ranks; never raises, and waits a moment at most."""
-        self.mesh.fail(RemoteStageError(self.grid.job_rank, story))
+    def give_up(self, story: str, error: BaseException) -> None:
+        """Send this rank's failure to the others; record it where torchrun looks for the cause.
 
-    def record(self, error: BaseException) -> None:
-        """Record the error where torchrun looks for the cause of the job's end."""
+        Never raises, and waits a moment at most.
+        """
+        self.mesh.fail(RemoteStageError(self.grid.job_rank, story))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -233,11 +222,8 @@ class World:
         self.transports.leave()
         self.mesh.close()
         self.transports.close()
-        for files in self._start.files_of.values() if self._start is not None else ():
-            for descriptor in files:
-                os.close(descriptor)
-        os.close(self.memory)
-        self._start = None
+        for descriptor in chain([self.memory], *self._files_of.values()):
+            os.close(descriptor)
         self._stalls.close()
         self._is_closed = True
         _closed_boards.append(self.board)

@@ -51,7 +51,7 @@ class Calls:
         self._pid = os.getpid()
         atexit.register(self._leave)
         if world.num_ranks > 1:
-            follow_exceptions(self)
+            follow_exceptions(self, world.board, world.grid.numbers[0])
 
     @property
     def ended(self) -> str:
@@ -121,8 +121,8 @@ class Calls:
                 self._is_victim = True
             elif not isinstance(error, FOUND_BY_EACH):
                 who = self._world.grid.name_of(self._world.rank)
-                self._world.give_up(f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}")
-                self._world.record(error)
+                story = f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}"
+                self._world.give_up(story, error)
         finally:
             self._disconnect(Pipeline.abandon)
 

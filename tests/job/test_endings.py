@@ -15,14 +15,13 @@ import pytest
 
 from procpipe.errors import (
     DisagreementError,
-    MemoryLimitError,
     PeerLostError,
     RemoteStageError,
     StageClosedError,
 )
 from procpipe.job import endings
 from procpipe.job.board import Board
-from procpipe.job.endings import follow_exceptions, line_of, print_victims_briefly
+from procpipe.job.endings import follow_exceptions, line_of
 from tests.cases import for_each
 from tests.test_forks import in_child
 
@@ -49,12 +48,7 @@ def in_finally(first, then):
         (PeerLostError(1, "rank 1 is lost"), "procpipe: rank 2 ends, because rank 1 is lost"),
         (
             DISAGREEMENT,
-            "procpipe: rank 2 ends, because the ranks do not agree (rank 0 prints on what)",
-        ),
-        (
-            MemoryLimitError([(1, 392, 100)]),
-            "procpipe: rank 2 ends, because no plan keeps to memory_limit_bytes (rank 0 prints "
-            "what each stage needs)",
+            "procpipe: rank 2 ends, because of the DisagreementError of rank 0",
         ),
         (
             in_finally(RemoteStageError(1, STORY), StageClosedError("save() cannot run")),
@@ -65,7 +59,7 @@ def in_finally(first, then):
     ],
 )
 def test_the_line_of_a_victim(error, line):
-    assert line_of(2, error, Board.create(2, 4).read()) == line
+    assert line_of(error, Board.create(2, 4).read()) == line
 
 
 def test_a_line_names_replicas_and_what_the_rank_did():
@@ -76,17 +70,17 @@ def test_a_line_names_replicas_and_what_the_rank_did():
         "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
         "failed in step(): KeyError: 'boom'"
     )
-    assert line_of(2, error, board.read()) == line
-    assert line_of(0, DISAGREEMENT, board.read()) == ""  # rank 0 prints all of it
+    assert line_of(error, board.read()) == line
+    assert line_of(DISAGREEMENT, board.read(), 2) == ""  # the first rank prints all of it
 
     board.start_call("step")
     board.start_task("B", 3)
     board.start_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
-    waits = line_of(2, error, board.read())
+    waits = line_of(error, board.read())
     assert waits.startswith(f"{line}; it was in B3, waiting 0.")
     assert waits.endswith(" s for gradient from stage 3 (rank 3)")
     board.end_wait()
-    interrupted = line_of(2, KeyboardInterrupt(), board.read())
+    interrupted = line_of(KeyboardInterrupt(), board.read())
     assert interrupted.startswith(
         "procpipe: rank 2 (stage 0 of replica 1) was interrupted in B3, for 0."
     )
@@ -128,9 +122,8 @@ def end_thread(error):
 def test_a_victim_prints_a_line_and_all_others_a_traceback(printed, capfd, end):
     board, follower, dropped = Board.create(2, 4), Follower(), Follower()
     for _ in range(2 * sys.getrecursionlimit()):  # as many stages as one likes have one hook
-        print_victims_briefly(2, board)
-        follow_exceptions(follower)
-        follow_exceptions(dropped)
+        follow_exceptions(follower, board)
+        follow_exceptions(dropped, board)
     remote, own = RemoteStageError(1, STORY), KeyError("mine")
     del dropped
     for error in (remote, own):
@@ -143,7 +136,7 @@ def test_a_victim_prints_a_line_and_all_others_a_traceback(printed, capfd, end):
 
 def test_an_exit_of_a_thread_and_an_error_at_a_prompt_are_no_failures(printed, monkeypatch):
     follower = Follower()
-    follow_exceptions(follower)
+    follow_exceptions(follower, Board.create(2, 4))
     end_thread(SystemExit(1))
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     end_main_thread(KeyError("mine"))
@@ -155,8 +148,7 @@ def test_an_exit_of_a_thread_and_an_error_at_a_prompt_are_no_failures(printed, m
 @pytest.mark.dist
 def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
     follower = Follower()
-    follow_exceptions(follower)
-    print_victims_briefly(2, Board.create(2, 4))
+    follow_exceptions(follower, Board.create(2, 4))
 
     def end_in_child():
         end_main_thread(RemoteStageError(1, STORY))
@@ -170,7 +162,7 @@ def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed
     """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
     monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    print_victims_briefly(2, Board.create(2, 4))
+    follow_exceptions(Follower(), Board.create(2, 4))
     end_main_thread(ValueError("mine"))
 
 
@@ -231,15 +223,17 @@ def test_only_the_launchers_store_must_exist(monkeypatch, uses_agent_store):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("PROCPIPE_RUN", "x")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(uses_agent_store))
-        endings._check_launcher()
+        endings.end_with_launcher()
     if uses_agent_store:
         with pytest.raises(
             ConnectionRefusedError, match=f"rank 1 finds no launcher at 127.0.0.1:{port}"
         ):
-            endings._check_launcher()
+            endings.end_with_launcher()
     else:
-        endings._check_launcher()
+        endings.end_with_launcher()
 
 
 def test_without_torchrun_no_launcher_is_checked(monkeypatch):
