@@ -10,8 +10,7 @@ another failed, or that is interrupted, prints one line instead:
 The line has the reason because the rank that failed may not print it: ``SystemExit`` and
 exceptions that the user catches print nothing.
 
-An exception that ends a thread reaches ``sys.excepthook`` or ``threading.excepthook``, and the end
-of the script ``atexit`` (``Calls``). A forked child has these hooks, too, but they do nothing there.
+A forked child has these hooks, too, but they do nothing there.
 """
 
 from __future__ import annotations

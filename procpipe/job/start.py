@@ -367,7 +367,7 @@ class Start:
     ) -> tuple[bytes, list[int]]:
         """Wait for bytes of the other side, and descriptors; ``OSError`` if it has ended.
 
-        The timeout of the link is how long that takes, or if patient, until failures are looked for.
+        After the link's timeout it gives up, or if it is patient looks for failures and goes on.
         """
         data, files = b"", list[int]()
         while len(data) < size:

@@ -23,9 +23,7 @@ from procpipe.job.board import Board
 from procpipe.job.devices import (
     devices_of,
     nccl_shares_gpus,
-    of_this_host,
     pci_addresses,
-    use_all_hardware_queues,
 )
 from procpipe.job.endings import end_with_launcher
 from procpipe.job.grid import IN_ORDER, Grid
@@ -131,7 +129,9 @@ class World:
         job_rank = int(os.environ["RANK"]) if is_launched else 0
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
         if job_size > 1:
-            use_all_hardware_queues()
+            # Streams of one hardware queue wait for one another; by default there are 8, fewer than
+            # the streams of a stage that receives from several others. Counts before CUDA starts.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers
@@ -139,7 +139,7 @@ class World:
         if is_launched and is_first:
             end_with_launcher()
             _raise_file_limit()
-            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
+            pin_this_process(pci_addresses(all_devices, job_rank))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         meeting = Meeting("alone")
