@@ -114,8 +114,8 @@ def _narrowed() -> str:
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
     """Return the devices a user has listed, one per rank; ``ValueError`` if they cannot be used."""
     text = (
-        f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices with "
-        "their index ('cuda:0')"
+        f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices "
+        "with their index ('cuda:0')"
     )
     if isinstance(devices, str):
         raise ValueError(text)

@@ -115,7 +115,7 @@ class _Hooks:
 
     def _is_handled(self, error: BaseException) -> bool:
         """Pass an exception on to the followers; print a line if that says it all."""
-        if os.getpid() != self._pid or _is_at_prompt():
+        if os.getpid() != self._pid:
             return False
         if threading.current_thread() is threading.main_thread():
             # A launcher's Ctrl-C reaches a rank after the failure of another that it interrupted.
@@ -136,14 +136,7 @@ def _hooks() -> _Hooks:
 
 def error_of_script() -> BaseException | None:
     """Return the exception that has ended the main thread, if one has and was not SystemExit."""
-    if _is_at_prompt():
-        return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-
-
-def _is_at_prompt() -> bool:
-    """Return whether Python reads from a prompt, where an exception ends nothing."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def end_at_once(line: str) -> NoReturn:

@@ -11,6 +11,7 @@ the others stay silent.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
@@ -123,14 +124,11 @@ def _shards_of(reading: BoardReading) -> str:
 
 def _state_of(pid: int) -> str:
     """Describe a process that does not run, as the end of a sentence; "" for one that does."""
-    try:
+    status = ""
+    with contextlib.suppress(psutil.Error):  # it has just ended, which the monitor notices
         status = psutil.Process(pid).status()
-    except psutil.Error:
-        status = psutil.STATUS_ZOMBIE
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"; its process {pid} is stopped (kill -CONT {pid} continues it)"
-    if status == psutil.STATUS_ZOMBIE:
-        return f"; its process {pid} has ended"
     if status == psutil.STATUS_DISK_SLEEP:
         return f"; its process {pid} waits for a disk or a driver"
     return ""

@@ -289,7 +289,7 @@ class Start:
         challenge = secrets.token_bytes(_PROOF_BYTES)
         files = self._files if is_local and kind == _DATA else ()
         link.settimeout(_LONGEST_PAUSE_S)
-        _send(link, _HELLO.pack(_MAGIC, ours, kind, challenge), files)
+        socket.send_fds(link, [_HELLO.pack(_MAGIC, ours, kind, challenge)], files)
         if not is_local:
             answer, _ = self._read(link, 2 * _PROOF_BYTES)
             theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
@@ -337,7 +337,7 @@ class Start:
             proof, _ = self._read(link, _PROOF_BYTES, is_patient=False)
             if not hmac.compare_digest(proof, self._proof(b"connector", theirs, peer, ours)):
                 raise ConnectionRefusedError("not of this job")
-        _send(link, _WELCOME, self._files if is_local and kind == _DATA else ())
+        socket.send_fds(link, [_WELCOME], self._files if is_local and kind == _DATA else ())
         if files:
             self.files_of[peer] = files
         self._keep(peer, kind, link)
@@ -418,10 +418,7 @@ def host_identity() -> str:
     Processes that were given different PROCPIPE_ADDRESS count as on different hosts.
     """
     given = os.environ.get(_ADDRESS_VARIABLE, "")
-    try:
-        return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
-    except OSError:
-        return f"{socket.gethostname()}/{given}"
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
 
 
 def own_address() -> str:
@@ -455,14 +452,6 @@ def _is_loopback(address: str) -> bool:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _send(link: socket.socket, data: bytes, files: Sequence[int]) -> None:
-    """Send a few bytes, which an empty socket takes at once, with descriptors."""
-    if files:
-        socket.send_fds(link, [data], files)
-    else:
-        link.sendall(data)
 
 
 def _other_end(link: socket.socket) -> tuple[int, int]:

@@ -35,8 +35,8 @@ def note_where(
     num_held = sum(partition.num_held for partition in partitions.values())
     which, _, _ = stage.partition(" (")
     held = (
-        f"{which} held {num_held} micro-batches between forward and backward, whose inputs, outputs "
-        f"and waiting messages take {ledger.bytes_now() / 2**20:.1f} MiB"
+        f"{which} held {num_held} micro-batches between forward and backward, whose inputs, "
+        f"outputs and waiting messages take {ledger.bytes_now() / 2**20:.1f} MiB"
     )
     note_full_device(error, partitions[j].device, held)
 

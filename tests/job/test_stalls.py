@@ -78,8 +78,6 @@ def test_processes_that_do_not_run_are_named(reports, process, capfd):
     wait_status(process.pid, psutil.STATUS_STOPPED)
     reports.stalled("something", 1.0)
     process.kill()
-    wait_status(process.pid, psutil.STATUS_ZOMBIE)
-    reports.stalled("something", 2.0)
     process.wait()
     reports.stalled("something", 4.0)
 
@@ -87,7 +85,7 @@ def test_processes_that_do_not_run_are_named(reports, process, capfd):
     pid = process.pid
     assert [line.partition("; its process ")[2] for line in lines] == [
         f"{pid} is stopped (kill -CONT {pid} continues it)",
-        *[f"{pid} has ended"] * 2,
+        "",
     ]
     assert reports.last_seen(1).startswith("it was last seen in F3, layer 'b' (Conv2d), for ")
     assert reports.last_seen(2) == ""
