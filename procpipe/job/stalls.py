@@ -4,9 +4,8 @@
       stage 0 (rank 0): in B3, waiting 30.0 s for gradient from stage 1 (rank 1)
       stage 1 (rank 1): in F5, layer 'conv4' (Conv2d), for 30.1 s; its process 4711 is stopped …
 
-A rank that is stopped or deep in a layer cannot answer, so each rank reads the boards of its host.
-All waiting ranks time out at about the same time; the first to time out prints and marks its board;
-the others stay silent.
+Each rank reads the boards of its host. All waiting ranks time out at about the same time; the first
+prints and marks its board; the others stay silent.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ import ipaddress
 import json
 import os
 import secrets
-import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from procpipe.channel.mesh import Mesh
@@ -170,14 +170,13 @@ class Start:
 
     def _listen(self) -> None:
         """Open this rank's listeners, and write into the store where they are."""
-        rank = self._grid.rank
-        name = self._unix_name(rank)
+        name = self._unix_name(self._grid.rank)
         what = "an older process of this job to end"
-        self._retry(what, lambda: self._listen_on(socket.AF_UNIX, name))
+        self._retry(what, partial(self._listen_on, socket.AF_UNIX, name))
         if not self._meeting.is_on_one_host:
             self.host = self._tcp_host()
             tcp = self._listen_on(_family(self.host), (self.host, 0)).getsockname()[:2]
-            key = self._key if rank == 0 and not self._users_key else ""
+            key = "" if self._users_key else self._key
             self._set("address", [host_identity(), name, *tcp, key])
 
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
@@ -306,15 +305,12 @@ class Start:
     def _accept_higher(self) -> None:
         """Accept both connections of each higher rank."""
         grid = self._grid
-        poller = select.poll()
-        by_descriptor = {listener.fileno(): listener for listener in self._listeners}
-        for listener in self._listeners:
-            poller.register(listener, select.POLLIN)
         while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
             self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
-            for descriptor, _ in poller.poll(_LONGEST_PAUSE_S * 1000):
-                with contextlib.suppress(BlockingIOError):
-                    link, _ = by_descriptor[descriptor].accept()
+            for listener in wait(self._listeners, _LONGEST_PAUSE_S):
+                assert isinstance(listener, socket.socket), "they are listeners"
+                with contextlib.suppress(BlockingIOError):  # it has gone
+                    link, _ = listener.accept()
                     try:
                         self._welcome(link)
                     except OSError:  # not of this job
