@@ -27,9 +27,8 @@ def devices_of(
 ) -> list[torch.device]:
     """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs.
 
-    A process that sees one GPU takes it, whichever local rank it is: it may have been given its own
-    (``CUDA_VISIBLE_DEVICES``, Slurm's ``--gpus-per-task=1``). Whether others have the same one
-    shows when the ranks are connected (``transports.choose``).
+    A process that sees one GPU takes it: it may have been given its own (Slurm's
+    ``--gpus-per-task=1``). ``transports.choose`` finds whether others have the same one.
 
     Raises:
         IndexError: there are fewer devices than processes, or this rank's index is too high.

@@ -1,8 +1,7 @@
 """How a launched process ends: with its launcher, and without a second, misleading traceback.
 
-When one rank fails, all others raise ``RemoteStageError`` with its traceback. Each of them would
-print that once more, with its own traceback, which does not help. So a rank that ends because
-another failed, or that is interrupted, prints one line instead:
+When one rank fails, all others raise ``RemoteStageError`` with its traceback, and would print that
+once more. So a rank that ends because another failed, or that is interrupted, prints one line:
 
     procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
     procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
@@ -28,12 +27,7 @@ import weakref
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from procpipe.errors import (
-    FOUND_BY_EACH,
-    PeerLostError,
-    RemoteStageError,
-    StageClosedError,
-)
+from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.job.board import Board, BoardReading
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
@@ -50,9 +44,7 @@ _SAVE_TIMEOUT_S = 10.0
 def end_with_launcher() -> None:
     """Make the kernel kill this process when torchrun's agent, which started it, dies.
 
-    A killed launcher cannot end its workers, and they would train on, or wait for ever. Under
-    ``procpipe run`` a warden process kills the ranks and their children, which it finds through
-    them; so there the kernel does not kill the ranks.
+    Under ``procpipe run`` a warden process does so, which finds their children through the ranks.
 
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting: its store,

@@ -62,9 +62,8 @@ def shares(
     near = [_near(pci, cores, root) for pci in [*pcis, *[None] * num_processes][:num_processes]]
     if not all(0 < near.count(each) <= len(each) for each in near):
         near = [cores] * num_processes
-    return [
-        _part(each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near)
-    ]
+    parts = ((each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near))
+    return [each[len(each) * k // n : len(each) * (k + 1) // n] for each, k, n in parts]
 
 
 def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
@@ -108,13 +107,6 @@ def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:
     """Return the cores next to a GPU; [] if unknown."""
     cpus = _read_cpus(root / f"sys/bus/pci/devices/{pci}/local_cpulist")
     return [core for core in cores if cpus.issuperset(core)]
-
-
-def _part(cores: Sequence[Core], index: int, num_parts: int) -> list[Core]:
-    """Return one of so many parts of consecutive cores, the first ones of which may be larger."""
-    size, num_larger = divmod(len(cores), num_parts)
-    first = index * size + min(index, num_larger)
-    return list(cores[first : first + size + (index < num_larger)])
 
 
 def _read_cpus(path: Path) -> set[int]:

@@ -52,8 +52,8 @@ _closed_boards: list[Board] = []
 class World:
     """This process's place in the job.
 
-    ``devices`` holds what each rank computes on, as far as known here. ``meeting`` is where the
-    ranks meet. ``may_share`` says whether the rank may share its GPU with others.
+    ``devices`` holds what each rank computes on, as far as known here. ``may_share`` says whether
+    the rank may share its GPU with others.
 
     Attributes:
         grid: this rank's place among stages and replicas.
@@ -207,9 +207,8 @@ class World:
     def let_others_end_first(self) -> None:
         """Wait a moment when the process ends because another one failed.
 
-        Torchrun names the process that failed first, by whole seconds, and terminates all others.
-        Without this wait it often names a rank that only received the failure, and ends the one
-        with the cause before that is written. Usually torchrun ends this process here.
+        Torchrun names the process that ended first, by whole seconds, and terminates all others,
+        also the one with the cause before that is written. Usually it ends this process here.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C interrupts all ranks
