@@ -63,9 +63,8 @@ class OpenTransports:
     ) -> dict[int, Transport | None]:
         """Open the transport to and from each rank with which this one has a channel.
 
-        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
-        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
-        the job, in an order that all ranks share.
+        Every rank calls it with the same, and it waits for all of them. ``channels`` holds
+        ``(source rank, destination rank, channel id)`` of all channels of the job.
         """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:

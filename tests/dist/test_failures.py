@@ -213,7 +213,7 @@ def is_lost(world, how):
     def kill_once_it_waits():
         board = Board.of_process(pid)
         assert board is not None
-        while (reading := board.read()).wait is None or reading.task != "B2":
+        while not (reading := board.read()).waits_for or reading.task != "B2":
             pass
         os.kill(pid, signal.SIGKILL)
 

@@ -87,8 +87,8 @@ def status_of(pid):
 
 def waited_s(pid):
     board = Board.of_process(pid)
-    wait = board.read().wait if board is not None else None
-    return wait.seconds if wait is not None else 0.0
+    reading = board.read() if board is not None else None
+    return reading.waited_s if reading is not None and reading.waits_for else 0.0
 
 
 def wait_for(condition):

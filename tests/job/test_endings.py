@@ -16,14 +16,13 @@ import pytest
 
 from procpipe.errors import (
     DisagreementError,
-    MemoryLimitError,
     PeerLostError,
     RemoteStageError,
     StageClosedError,
 )
 from procpipe.job import endings
 from procpipe.job.board import Board
-from procpipe.job.endings import follow_exceptions, line_of, print_victims_briefly
+from procpipe.job.endings import follow_exceptions, line_of
 from tests.cases import for_each
 from tests.test_forks import in_child
 
@@ -44,38 +43,34 @@ DISAGREEMENT = DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"])
         (RemoteStageError(1, STORY), VICTIM),
         (RemoteStageError(1, ""), f"{ENDS} rank 1 failed"),
         (PeerLostError(1, "rank 1 is lost"), f"{ENDS} rank 1 is lost"),
-        (DISAGREEMENT, f"{ENDS} the ranks do not agree (rank 0 prints on what)"),
-        (
-            MemoryLimitError([(1, 392, 100)]),
-            f"{ENDS} no plan keeps to memory_limit_bytes (rank 0 prints what each stage needs)",
-        ),
+        (DISAGREEMENT, f"{ENDS} of the DisagreementError of rank 0"),
         (ValueError("mine"), ""),
         (StageClosedError("closed"), ""),
     ],
 )
 def test_the_line_of_a_victim(error, line):
-    assert line_of(2, error, Board.create(2, 4).read()) == line
+    assert line_of(error, Board.create(2, 4).read()) == line
 
 
 def test_a_line_names_replicas_and_what_the_rank_did():
     board = Board.create(2, 4)
-    board.divide(2)
+    board.page.num_replicas = 2
     error = RemoteStageError(1, "stage 1 of replica 0 (rank 1), in step(): KeyError: 'boom'")
     line = (
         "procpipe: rank 2 (stage 0 of replica 1) ends, because rank 1 (stage 1 of replica 0) "
         "failed in step(): KeyError: 'boom'"
     )
-    assert line_of(2, error, board.read()) == line
-    assert line_of(0, DISAGREEMENT, board.read()) == ""  # rank 0 prints all of it
+    assert line_of(error, board.read()) == line
+    assert line_of(DISAGREEMENT, board.read(), 2) == ""  # the first rank prints all of it
 
     board.start_call("step")
     board.start_task("B", 3)
     board.start_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
-    waits = line_of(2, error, board.read())
+    waits = line_of(error, board.read())
     assert waits.startswith(f"{line}; it was in B3, waiting 0.")
     assert waits.endswith(" s for gradient from stage 3 (rank 3)")
     board.end_wait()
-    interrupted = line_of(2, KeyboardInterrupt(), board.read())
+    interrupted = line_of(KeyboardInterrupt(), board.read())
     assert interrupted.startswith(
         "procpipe: rank 2 (stage 0 of replica 1) was interrupted in B3, for 0."
     )
@@ -116,9 +111,8 @@ def end_thread(error):
 def test_as_many_stages_as_one_likes_have_one_hook(printed, capfd):
     board, follower, dropped = Board.create(2, 4), Follower(), Follower()
     for _ in range(2 * sys.getrecursionlimit()):
-        print_victims_briefly(2, board)
-        follow_exceptions(follower)
-        follow_exceptions(dropped)
+        follow_exceptions(follower, board)
+        follow_exceptions(dropped, board)
     remote, own = RemoteStageError(1, STORY), KeyError("mine")
     del dropped
     for error in (remote, own):
@@ -129,22 +123,33 @@ def test_as_many_stages_as_one_likes_have_one_hook(printed, capfd):
     assert follower.errors == [remote, own]
 
 
-def test_an_exit_of_a_thread_and_an_error_at_a_prompt_are_no_failures(printed, monkeypatch):
+def test_an_exit_of_a_thread_is_no_failure(printed):
     follower = Follower()
-    follow_exceptions(follower)
+    follow_exceptions(follower, Board.create(2, 4))
     end_thread(SystemExit(1))
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    end_main_thread(KeyError("mine"))
 
     assert follower.errors == []
-    assert len(printed) == 2
+    assert len(printed) == 1
+
+
+@pytest.mark.dist
+def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
+    follower = Follower()
+    follow_exceptions(follower, Board.create(2, 4))
+
+    def end_in_child():
+        end_main_thread(RemoteStageError(1, STORY))
+        return len(printed), follower.errors
+
+    assert in_child(end_in_child) == "(1, [])"
+    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed):
     """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
     monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    print_victims_briefly(2, Board.create(2, 4))
+    follow_exceptions(Follower(), Board.create(2, 4))
     end_main_thread(ValueError("mine"))
 
 
@@ -188,6 +193,8 @@ def test_the_launchers_store_must_exist(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        endings._check_launcher()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("PROCPIPE_RUN", "x")
+        endings.end_with_launcher()
     with pytest.raises(ConnectionRefusedError, match=f"rank 1 finds no launcher at .*1:{port}: it"):
-        endings._check_launcher()
+        endings.end_with_launcher()

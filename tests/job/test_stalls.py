@@ -37,11 +37,11 @@ def process():
 def theirs(process):
     """The board of rank 1, in a layer."""
     board = Board.create(1, 3)
-    board._page.pid = process.pid
+    board.page.pid = process.pid
     board.write_facts({"layers": ["layer 'a' (Linear)", "layer 'b' (Conv2d)"]})
     board.start_call("step")
     board.start_task("F", 3)
-    board.enter_layer(1)
+    board.page.layer_index = 1
     return board
 
 
@@ -69,10 +69,8 @@ def test_a_report_has_the_place_of_every_rank_and_names_those_that_do_not_run(
     reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
     process.kill()
-    wait_status(process.pid, psutil.STATUS_ZOMBIE)
-    reports.stalled("something", 6.0)
     process.wait()
-    reports.stalled("something", 12.0)
+    reports.stalled("something", 6.0)
 
     headline, first, *_, last = printed = capfd.readouterr().err.splitlines()
     assert headline == "procpipe: no progress for 3.0 s, reported by rank 0"
@@ -83,7 +81,7 @@ def test_a_report_has_the_place_of_every_rank_and_names_those_that_do_not_run(
     pid = process.pid
     assert [line.partition("; its process ")[2] for line in lines] == [
         f"{pid} is stopped (kill -CONT {pid} continues it)",
-        *[f"{pid} has ended"] * 2,
+        "",
     ]
     assert reports.last_seen(1).startswith("it was last seen in F3, layer 'b' (Conv2d), for ")
     assert reports.last_seen(2) == ""

@@ -36,7 +36,7 @@ class Rank(threading.Thread):
         self.mesh = Mesh(rank, timeout_s=timeout_s, stall_timeout_s=DEADLINE_S, reports=Reports())
         self.file = os.memfd_create("a file")
         grid = Grid(rank, num_ranks)
-        self.connection = Start(self.mesh, grid, meeting, [self.file], timeout_s)
+        self.connection = Start(self.mesh, grid, meeting, [self.file])
         self.error = None
 
     def run(self):
@@ -180,22 +180,19 @@ def test_an_older_entry_of_the_store_is_read_again(job, monkeypatch, what):
 
 @pytest.mark.parametrize("keys", [("a", "b"), ("", "b"), ("a", "a")])
 def test_ranks_with_different_keys(job, monkeypatch, keys):
-    monkeypatch.setattr(start, "_STALE_S", 0.1)
     meeting, ranks = meeting_of("xy"), []
     for number, key in enumerate(keys):
         monkeypatch.setenv("PROCPIPE_KEY", key)  # "" counts as none
-        ranks += job("xy"[number], 2, meeting, first=number, timeout_s=1.0)
+        ranks += job("xy"[number], 2, meeting, first=number, timeout_s=2.0 - number)
     errors = [rank.ended() for rank in ranks]
 
     if len({*keys}) == 1:
         assert errors == [None, None]
         assert json.loads(meeting.store.get("procpipe/all/0/address/0"))[-1] == ""
     else:
-        assert isinstance(errors[0], WaitTimeoutError)
-        assert isinstance(errors[1], ConnectionRefusedError)
-        assert "rank 0 does not know the key of rank 1: give every rank of the job the same" in str(
-            errors[1]
-        )
+        assert all(isinstance(error, WaitTimeoutError) for error in errors)
+        words = "rank 0 to start (what listens there does not know the key of rank 1: give every"
+        assert words in str(errors[1])
 
 
 # -- ranks that do not come, and others that do --------------------------------------------------
@@ -345,10 +342,7 @@ def host():
 # -- sockets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_peerpidfd", [True, False])
-def test_the_process_at_the_other_end(monkeypatch, has_peerpidfd):
-    if not has_peerpidfd:  # as before Linux 6.5
-        monkeypatch.setattr(start, "_SO_PEERPIDFD", 1 << 20)
+def test_the_process_at_the_other_end():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = start._open_process(ours)
