@@ -293,9 +293,12 @@ class Start:
             answer, _ = self._read(link, 2 * _PROOF_BYTES)
             theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(b"acceptor", challenge, ours, peer)):
-                raise ConnectionRefusedError(
-                    f"what listens there does not know the key of rank {self._grid.job_rank}: give "
-                    f"every rank of the job the same {_KEY_VARIABLE}, or none"
+                # One that rank 0 made may be of an older round, one of the user's not.
+                is_final = self._users_key or not self._key
+                raise (PermissionError if is_final else ConnectionRefusedError)(
+                    f"what listens for rank {self._grid.numbers[peer]} does not know the key of "
+                    f"rank {self._grid.job_rank}: give every rank of the job the same "
+                    f"{_KEY_VARIABLE}, or none"
                 )
             link.sendall(self._proof(b"connector", theirs, ours, peer))
         _, files_of_peer = self._read(link, len(_WELCOME))

@@ -94,7 +94,7 @@ def test_frames_may_be_split_after_every_byte():
 
 def test_a_large_body_has_memory_of_its_own():
     bodies = []
-    sock = Narrow([1 << 12])
+    sock: Any = Narrow([1 << 12])
     ours = Frames(sock, lambda *frame: bodies.append(frame[3]), memoryview(bytearray(1 << 12)))
     ours.send(7, 0, 0, [b"a" * (1 << 16)])
     ours.send(7, 0, 0, [b"b" * (1 << 16)])
