@@ -222,7 +222,7 @@ class Stage(Gradients):
             self._same_input = SameInput(self._grid)
             build.claim_trace(trace, self._world)
         except BaseException as error:
-            note_full_device(error, self.rank, self.device)
+            note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             self._calls.fail("Stage", error)
             raise
 
@@ -540,6 +540,6 @@ class Stage(Gradients):
             if self._grid.stage == self._output_rank:
                 pipeline.replicas.make_equal(self._loss.modules())
         except RuntimeError as error:
-            note_full_device(error, self.rank, self.device)
+            note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             raise
         return pipeline

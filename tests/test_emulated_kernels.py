@@ -237,67 +237,6 @@ def test_module(name, training):
     assert_same(*results)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda o, t: F.cross_entropy(o, t),
-        lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=1),
-        lambda o, t: F.mse_loss(o, o.sin()),
-        lambda o, t: F.binary_cross_entropy_with_logits(o, o.sigmoid().detach()),
-    ],
-)
-def test_loss(loss):
-    target = torch.tensor([0, 1, 2, 3, 5])
-    results = []
-    for o, t in ((x.clone(), target), (x.cuda(), target.cuda())):
-        value = loss(o.requires_grad_(), t)
-        value.backward()
-        results.append((value.detach(), o.grad))
-    assert_same(*results)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"foreach": False}),
-        (torch.optim.Adam, {"foreach": True}),
-        (torch.optim.AdamW, {"fused": True}),
-    ],
-)
-def test_optimizer(optimizer, options):
-    results = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(2)
-        module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
-        extra = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-        steps = optimizer(module.parameters(), lr=0.1, weight_decay=0.01, **extra, **options)
-        for _ in range(3):
-            steps.zero_grad()
-            module(x.to(device)).square().mean().backward()
-            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            steps.step()
-        results.append([norm, *(p.detach() for p in module.parameters())])
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_scaler(dtype):
-    results = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(2)
-        module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).to(device)
-        steps = torch.optim.SGD(module.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler(device, init_scale=8.0)
-        with torch.autocast(device, dtype):
-            loss = module(x.to(device)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(steps)
-        scaler.update()
-        results.append([p.detach() for p in module.parameters()])
-    for a, b in zip(*results, strict=True):  # on the CPU autocast casts other operators
-        torch.testing.assert_close(b.cpu(), a, rtol=0.02, atol=0.02)
-
-
 def test_attention_chooses_a_kernel_that_the_cpu_has():
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(batch, batch, batch, is_causal=True)

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.dist.devices import num_gpus
-from tests.dist.script import run_forked
 from tests.test_emulated_gpu import (
     CUDA,
     EMULATED,
@@ -403,55 +401,3 @@ def test_no_call_of_torch_reaches_the_real_nccl(tmp_path):
     assert {name for name in needed if not hasattr(driver, name)} == set()
     found = Process(refuse_memory, folder=tmp_path).result()
     assert found == [INVALID_USAGE, "the emulated NCCL has no ncclMemAlloc"]
-
-
-TORCH = """
-import threading
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank)
-torch.cuda.set_device(device)
-store = dist.distributed_c10d._get_default_store()
-groups = []
-for name in ("a", "b"):
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=600)
-    groups.append(dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options))
-    groups[-1].eager_connect_single_device(device)
-before, after = (rank - 1) % size, (rank + 1) % size
-values = torch.arange(100_000, dtype=torch.float64)
-for turn in range(4):
-    sent = (values + rank + turn).to(device)
-    received = torch.empty_like(sent)
-    groups[0]._start_coalescing()
-    groups[0].send([sent], after, 0)
-    groups[0].recv([received], before, 0)
-    groups[0]._end_coalescing().wait()
-    assert torch.equal(received.cpu(), values + before + turn), (rank, turn)
-groups[0].allreduce([received]).wait()
-assert torch.equal(received.cpu(), sum(values + r + turn for r in range(size)))
-print("agrees")
-if rank == 0:
-    targets = [torch.empty(4, device=device) for _ in groups]
-    works = [group.recv([tensor], 1, 0) for group, tensor in zip(groups, targets)]
-aborts = [threading.Thread(target=group.abort) for group in groups]
-aborts[0].start()
-if rank == 0:
-    aborts[0].join(0.3)
-    print("hangs", aborts[0].is_alive())
-aborts[1].start()
-for abort in aborts:
-    abort.join()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.gpu(2)
-def test_torch_exchanges_tensors_and_aborts_groups_in_parallel():
-    size = min(num_gpus(), 4)
-    lines = sorted(run_forked(TORCH, num_ranks=size).check().stdout.splitlines())
-    assert lines == [*["agrees"] * size, "hangs True"]

@@ -161,8 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         Path(f"{options.output}.{world.rank}").write_text(json.dumps(probe(world)))
     except BaseException as error:
         if not isinstance(error, RemoteStageError):
-            world.give_up("".join(traceback.format_exception(error)))
-            world.record(error)
+            world.give_up("".join(traceback.format_exception(error)), error)
         raise
     finally:
         world.close()

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from procpipe.job.board import Board, BoardReading, Wait
+from procpipe.job.board import Board, BoardReading
 
 #: How often to look while processes start, afterwards, and for newer boards.
 _LOOK_FAST_S = 0.01
@@ -282,13 +282,8 @@ def _last_reading(rank: Rank) -> BoardReading | None:
     since_s = reading.heard_s if reading.has_failed else 0.0
     if rank.at_s is not None:
         since_s = max(since_s, time.time() - rank.at_s)
-    wait = reading.wait
-    return replace(
-        reading,
-        heard_s=max(0.0, reading.heard_s - since_s),
-        task_s=max(0.0, reading.task_s - since_s),
-        wait=wait and Wait(wait.what, max(0.0, wait.seconds - since_s)),
-    )
+    reading.now_ns -= int(since_s * 1e9)
+    return reading
 
 
 def _read_recorded(path: Path) -> Recorded | None:

@@ -188,12 +188,12 @@ def _now(rank: Rank, reading: BoardReading | None, *, names_ranks: bool) -> tupl
         return "starts", False
     if reading is None:
         return "no Stage yet", False
-    if reading.wait is not None and reading.wait.seconds >= _LONG_S:
-        what = reading.wait.what
+    if reading.waits_for and reading.waited_s >= _LONG_S:
+        what = reading.waits_for
         if not names_ranks:  # the number of the stage is enough
             what = _RANK.sub("", what)
-        return f"waits {reading.wait.seconds:.0f} s for {what}", True
-    if reading.task and reading.wait is None:
+        return f"waits {reading.waited_s:.0f} s for {what}", True
+    if reading.task and not reading.waits_for:
         lasts_long = reading.task_s >= _LONG_S
         since = f" for {reading.task_s:.0f} s" if lasts_long else ""
         layer = f" {reading.layer.removeprefix('layer ')}" if reading.layer else ""

@@ -48,9 +48,17 @@ def agreed_balance(
         )
     if not world.is_launched:
         return [len(module)]
-    found: list[int] = control.found_on_first(
-        "balance", lambda: _found(kind, module, sample, chunks, world, num_partitions)
-    )
+
+    def combine(asked: list[Any]) -> list[int]:
+        for rank, theirs in zip(world.grid.numbers, asked, strict=False):
+            if theirs != "balance":  # it is given there: these are its facts, see compare_facts
+                raise BalanceError(
+                    f"rank {world.grid.numbers[0]} has arguments by which it finds the balance, "
+                    f"but rank {rank} has not: give every rank the same arguments"
+                )
+        return _found(kind, module, sample, chunks, world, num_partitions)
+
+    found: list[int] = control.agree("balance", combine)
     return found
 
 

@@ -55,19 +55,16 @@ class Transport(Opened, Protocol):
     holds_device: bool
     """Whether a send holds the sender's device until its receive is posted."""
 
-    copies_at_once: bool
-    """Whether what is sent may be overwritten as soon as ``post_send`` returns."""
-
-    max_posted: int
-    """How many receives of one channel may be posted at a time."""
-
     inline_bytes: int
     """Messages of CPU tensors up to this size travel inside their token instead."""
 
-    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
-        """Begin to send, without waiting; the token carries the returned note to the receiver.
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[Sending | None, bytes]:
+        """Begin to send, without waiting; None if the tensors may be overwritten at once.
 
-        Each tensor's elements are one behind the other in memory, in whatever order.
+        Each tensor's elements are one behind the other in memory, in whatever order. The token
+        carries the returned note to the receiver.
         """
 
     def post_receive(
@@ -77,21 +74,3 @@ class Transport(Opened, Protocol):
 
         ``note`` is what the sender's ``post_send`` returned.
         """
-
-
-class DeviceTransfers(Protocol):
-    """Transfers that a device performs, so that a dead peer blocks the device."""
-
-    def queued_with(self) -> list[int]:
-        """Return the ranks with which transfers may be under way; safe in any thread.
-
-        Those that the main thread has begun and not seen done: this never calls CUDA, which can
-        hang in another thread. After ``drain`` there are none.
-        """
-
-    def are_over(self) -> bool:
-        """Return, without waiting, whether the device has done all transfers; asks the device."""
-
-
-class OpenedDevice(Opened, DeviceTransfers, Protocol):
-    """What a rank has open on its device."""

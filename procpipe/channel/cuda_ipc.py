@@ -34,26 +34,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import struct
-import sys
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, layout
-from procpipe.channel.under_way import UnderWay
-
-#: A note begins with the numbers of the slot and of its message, and how many numbers of dropped
-#: slots follow.
-_NOTE = struct.Struct("<IQH")
-_NUMBER = struct.Struct("<I")
-_MAX_DROPPED = 1000
+from procpipe.channel.under_way import DeviceTransfers
 
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
@@ -65,42 +57,11 @@ FLAGS_BYTES = 1 << 20
 #: A slot begins with its two numbers.
 _FILLED, _TAKEN, _TENSORS = 0, 128, 256
 
-#: Tensors begin at multiples of this, for fast copies.
-_ALIGNMENT = 256
-
 #: The driver cuts smaller allocations out of a block, which it would share as a whole.
 _GRANULE = 2 << 20
 
 
-class Note(NamedTuple):
-    """The token's description of a slot."""
-
-    number: int  # the slot's, unique for its sender
-    serial: int  # which message of this slot it is, from 1
-    dropped: tuple[int, ...]  # slots that the receiver is to close
-    handle: bytes  # opens the slot; empty if the receiver has opened it
-
-    def pack(self) -> bytes:
-        """Encode the note."""
-        start = _NOTE.pack(self.number, self.serial, len(self.dropped))
-        return start + b"".join(map(_NUMBER.pack, self.dropped)) + self.handle
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Note:
-        """Decode what :meth:`pack` wrote; ``ValueError`` if the bytes are not a note."""
-        try:
-            number, serial, num_dropped = _NOTE.unpack_from(data)
-            end = _NOTE.size + num_dropped * _NUMBER.size
-            dropped = tuple(each for (each,) in _NUMBER.iter_unpack(data[_NOTE.size : end]))
-        except struct.error as error:
-            raise ValueError(f"not the note of a slot: {data[:80]!r}") from error
-        handle = data[end:]
-        if len(dropped) != num_dropped or len(handle) not in (0, HANDLE_BYTES):
-            raise ValueError(f"not the note of a slot: {data[:80]!r}")
-        return cls(number, serial, dropped, handle)
-
-
-class CudaIpcTransport:
+class CudaIpcTransport(DeviceTransfers):
     """Slots of one GPU's memory between this rank and those that share the GPU.
 
     ``own_file`` is the descriptor of this rank's file of flags, of ``FLAGS_BYTES`` zeros, and
@@ -108,15 +69,13 @@ class CudaIpcTransport:
     """
 
     holds_device = False
-    copies_at_once = False
-    max_posted = sys.maxsize  # a posted receive costs nothing but its buffer
     inline_bytes = 0
 
     def __init__(self, gpu: Gpu, own_file: int, files: Mapping[int, int]) -> None:
+        super().__init__()
         self._gpu = gpu
         self._flags = mmap.mmap(own_file, FLAGS_BYTES)
         self._flags_of = {peer: mmap.mmap(file, FLAGS_BYTES) for peer, file in files.items()}
-        self._under_way = UnderWay()
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
@@ -134,7 +93,7 @@ class CudaIpcTransport:
     ) -> tuple[CudaIpcSent, bytes]:
         """Queue the copies of dense tensors into a slot, behind the current stream."""
         gpu = self._gpu
-        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        offsets, size = layout([tensor.nbytes for tensor in tensors])
         slot, dropped = self._free_slot(peer, channel_id, size)
         stream = self._sending[peer, channel_id]
         stream.wait_stream(gpu.current_stream())
@@ -146,34 +105,36 @@ class CudaIpcTransport:
         slot.serial += 1
         gpu.write(stream, slot.address + _FILLED, slot.serial)
         self._flags[slot.number] = _IN_USE
-        handle = gpu.export(slot.address) if slot.serial == 1 else b""
         copied = stream.record_event()
-        self._under_way.add((peer,), copied.query)
-        return CudaIpcSent(gpu, slot, copied), Note(
-            slot.number, slot.serial, dropped, handle
-        ).pack()
+        self._add((peer,), copied.query)
+        # What opens the slot, its number, that of its message, and slots that have been dropped.
+        note = slot.handle + array("Q", (slot.number, slot.serial, *dropped)).tobytes()
+        return CudaIpcSent(gpu, slot, copied), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Queue the copies of a message out of its slot, into new tensors."""
-        gpu, sent_note = self._gpu, Note.unpack(note)
-        self._closing += [self._opened.pop((peer, number)) for number in sent_note.dropped]
+        gpu = self._gpu
+        handle, numbers = note[:HANDLE_BYTES], memoryview(note)[HANDLE_BYTES:]
+        number, serial, *dropped = numbers.cast("Q")
+        self._closing += [self._opened.pop((peer, each)) for each in dropped]
         self._close_unused()
-        if sent_note.handle:
-            self._opened[peer, sent_note.number] = self._open(peer, sent_note)
-        slot = self._opened[peer, sent_note.number]
+        slot = self._opened.get((peer, number))
+        if slot is None:
+            slot = _OpenedSlot(number, gpu.open(handle), self._flags_of[peer])
+            self._opened[peer, number] = slot
         stream = self._receiving[peer, channel_id]
         tensors = gpu.new_tensors(meta, stream)
-        gpu.wait(stream, slot.address + _FILLED, sent_note.serial)
+        gpu.wait(stream, slot.address + _FILLED, serial)
         address = slot.address + _TENSORS
-        offsets, _ = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+        offsets, _ = layout([tensor.nbytes for tensor in tensors])
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, tensor.data_ptr(), address + offset, tensor.nbytes)
-        gpu.write(stream, slot.address + _TAKEN, sent_note.serial)
+        gpu.write(stream, slot.address + _TAKEN, serial)
         slot.copied = stream.record_event()
-        self._under_way.add((peer,), slot.copied.query)
+        self._add((peer,), slot.copied.query)
         slot.flags[slot.number] = _FREE  # only once the write is queued
         return tensors, partial(_wait_received, gpu, tensors, slot.copied)
 
@@ -189,15 +150,7 @@ class CudaIpcTransport:
         self._close_unused()
         self._dropped = slots
         self._slots.clear()
-        self._under_way.clear()
-
-    def queued_with(self) -> list[int]:
-        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
-        return sorted(self._under_way.ranks())
-
-    def are_over(self) -> bool:
-        """Return whether all transfers are over; see ``DeviceTransfers``."""
-        return not self._under_way.look_at_all()
+        self._begun.clear()
 
     def close(self) -> None:
         """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""
@@ -207,7 +160,7 @@ class CudaIpcTransport:
 
     # -- slots of this rank, to send from -------------------------------------------------------
 
-    def _free_slot(self, peer: int, channel_id: int, size: int) -> tuple[_Slot, tuple[int, ...]]:
+    def _free_slot(self, peer: int, channel_id: int, size: int) -> tuple[_Slot, Sequence[int]]:
         """Return a free slot that is large enough, and the numbers of slots just dropped."""
         slots = self._slots[peer, channel_id]
         free = [slot for slot in slots if self._flags[slot.number] == _FREE]
@@ -216,22 +169,22 @@ class CudaIpcTransport:
             slots.remove(fitting[0])
             slots.append(fitting[0])  # used in turn: the one free for longest waits least
             return fitting[0], ()
-        dropped = free[:_MAX_DROPPED]
-        for slot in dropped:
+        for slot in free:
             slots.remove(slot)
-        self._dropped += dropped
+        self._dropped += free
         self._free_closed()
         slots.append(self._new_slot(size))
-        return slots[-1], tuple(slot.number for slot in dropped)
+        return slots[-1], [slot.number for slot in free]
 
     def _new_slot(self, size: int) -> _Slot:
         gpu, stream = self._gpu, self._making
         total = -(-(_TENSORS + size) // _GRANULE) * _GRANULE
-        slot = _Slot(next(self._numbers), gpu.allocate(total), total - _TENSORS, self._flags)
+        address = gpu.allocate(total)
         # Old contents must not be taken for a message's number.
-        gpu.clear(stream, slot.address, total)
+        gpu.clear(stream, address, total)
         stream.synchronize()
-        return slot
+        number, handle = next(self._numbers), gpu.export(address)
+        return _Slot(number, address, handle, total - _TENSORS, self._flags)
 
     def _free_closed(self) -> None:
         closed = [slot for slot in self._dropped if self._flags[slot.number] == _CLOSED]
@@ -240,9 +193,6 @@ class CudaIpcTransport:
             self._gpu.free(slot.address)
 
     # -- slots of peers, to receive from --------------------------------------------------------
-
-    def _open(self, peer: int, note: Note) -> _OpenedSlot:
-        return _OpenedSlot(note.number, self._gpu.open(note.handle), self._flags_of[peer])
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""
@@ -259,6 +209,7 @@ class _Slot:
 
     number: int
     address: int
+    handle: bytes
     size_bytes: int
     flags: mmap.mmap
     serial: int = 0  # of its last message

@@ -3,8 +3,8 @@
     body length, sequence number, frame type, flags | body
 
 What the socket does not take at once is copied, or kept where that is asked for, and sent later.
-What is read is passed on frame by frame; a large body is read straight into memory of its own. One
-thread at a time uses an object.
+What is read is passed on frame by frame; a body that has not come as a whole, as none of more than
+``READ_BYTES`` can, is read straight into memory of its own. One thread at a time uses an object.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-#: Says where a body goes that has not come as a whole.
-Place = Callable[[int, int, int], memoryview | None]
+import torch
 
-#: Takes a frame: sequence number, type, flags, body (writable, valid only during the call).
+from procpipe.channel.meta import memory_of
+
+#: Takes a frame: sequence number, type, flags, body (writable; valid only during
+#: the call, unless it is larger than ``READ_BYTES``).
 Taker = Callable[[int, int, int, memoryview], None]
 
 _HEADER = struct.Struct("<QIBB")
@@ -34,37 +36,24 @@ _MAX_PARTS = 1024
 class Frames:
     """A connected, non-blocking socket; ``take`` is called with each frame that arrives.
 
-    ``place`` is asked where the body of a frame that has not come as a whole goes, by its type,
-    flags and number of bytes; None for anywhere. ``buffer`` is for reading; sockets that one thread
-    uses may share it.
+    ``buffer`` is for reading; sockets that one thread uses may share it.
 
     Attributes:
         sock: the socket.
+        unsent: data that waits until the socket can take more.
         has_ended: whether all that the peer has sent was passed on, and no more will come.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        take: Taker,
-        buffer: memoryview,
-        place: Place = lambda frame_type, flags, num_bytes: None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, take: Taker, buffer: memoryview) -> None:
         self.sock = sock
         self.has_ended = False
         self._take = take
-        self._place = place
         self._buffer = buffer
         self._rest = b""  # the beginning of a header
         self._head = (0, 0, 0)  # of the frame whose body is being read
         self._body: memoryview | None = None  # all of it, and how much has come
         self._filled = 0
-        self._unsent: deque[memoryview] = deque()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether data waits until the socket can take more."""
-        return bool(self._unsent)
+        self.unsent: deque[memoryview] = deque()
 
     def send(
         self,
@@ -81,32 +70,30 @@ class Frames:
         """
         size = sum(map(len, parts))
         frame = [_HEADER.pack(size, sequence, frame_type, flags), *parts]
-        if len(frame) > _MAX_PARTS:
-            frame = [b"".join(frame)]
         sent = 0
-        if not self._unsent:
+        if not self.unsent:
             try:
-                sent = self.sock.sendmsg(frame)
+                sent = self.sock.sendmsg(frame[:_MAX_PARTS])
             except BlockingIOError:
                 pass
             except OSError:  # reading shows what has happened
                 return
         if sent < _HEADER.size + size:
-            self._unsent.extend(map(memoryview, frame if keep else [b"".join(frame)]))
+            self.unsent.extend(map(memoryview, frame if keep else [b"".join(frame)]))
             self._drop_sent(sent)
 
     def send_on(self) -> None:
         """Send queued data, as much as the socket accepts."""
         try:
-            while self._unsent:
-                self._drop_sent(self.sock.sendmsg(islice(self._unsent, _MAX_PARTS)))
+            while self.unsent:
+                self._drop_sent(self.sock.sendmsg(islice(self.unsent, _MAX_PARTS)))
         except BlockingIOError:
             return
         except OSError:
-            self._unsent.clear()
+            self.unsent.clear()
 
     def _drop_sent(self, num_bytes: int) -> None:
-        unsent = self._unsent
+        unsent = self.unsent
         while unsent and num_bytes >= len(unsent[0]):
             num_bytes -= len(unsent.popleft())
         if num_bytes:
@@ -138,7 +125,7 @@ class Frames:
 
     def close(self) -> None:
         """Close the socket, and drop what waits to be sent."""
-        self._unsent.clear()
+        self.unsent.clear()
         self.sock.close()
 
     def _pass_on(self, data: memoryview) -> None:
@@ -151,8 +138,7 @@ class Frames:
             part = data[start : start + num_bytes]
             start += len(part)
             if len(part) < num_bytes:
-                place = self._place(frame_type, flags, num_bytes)
-                self._body = memoryview(bytearray(num_bytes)) if place is None else place
+                self._body = memory_of(torch.empty(num_bytes, dtype=torch.uint8))
                 self._body[: len(part)] = part
                 self._filled = len(part)
                 return

@@ -58,13 +58,7 @@ _CALLS = {
     "cuStreamWaitValue64_v2": _MemoryOperation,
 }
 
-#: If one of these fails, the driver, or the container it runs in, most likely lacks it.
-_MAY_BE_MISSING = (
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle_v2",
-    "cuStreamWriteValue64_v2",
-    "cuStreamWaitValue64_v2",
-)
+#: What a driver, or the container it runs in, may lack.
 _ADVICE = (
     "ranks that share a GPU need CUDA IPC and 64-bit stream memory operations; if these are not "
     "available here, give each rank a GPU of its own"
@@ -196,8 +190,7 @@ class Gpu:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             story = text.value.decode() if text.value else "an error without a text"
-            advice = f"; {_ADVICE}" if name in _MAY_BE_MISSING else ""
-            raise RuntimeError(f"{name} failed on {self._device}: {story} ({status}){advice}")
+            raise RuntimeError(f"{name} failed on {self._device}: {story} ({status}); {_ADVICE}")
 
 
 def _loaded_driver() -> ctypes.CDLL:

@@ -4,8 +4,8 @@
     send  ── token [metadata if new | tensors] ──>  tensors are there at once     (small, CPU)
     send  ── token [metadata if new | note] ─────>  post a receive of the right size
           ══ tensors by the transport ═══════════>                                (large, or GPU)
-    send  ── token [metadata if new] ────────────>  allocate the tensors
-          ══ pieces of them ═════════════════════>  read into their memory        (no transport)
+    send  ── token [metadata if new] ────────────>
+          ── block of tensors ───────────────────>  tensors are there               (no transport)
 
 A message is a ``Flat``: all tensors of one hop, with their structure. Shapes, dtypes and structure
 may differ from message to message. From the token the receiver knows the size of its buffers in
@@ -15,8 +15,8 @@ tensors travel inside it: one system call at each end, no rendezvous.
 A receiver reads tokens whenever its process polls or waits. It posts a large receive as soon as
 the token is there and the program allows a buffer (``expect``).
 
-**Pieces.** Between hosts the tensors' bytes follow the token on the same socket, straight out of
-their memory and into that of the receiver's. A sender sends on while the receiver reads, and reads
+**Blocks.** Between hosts large tensors follow the token on the same socket, straight out of their
+memory and into that of the receiver's. A sender sends on while the receiver reads, and reads
 meanwhile, too, so two ranks may send to each other. If the receiver is in a task, the sender does
 not wait for its end: what the socket did not take is kept by reference, and sent on at the sender's
 later polls and waits.
@@ -25,7 +25,6 @@ later polls and waits.
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 import weakref
 from collections import deque
@@ -36,23 +35,30 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.base import Sending, Transport, Wait
+from procpipe.channel.frames import READ_BYTES
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.meta import Meta, allocate, decode, dense, describe, encode
+from procpipe.channel.meta import (
+    ALIGNMENT,
+    Meta,
+    allocate,
+    decode,
+    dense,
+    describe,
+    encode,
+    memory_of,
+    tensors_in,
+)
 from procpipe.errors import BoundaryError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
-#: Without a transport, up to this size a message is faster inside its token than behind it.
-INLINE_BYTES = 1 << 16
+#: Without a transport, up to this size tensors travel inside their token; a larger body has memory
+#: of its own.
+INLINE_BYTES = READ_BYTES
 
-_HAS_META = 1
-_HAS_TENSORS = 2
-_COMES_IN_PIECES = 4
-_IS_PIECE = 8  # no token, but the next bytes of the message whose token was the last
+_HAS_TENSORS = 1
+_BLOCK_FOLLOWS = 2
+_IS_BLOCK = 4  # no token, but the tensors of the message whose token was the last
 _IS_POSTED = 64  # added to a channel id: frame type by which the receiver says that it has posted
-_META_SIZE = struct.Struct("<Q")
-
-#: The most bytes of a piece. Each is progress, which a receiver's timeout counts from.
-PIECE_BYTES = 1 << 24
 
 #: How often to look whether a transport is done, which no socket shows; and for how long after the
 #: peer has left, whose device may complete a transfer before this rank's does.
@@ -77,8 +83,9 @@ class Sender:
     """The sending end of a channel between two processes.
 
     ``channel_id`` is the same at both ends. ``transport`` carries large tensors; None if they
-    follow their token in pieces. ``what`` names the channel in errors: "activation to stage 1 (rank
-    1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages`` messages.
+    follow their token in a block. ``what`` names the channel in errors: "activation to stage 1
+    (rank 1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages``
+    messages.
     """
 
     def __init__(
@@ -114,23 +121,24 @@ class Sender:
         Does not wait for the receiver; a large one without a transport is sent while it reads.
         """
         tensors = [self._sendable(tensor) for tensor in message.tensors]
-        flags, parts = self._news(message, tensors)
-        transport, size = self._transport, self._size_bytes
+        meta = self._news(message, tensors)
+        parts: list[Any] = [meta]
+        transport, size, flags = self._transport, self._size_bytes, 0
         if size <= self._inline_bytes:
-            flags |= _HAS_TENSORS
-            parts += [_bytes_of(tensor) for tensor in tensors if tensor.numel()]
+            flags = _HAS_TENSORS
+            parts += [memory_of(tensor) for tensor in tensors if tensor.numel()]
         elif transport is not None:
             parts.append(self._post(transport, tensors))
         else:
-            flags |= _COMES_IN_PIECES
-        self._mesh.send(self._peer, self._channel_id, flags, self.num_messages & 0xFFFFFFFF, *parts)
-        if flags & _COMES_IN_PIECES:
-            self._send_pieces(tensors)
+            flags = _BLOCK_FOLLOWS
+        self._mesh.send(self._peer, self._channel_id, flags, len(meta), *parts)
+        if flags & _BLOCK_FOLLOWS:
+            self._send_block(tensors)
         self.num_messages += 1
         self.num_bytes += size
 
-    def _news(self, message: Flat, tensors: list[Tensor]) -> tuple[int, list[Any]]:
-        """Return flag and parts of the metadata, if it is not that of the message before."""
+    def _news(self, message: Flat, tensors: list[Tensor]) -> bytes:
+        """Return the encoded metadata; nothing if it is that of the message before."""
         _, structure, requires_grad = message
         # The structure as text: 1 == True == 1.0 and 0.0 == -0.0, but exactly these must arrive.
         what = (
@@ -141,22 +149,20 @@ class Sender:
             message.changes,
         )
         if what == self._last:
-            return 0, []
+            return b""
         meta = describe(Flat(tensors, structure, requires_grad).sharing(*what[3:]))
-        encoded = encode(meta)
         self._last, self._size_bytes = what, meta.num_bytes
-        return _HAS_META, [_META_SIZE.pack(len(encoded)), encoded]
+        return encode(meta)
 
-    def _send_pieces(self, tensors: list[Tensor]) -> None:
+    def _send_block(self, tensors: list[Tensor]) -> None:
         self.reap()
-        sent = []
-        for tensor in tensors:
-            data, over = _lent(tensor)
-            sent.append(over)
-            for start in range(0, len(data), PIECE_BYTES):
-                piece = data[start : start + PIECE_BYTES]
-                self._mesh.send(self._peer, self._channel_id, _IS_PIECE, 0, piece, keep=True)
-        pending = _Pieces(self._mesh, self._peer, sent)
+        parts: list[Any] = []
+        lent = []
+        for memory in map(memory_of, tensors):
+            lent.append(weakref.ref(memory.obj))
+            parts += [memory, bytes(-len(memory) % ALIGNMENT)]
+        self._mesh.send(self._peer, self._channel_id, _IS_BLOCK, 0, *parts, keep=True)
+        pending = _Block(self._mesh, self._peer, lent)
         self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
         send_on(self._mesh, self._peer)
 
@@ -170,10 +176,8 @@ class Sender:
             self._mesh.wait_failure()
             raise
         self._num_unposted += self.holds_device
-        if not transport.copies_at_once:
+        if pending is not None:
             self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
-        elif not pending.is_done():
-            self._in_flight.append(_Departure([], None, pending))
         return note
 
     def wait_posted(self) -> None:
@@ -249,12 +253,12 @@ class _Departure(NamedTuple):
     pending: Sending
 
 
-class _Pieces(NamedTuple):
-    """The tensors of a message that are sent in pieces."""
+class _Block(NamedTuple):
+    """The tensors of a message that follow its token."""
 
     mesh: Mesh
     peer: int
-    lent: list[weakref.finalize[Any, Any]]  # alive until the socket has taken a tensor
+    lent: list[weakref.ref[Any]]  # alive until the socket has taken a tensor
 
     def wait(self) -> None:
         """Wait until the socket has taken them, so that they may be reused."""
@@ -262,7 +266,7 @@ class _Pieces(NamedTuple):
         mesh.wait(self.is_done, lambda: f"rank {name} to read a value", peer=self.peer)
 
     def is_done(self) -> bool:
-        return not any(lent.alive for lent in self.lent)
+        return all(lent() is None for lent in self.lent)
 
 
 class Receiver:
@@ -277,15 +281,11 @@ class Receiver:
         self._transport = transport
         self._what = what
         self._meta: Meta | None = None
-        self._num_tokens = 0
-        self._num_pieces = 0
         self._num_allowed = 0
-        self._num_receiving = 0
         #: Of each token that has come: tensors, or None and the note of the transport's other end.
         self._arrived: deque[tuple[Meta, list[Tensor] | None, bytes]] = deque()
-        self._unfilled: deque[memoryview] = deque()  # of a message in pieces
         self._posted: deque[tuple[Meta, list[Tensor], Wait | None]] = deque()
-        mesh.on(peer, channel_id, self._on_token, self._place)
+        mesh.on(peer, channel_id, self._on_frame)
 
     def expect(self) -> None:
         """Allow a buffer for one more message: its transfer may begin from now on."""
@@ -306,13 +306,7 @@ class Receiver:
         posted = self._posted
         if not posted:
             assert self._num_allowed, "a message is taken that was never expected"
-            while not posted:
-                num_pieces = self._num_pieces  # each is progress, and the wait begins anew
-                self._mesh.wait(
-                    lambda seen=num_pieces: posted or self._num_pieces > seen,  # type: ignore[misc]
-                    lambda: self._what,
-                    peer=self._peer,
-                )
+            self._mesh.wait(lambda: posted, lambda: self._what, peer=self._peer)
         meta, tensors, wait = posted.popleft()
         if wait is not None:
             self._mesh.check_open()
@@ -321,60 +315,31 @@ class Receiver:
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
                 self._mesh.wait_failure()
                 raise
-            self._num_receiving -= 1
-            self._post()
         message = Flat(tensors, meta.structure, meta.requires_grad)
         return message.sharing(meta.memories, meta.changes)
 
-    def _on_token(self, sequence: int, flags: int, body: memoryview) -> None:
-        if flags & _IS_PIECE:
-            self._on_piece(body)
-            return
-        assert sequence == self._num_tokens & 0xFFFFFFFF, "a channel's tokens come in order"
-        self._num_tokens += 1
-        start = 0
-        if flags & _HAS_META:
-            (size,) = _META_SIZE.unpack_from(body)
-            start = _META_SIZE.size + size
-            self._meta = decode(bytes(body[_META_SIZE.size : start]))
+    def _on_frame(self, meta_size: int, flags: int, body: memoryview) -> None:
+        if meta_size:
+            self._meta = decode(bytes(body[:meta_size]))
         assert self._meta is not None, "the first token of a channel carries metadata"
-        if flags & _COMES_IN_PIECES:
-            tensors = allocate(self._meta, "cpu")
-            self._unfilled.extend(_lent(tensor)[0] for tensor in tensors if tensor.numel())
-            self._arrived.append((self._meta, tensors, b""))
+        if flags & _BLOCK_FOLLOWS:
+            return
+        if flags & _IS_BLOCK:
+            self._arrived.append((self._meta, tensors_in(body, self._meta), b""))
         elif flags & _HAS_TENSORS:
-            self._arrived.append((self._meta, _tensors_from(body[start:], self._meta), b""))
+            self._arrived.append((self._meta, _tensors_from(body[meta_size:], self._meta), b""))
         else:
-            self._arrived.append((self._meta, None, bytes(body[start:])))
-        self._post()
-
-    def _place(self, flags: int, num_bytes: int) -> memoryview | None:
-        """Return the memory that a piece is to be read into."""
-        return self._unfilled[0][:num_bytes] if flags & _IS_PIECE else None
-
-    def _on_piece(self, body: memoryview) -> None:
-        """Fill the next bytes of the last message; a piece belongs to one tensor."""
-        self._num_pieces += 1
-        rest = self._unfilled.popleft()
-        if body.obj is not rest.obj:  # it came as a whole
-            rest[: len(body)] = body
-        if len(rest) > len(body):
-            self._unfilled.appendleft(rest[len(body) :])
+            self._arrived.append((self._meta, None, bytes(body[meta_size:])))
         self._post()
 
     def _post(self) -> None:
-        """Post receives for the tokens that came, as far as program and transport allow."""
+        """Post receives for the tokens that came, as far as the program allows."""
         while self._arrived and self._num_allowed:
-            if self._unfilled and len(self._arrived) == 1:
-                return
             meta, tensors, note = self._arrived[0]
             if tensors is not None:
                 self._posted.append((meta, tensors, None))
             else:
                 assert self._transport is not None, "without a transport all is inside tokens"
-                if self._num_receiving == self._transport.max_posted:
-                    return
-                self._num_receiving += 1
                 try:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
@@ -395,25 +360,6 @@ def _fail(error: OSError | RuntimeError) -> None:
 def _versions(tensors: list[Tensor]) -> list[int | None]:
     """Return each tensor's version, which rises when it is written to."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-
-
-def _lent(tensor: Tensor) -> tuple[memoryview, weakref.finalize[Any, Any]]:
-    """Return the memory of a dense CPU tensor, and what is alive for as long as that is used.
-
-    Meanwhile the tensor is kept.
-    """
-    memory = _bytes_of(tensor)
-    lent = weakref.finalize(memory, _end_loan, tensor)
-    lent.atexit = False
-    return memoryview(memory).cast("B"), lent
-
-
-def _end_loan(tensor: Tensor) -> None:
-    """Do nothing but drop the last reference to a tensor whose memory was lent."""
 
 
 def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:

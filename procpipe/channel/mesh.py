@@ -1,11 +1,5 @@
 """The data sockets between the ranks of one job, and the one place that waits for other ranks.
 
-    main thread       waits in ``Mesh.wait`` only, or for its device; it alone uses data sockets
-    monitor thread    polls alarm sockets, processes and waits of the main thread; it never uses
-                      data sockets or CUDA (``monitor.py``)
-    other threads     wait for no rank
-    exceptions        before the first task: ``job/start.py``, and the connecting of NCCL and gloo
-
 The main thread reads frames while it waits (``wait``) and between tasks (``poll``), and passes each
 to the handler registered for its peer and frame type. What a peer had sent before it failed is
 handled first; then the wait raises the failure (``docs/starting_and_ending.md``).
@@ -28,12 +22,10 @@ from procpipe.channel.monitor import GOODBYE, Monitor, Reports, too_long
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children
 
-#: Handles a frame: sequence number, flags, body (writable, valid only during the call).
+#: Handles a frame: sequence number, flags, body (as for ``frames.Taker``).
 Handler = Callable[[int, int, memoryview], None]
 
-#: Says where the body of a large frame goes, by its flags and number of bytes; None for anywhere.
-Place = Callable[[int, int], memoryview | None]
-_Frame = tuple[int, int, bytearray]
+_Frame = tuple[int, int, memoryview]
 
 #: The system's calls take no longer time, such as an infinite one.
 _MAX_POLL_S = 3600.0
@@ -84,7 +76,6 @@ class Mesh:
         self._peer_of: dict[int, int] = {}  # by descriptor
         self._left: set[int] = set()
         self._handlers: dict[tuple[int, int], Handler] = {}
-        self._places: dict[tuple[int, int], Place] = {}
         self._early: defaultdict[tuple[int, int], list[_Frame]] = defaultdict(list)
         self._poller = select.poll()
         self._poller.register(self.monitor.wakes_main, select.POLLIN)
@@ -95,9 +86,7 @@ class Mesh:
         self, peer: int, data: socket.socket, alarm: socket.socket, process: int | None
     ) -> None:
         """Add a connected peer: two sockets, and a descriptor of its process, if it has one."""
-        self._data[peer] = Frames(
-            data, partial(self._take, peer), self._buffer, partial(self._place, peer)
-        )
+        self._data[peer] = Frames(data, partial(self._take, peer), self._buffer)
         self._peer_of[data.fileno()] = peer
         self._poller.register(data, select.POLLIN)
         self.monitor.add(peer, alarm, process)
@@ -107,24 +96,15 @@ class Mesh:
         """The other ranks, in order, those that have left, too."""
         return tuple(sorted({*self._data, *self._left}))
 
-    def socket_of(self, peer: int) -> socket.socket:
-        """Return the data socket to a connected peer."""
-        return self._data[peer].sock
-
     def is_connected(self, peer: int) -> bool:
         """Return whether frames can still be sent to a peer, as far as is known."""
         return peer in self._data and peer not in self._left
 
-    def on(self, peer: int, frame_type: int, handler: Handler, place: Place | None = None) -> None:
-        """Pass frames of a type from a peer to ``handler``, those that came early first.
-
-        ``place`` may give the memory that a large body is read into.
-        """
+    def on(self, peer: int, frame_type: int, handler: Handler) -> None:
+        """Pass frames of a type from a peer to ``handler``, those that came early first."""
         self._handlers[peer, frame_type] = handler
-        if place is not None:
-            self._places[peer, frame_type] = place
-        for sequence, flags, body in self._early.pop((peer, frame_type), ()):
-            handler(sequence, flags, memoryview(body))
+        for frame in self._early.pop((peer, frame_type), ()):
+            handler(*frame)
 
     # -- sending --------------------------------------------------------------------------------
 
@@ -145,13 +125,13 @@ class Mesh:
         if data is None or peer in self._left:
             self._blame_for_leaving(peer, "sends to it")
         data.send(frame_type, flags, sequence, parts, keep=keep)
-        if data.has_unsent:
+        if data.unsent:
             self._poller.modify(data.sock, select.POLLIN | select.POLLOUT)
 
     def has_unsent(self, peer: int) -> bool:
         """Return whether data for a peer waits until its socket can take more."""
         data = self._data.get(peer)
-        return data is not None and data.has_unsent
+        return data is not None and bool(data.unsent)
 
     def flush(self) -> None:
         """Wait until the sockets have taken everything."""
@@ -211,13 +191,11 @@ class Mesh:
 
         Of some peers it is a failure to have left; ``meanwhile`` says what this rank does.
         """
-        deadline_s = time.monotonic() + _FAILURE_TIMEOUT_S
-        while not (gone := self._left.intersection(peers)):
-            left_s = deadline_s - time.monotonic()
-            if not self._data or left_s <= 0:
-                return
-            self.poll(left_s)
-        self._blame_for_leaving(min(gone), meanwhile)
+        gone = self._left.intersection
+        self._read_until(lambda: gone(peers) or not self._data, _FAILURE_TIMEOUT_S)
+        self._raise_failure()
+        if gone(peers):
+            self._blame_for_leaving(min(gone(peers)), meanwhile)
 
     def _read_and_write(self, timeout_s: float) -> None:
         """Read and send what is possible within a time; after a failure, all that has come."""
@@ -245,7 +223,7 @@ class Mesh:
     def _send_on(self, peer: int) -> None:
         data = self._data[peer]
         data.send_on()
-        if not data.has_unsent:
+        if not data.unsent:
             self._poller.modify(data.sock, select.POLLIN)
 
     def _end(self, peer: int) -> None:
@@ -273,11 +251,9 @@ class Mesh:
         elif frame_type == GOODBYE:
             self._left.add(peer)
         else:
-            self._early[peer, frame_type].append((sequence, flags, bytearray(body)))
-
-    def _place(self, peer: int, frame_type: int, flags: int, num_bytes: int) -> memoryview | None:
-        place = self._places.get((peer, frame_type))
-        return None if place is None else place(flags, num_bytes)
+            if len(body) <= READ_BYTES:
+                body = memoryview(bytearray(body))
+            self._early[peer, frame_type].append((sequence, flags, body))
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -307,7 +283,7 @@ class Mesh:
         self.monitor.close()
         for data in self._data.values():
             data.close()
-        for held in (self._data, self._peer_of, self._handlers, self._places):
+        for held in (self._data, self._peer_of, self._handlers):
             held.clear()
         self._poller = select.poll()
 
@@ -329,7 +305,7 @@ class Mesh:
         )
         self.close()
 
-    def _read_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+    def _read_until(self, ready: Callable[[], object], timeout_s: float) -> None:
         """Read and send until a condition holds, there is a failure, or for some time."""
         deadline_s = time.monotonic() + timeout_s
         while not ready() and self.monitor.failure is None and time.monotonic() < deadline_s:

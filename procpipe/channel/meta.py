@@ -6,11 +6,12 @@ the same channel; both ends remember the last.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from procpipe.tree import Flat, Structure, from_json
 #: The order of elements in memory that is kept, by number of dimensions, besides contiguous; a
 #: tensor of any other order arrives contiguous.
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+#: Tensors in one block of memory begin at multiples of this, for fast copies; torch's own at some.
+ALIGNMENT = 256
 
 
 class TensorMeta(NamedTuple):
@@ -79,6 +84,13 @@ def elements(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a dense CPU tensor, which keeps the tensor for as long as it is used."""
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
+
+
 @dataclass(frozen=True)
 class Meta:
     """Everything of a message but the elements of its tensors; fields as in ``Flat``."""
@@ -129,60 +141,49 @@ def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
     return [tensor.empty(device) for tensor in meta.tensors]
 
 
-def layout(sizes_bytes: list[int], alignment: int) -> tuple[list[int], int]:
+def layout(sizes_bytes: list[int]) -> tuple[list[int], int]:
     """Return the offset of each of several tensors in one block of memory, and the block's size."""
     offsets, end = [], 0
     for size in sizes_bytes:
         offsets.append(end)
-        end += -(-size // alignment) * alignment
+        end += -(-size // ALIGNMENT) * ALIGNMENT
     return offsets, end
+
+
+def tensors_in(memory: memoryview, meta: Meta) -> list[Tensor]:
+    """Return the tensors of a message that is in a block of memory, which they keep; no copies.
+
+    No inference tensors, see :func:`allocate`.
+    """
+    offsets, _ = layout(meta.sizes_bytes)
+    with torch.inference_mode(False):
+        return [
+            tensor.of(torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset))
+            if (count := size // tensor.dtype.itemsize)
+            else tensor.empty("cpu")
+            for tensor, size, offset in zip(meta.tensors, meta.sizes_bytes, offsets, strict=True)
+        ]
 
 
 def encode(meta: Meta) -> bytes:
     """Encode metadata as JSON."""
     tensors = [
-        [t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad]
-        + [True] * t.is_channels_last
+        (t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad, t.is_channels_last)
         for t in meta.tensors
     ]
-    sharing = [meta.memories, meta.changes] if meta.memories or meta.changes else []
-    return json.dumps([meta.structure, tensors, *sharing], separators=(",", ":")).encode()
+    every = meta.structure, tensors, meta.memories, meta.changes
+    return json.dumps(every, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Meta:
-    """Decode what :func:`encode` wrote; ``ValueError`` if the bytes are not metadata."""
-    try:
-        structure, tensors, *sharing = json.loads(data)
-        memories, changes = sharing or ((), ())
-        if memories and len(memories) != len(tensors):
-            raise ValueError("memories of other tensors")
-        return Meta(
-            from_json(structure),
-            tuple(_tensor(*fields) for fields in tensors),
-            tuple(tuple(map(str, names)) for names in memories),
-            tuple((str(name), str(where)) for name, where in changes),
-        )
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not the metadata of a message: {data[:80]!r}") from error
-
-
-def _tensor(
-    extents: list[int], dtype: str, requires_grad: object, is_channels_last: object = False
-) -> TensorMeta:
-    shape = _shape(extents)
-    if is_channels_last and len(shape) not in _CHANNELS_LAST:
-        raise TypeError(f"{shape} has no channels last")
-    return TensorMeta(shape, _dtype(dtype), bool(requires_grad), bool(is_channels_last))
-
-
-def _shape(extents: list[int]) -> tuple[int, ...]:
-    if not all(type(extent) is int and extent >= 0 for extent in extents):
-        raise TypeError(f"{extents} is not a shape")
-    return tuple(extents)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is not a dtype")
-    return dtype
+    """Decode what :func:`encode` wrote."""
+    structure, tensors, memories, changes = json.loads(data)
+    return Meta(
+        from_json(structure),
+        tuple(
+            TensorMeta(tuple(shape), getattr(torch, dtype), *flags)
+            for shape, dtype, *flags in tensors
+        ),
+        tuple(map(tuple, memories)),
+        tuple(map(tuple, changes)),
+    )

@@ -2,18 +2,9 @@
 
 Each pair of ranks has two sockets: one for data, which only the main thread uses (``mesh.py``), and
 one for alarms, which only this thread uses, for both directions. So a failure overtakes all data,
-and no signal handler, which runs in the main thread, interrupts it halfway.
-
-    what this thread sees               what it does
-    FAILURE on an alarm socket          keeps the first failure, passes it on to every other peer,
-                                        and wakes the main thread, whose wait raises it
-    a peer's end without a message      the same with ``PeerLostError``: the socket ends, or the
-                                        peer's process, whose sockets a child may keep open (pidfd)
-    GOODBYE, then the end               the peer has left; the main thread reads that from the data
-    the main thread's wait lasts        writes it on the board; reports a stall
-    after a failure it does not move,   ends the process with one line: it waits for a device, in a
-    and its GPU has transfers queued    transfer whose peer never comes
-    it does not move for ``timeout_s``  the same, with ``WaitTimeoutError`` as the reason
+and no signal handler, which runs in the main thread, interrupts it halfway. What it makes of each
+event is in the tables of ``docs/starting_and_ending.md``. A peer has ended when its alarm socket or
+its process ends (pidfd), as a child of its own may keep the socket open.
 
 It reads counters of the host and calls nothing of CUDA: a query may block while the main thread
 waits for the device (https://github.com/pytorch/pytorch/issues/104487).
@@ -21,7 +12,6 @@ waits for the device (https://github.com/pytorch/pytorch/issues/104487).
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import select
@@ -31,12 +21,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from procpipe.channel.frames import READ_BYTES, Frames
 from procpipe.errors import PeerLostError, ProcpipeError, RemoteStageError, WaitTimeoutError
 
-GOODBYE, FAILURE = 254, 255
+#: Frame types. A failure has the rank where it began as its number, and its story as its body.
+LOST, GOODBYE, FAILURE = 253, 254, 255
 
 #: How often the thread looks at the main one, at least.
 _LOOK_EVERY_S = 0.2
@@ -75,14 +67,16 @@ class Reports:
         """End this process, whose main thread is stuck in a wait for its device."""
 
 
+@dataclass(eq=False)
 class Wait:
-    """A wait of the main thread: for what, and since when."""
+    """A wait of the main thread, for another rank or for its device."""
 
-    def __init__(self, what: Callable[[], str], since_s: float, stall_timeout_s: float) -> None:
-        self.what = what
-        self.since_s = since_s
-        self.next_stall_s = stall_timeout_s
-        self.noted = ""  # on the board
+    what: Callable[[], str]
+    since_s: float
+    note_after_s: float
+    next_stall_s: float
+    place: object = None  # where the main thread waits for its device
+    noted: str = ""  # on the board
 
 
 class Monitor:
@@ -115,34 +109,29 @@ class Monitor:
         self._name_of = name_of
         self._reports = reports
         self._timeout_s = timeout_s
-        self._stall_timeout_s = self._next_stall_s = stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._main = threading.get_ident()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._alarms: dict[int, Frames] = {}
-        self._processes: dict[int, int] = {}  # by peer, a descriptor of its process
-        self._peer_of: dict[int, int] = {}  # by descriptor
+        self._peer_of: dict[int, int] = {}  # by descriptor, of an alarm or a process
         self._poller = select.poll()
         self._poller.register(self._wakes_us, select.POLLIN)
-        self._wait: Wait | None = None
+        self._wait: Wait | None = None  # for another rank
+        self._in_device: Wait | None = None
         self._num_waits = 0
         self._lock = threading.RLock()  # of all above
         self._asked: list[tuple[Callable[[], None], threading.Event]] = []
         self._has_left = self._is_closed = False
         self._failed_s = math.inf
-        self._seen: object = None  # where the main thread was
-        self._seen_s = 0.0
         self._thread = threading.Thread(target=self._run, name="procpipe monitor", daemon=True)
 
     def add(self, peer: int, alarm: socket.socket, process: int | None) -> None:
         """Watch a peer: its alarm socket, and a descriptor of its process, if it has one."""
         with self._lock:
             self._alarms[peer] = Frames(alarm, partial(self._take, peer), self._buffer)
-            self._peer_of[alarm.fileno()] = peer
-            self._poller.register(alarm, select.POLLIN)
-            if process is not None:
-                self._processes[peer] = process
-                self._peer_of[process] = peer
-                self._poller.register(process, select.POLLIN)
+            for descriptor in (alarm.fileno(), *([] if process is None else [process])):
+                self._peer_of[descriptor] = peer
+                self._poller.register(descriptor, select.POLLIN)
         self.start()
         self._wake()
 
@@ -156,7 +145,7 @@ class Monitor:
     def start_wait(self, what: Callable[[], str], since_s: float) -> None:
         """Follow a wait of the main thread from now on."""
         self._num_waits += 1
-        self._wait = Wait(what, since_s, self._stall_timeout_s)
+        self._wait = Wait(what, since_s, _NOTE_AFTER_S, self._stall_timeout_s)
 
     def end_wait(self) -> None:
         """Follow it no more: it was successful."""
@@ -179,7 +168,11 @@ class Monitor:
         if self._thread.is_alive():
             self._wake()
             self._thread.join(_SEND_TIMEOUT_S)
-        self._close_all()
+        with self._lock:
+            for peer in tuple(self._alarms):
+                self._close(peer)
+            for descriptor in (self.wakes_main, self._wakes_us):
+                os.close(descriptor)
 
     def give_up_in_child(self, error: ProcpipeError) -> None:
         """Note that this is a forked child, in which this thread does not run."""
@@ -228,30 +221,29 @@ class Monitor:
             alarm = self._alarms[peer]
             while alarm.read():
                 pass
-            if alarm.has_ended or descriptor == self._processes.get(peer):
+            if alarm.has_ended or descriptor != alarm.sock.fileno():
                 self._end(peer)
 
-    def _take(self, peer: int, _: int, frame_type: int, __: int, body: memoryview) -> None:
+    def _take(self, peer: int, rank: int, frame_type: int, _: int, story: memoryview) -> None:
         if frame_type == GOODBYE:
             self.left.add(peer)
         else:
-            self._note(decode_failure(bytes(body)))
+            error_type = PeerLostError if frame_type == LOST else RemoteStageError
+            self._note(error_type(rank, str(story, "utf-8", "surrogatepass")))
 
     def _end(self, peer: int) -> None:
         """Forget a peer that has ended, which is a failure if it has not left before."""
         is_local = self._alarms[peer].sock.family == socket.AF_UNIX
         self._close(peer)
-        if peer not in self.left:
-            self._note(self._lost(peer, is_local))
-
-    def _lost(self, peer: int, is_local: bool) -> PeerLostError:
+        if peer in self.left:
+            return
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
             f"{self._name_of(peer)} ended without a message: it was killed (out of memory?) or "
             f"crashed{elsewhere}; see its own output and the launcher's exit code"
         )
         seen = self._reports.last_seen(peer)
-        return PeerLostError(self._numbers[peer], f"{story}; {seen}" if seen else story)
+        self._note(PeerLostError(self._numbers[peer], f"{story}; {seen}" if seen else story))
 
     def _note(self, error: ProcpipeError) -> None:
         """Keep the first failure, pass it on, and wake the main thread."""
@@ -260,74 +252,70 @@ class Monitor:
             return
         self.failure, self._failed_s = error, time.monotonic()
         if isinstance(error, RemoteStageError):
-            self._send_to_all(FAILURE, encode_failure(error))
+            frame_type = LOST if isinstance(error, PeerLostError) else FAILURE
+            story = error.story.encode(errors="surrogatepass")
+            self._send_to_all(frame_type, error.rank, story)
         os.eventfd_write(self.wakes_main, 1)
 
     def _say_goodbye(self) -> None:
         if self.failure is None:
-            self._send_to_all(GOODBYE, b"")
+            self._send_to_all(GOODBYE, 0, b"")
             self._has_left = True
 
-    def _send_to_all(self, frame_type: int, body: bytes) -> None:
+    def _send_to_all(self, frame_type: int, number: int, body: bytes) -> None:
         """Send a frame of 400 kB at most (``story_of``), which an empty socket takes at once."""
         for peer, alarm in self._alarms.items():
             if peer not in self.left:
-                alarm.send(frame_type, 0, 0, (body,))
+                alarm.send(frame_type, 0, number, (body,))
 
     def _look_at_main(self, now_s: float) -> None:
         """Report a long wait of the main thread; end the process if it will never end."""
         with self._lock:
-            wait = self._wait
-            waited_s = now_s - wait.since_s if wait is not None else 0.0
-            if wait is not None and waited_s >= _NOTE_AFTER_S and wait.noted != wait.what():
+            wait, before = self._wait, self._in_device
+            in_device = self._in_device = self._wait_for_device(now_s) if wait is None else None
+            if before is not None and before is not in_device and before.noted:
+                self._reports.end_wait()
+            wait = wait or in_device
+            if wait is None:
+                return
+            waited_s = now_s - wait.since_s
+            if waited_s >= wait.note_after_s and wait.noted != wait.what():
                 wait.noted = wait.what()
                 self._reports.start_wait(wait.noted, wait.since_s)
-        if wait is not None:
-            self._seen = None
-            if waited_s >= wait.next_stall_s:
-                wait.next_stall_s *= 2
-                self._reports.stalled(wait.what(), waited_s)
-            return
+        error = self.failure
+        if in_device is not None and error is None and waited_s >= self._timeout_s:
+            error = too_long(self._name_of(self._rank), waited_s, wait.what())
+            story = f"{type(error).__name__}: {error}"
+            self._note(RemoteStageError(self._numbers[self._rank], story))
+            self._reports.end_process(error)
+        elif in_device is not None and error is not None:
+            if now_s - max(wait.since_s, self._failed_s) >= _STUCK_AFTER_S:
+                self._reports.end_process(error)
+        elif waited_s >= wait.next_stall_s:
+            wait.next_stall_s *= 2
+            self._reports.stalled(wait.what(), waited_s)
+
+    def _wait_for_device(self, now_s: float) -> Wait | None:
+        """Return the main thread's wait for its device: it does not move, transfers are queued."""
         peers = self._reports.busy_with()
         frame = sys._current_frames().get(self._main) if peers else None
-        seen = None if frame is None else (id(frame), frame.f_lasti, self._num_waits)
-        del frame  # it would keep that function's variables alive
-        if seen is None or seen != self._seen:
-            if self._next_stall_s > self._stall_timeout_s:
-                self._reports.end_wait()
-            self._seen, self._seen_s, self._next_stall_s = seen, now_s, self._stall_timeout_s
-            return
-        waited_s = now_s - self._seen_s
+        if frame is None:
+            return None
+        place = id(frame), frame.f_lasti, self._num_waits
+        if self._in_device is not None and self._in_device.place == place:
+            return self._in_device
         what = f"its device, in transfers with ranks {[self._numbers[peer] for peer in peers]}"
-        if self.failure is not None:
-            if now_s - max(self._seen_s, self._failed_s) >= _STUCK_AFTER_S:
-                self._reports.end_process(self.failure)
-        elif waited_s >= self._timeout_s:
-            error = too_long(self._name_of(self._rank), waited_s, what)
-            self._note(
-                RemoteStageError(self._numbers[self._rank], f"{type(error).__name__}: {error}")
-            )
-            self._reports.end_process(error)
-        elif waited_s >= self._next_stall_s:
-            self._next_stall_s *= 2
-            self._reports.start_wait(what, self._seen_s)
-            self._reports.stalled(what, waited_s)
+        stall_s = self._stall_timeout_s
+        return Wait(lambda: what, now_s, stall_s, stall_s, place)
 
     def _close(self, peer: int) -> None:
-        alarm, process = self._alarms.pop(peer), self._processes.pop(peer, None)
-        for descriptor in (alarm.sock.fileno(), *(() if process is None else (process,))):
+        alarm = self._alarms.pop(peer)
+        for descriptor in [each for each, of in self._peer_of.items() if of == peer]:
             self._poller.unregister(descriptor)
             del self._peer_of[descriptor]
-        alarm.close()
-        if process is not None:
-            os.close(process)
-
-    def _close_all(self) -> None:
-        with self._lock:
-            for peer in tuple(self._alarms):
-                self._close(peer)
-            for descriptor in (self.wakes_main, self._wakes_us):
+            if descriptor != alarm.sock.fileno():
                 os.close(descriptor)
+        alarm.close()
 
 
 def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:
@@ -336,17 +324,3 @@ def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:
         f"{name} has waited {waited_s:.1f} s for {what}; if that is not a fault, give Stage a "
         "larger timeout_s"
     )
-
-
-def encode_failure(error: RemoteStageError) -> bytes:
-    """Return a rank's failure as JSON."""
-    is_lost = isinstance(error, PeerLostError)
-    sent = {"rank": error.rank, "story": error.story, "is_lost": is_lost}
-    return json.dumps(sent, ensure_ascii=False).encode(errors="surrogatepass")
-
-
-def decode_failure(data: bytes) -> RemoteStageError:
-    """Return the failure that :func:`encode_failure` was given."""
-    sent = json.loads(data)
-    error_type = PeerLostError if sent["is_lost"] else RemoteStageError
-    return error_type(sent["rank"], sent["story"])

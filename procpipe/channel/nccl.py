@@ -40,9 +40,6 @@ exceeds a timeout or NCCL reports an error, and print its own messages. A group 
 ``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
 ``Work.block_current_stream``, used here, does not.
 
-**Torch's flight recorder** takes a stack for each transfer: 10 us of about 35 on an emulated GPU.
-It is left on, as users' own groups use it, too; ``TORCH_FR_BUFFER_SIZE=0`` turns it off.
-
 NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
 
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
@@ -50,14 +47,13 @@ Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -65,7 +61,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
 from procpipe.channel.meta import Meta, allocate, elements
-from procpipe.channel.under_way import UnderWay
+from procpipe.channel.under_way import DeviceTransfers
 from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
@@ -80,6 +76,8 @@ _MAX_BLOCKS_TOGETHER = 8
 #: are used otherwise.
 _MAX_COMMUNICATORS = 29
 
+_WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
 #: Torch's own limit for a transfer, set so high that it is never reached.
 _OUT_OF_REACH_S = 30 * 86400.0
 
@@ -87,31 +85,25 @@ _OUT_OF_REACH_S = 30 * 86400.0
 _NOTE = struct.Struct("<Q")
 
 
-class Communicators:
+class Communicators(DeviceTransfers):
     """The communicators of one rank, each a process group of torch's, by the ranks in it."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._under_way = UnderWay()
-        self._connecting_to: tuple[int, ...] = ()
         self._is_drained = False
 
     def queued_with(self) -> list[int]:
-        """Return the ranks with which transfers may be under way; see ``DeviceTransfers``."""
-        ranks = {*self._connecting_to, *self._under_way.ranks()}
-        return sorted(ranks - {self._rank})
-
-    def are_over(self) -> bool:
-        """Return whether all transfers are over; see ``DeviceTransfers``."""
-        return not (self._connecting_to or self._under_way.look_at_all())
+        """Return the other ranks with which transfers may be under way."""
+        return [rank for rank in super().queued_with() if rank != self._rank]
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
-        self._under_way.clear()
+        self._begun.clear()
         self._is_drained = True
 
     def close(self) -> None:
@@ -138,30 +130,36 @@ class Communicators:
         from torch.distributed import ProcessGroupNCCL
 
         own = PrefixStore(f"nccl/{'-'.join(map(str, ranks))}", store)
-        self._connecting_to = ranks
+        is_connected = threading.Event()
+        self._add(ranks, is_connected.is_set)
         own.set(f"blocks/{self._rank}", str(num_blocks))
         num_blocks = min(int(own.get(f"blocks/{rank}")) for rank in ranks)
         options = nccl_options(
             ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=True
         )
-        with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
-            place = ranks.index(self._rank), len(ranks)
+        place = ranks.index(self._rank), len(ranks)
+        before = os.environ.get(_WITHOUT_WATCHDOG)
+        os.environ[_WITHOUT_WATCHDOG] = "1"  # read by the constructor
+        try:
             group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
+        finally:
+            del os.environ[_WITHOUT_WATCHDOG]
+            if before is not None:
+                os.environ[_WITHOUT_WATCHDOG] = before
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
         group.eager_connect_single_device(self._device)
         self._groups[ranks] = group
         begin(group, [token]).block_current_stream()
         torch.cuda.current_stream(self._device).synchronize()
-        self._connecting_to = ()
+        is_connected.set()
+        self._look(ranks)
 
 
 class NcclTransport(Communicators):
     """One two-rank communicator per directed pair of ranks, its key ``(source, destination)``."""
 
     holds_device = True  # NCCL's are rendezvous
-    copies_at_once = False
     inline_bytes = 0
-    max_posted = 1 << 62  # only the first of a pair occupies part of the GPU
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
@@ -176,7 +174,7 @@ class NcclTransport(Communicators):
         ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of the
         job. Raises ``ValueError`` if a rank would have more communicators than there are streams.
         """
-        pairs = sorted({channel[:2] for channel in channels})
+        pairs = {channel[:2] for channel in channels}
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = blocks_of(self._rank, pairs, num_multiprocessors)
         for pair in in_rounds(pairs):
@@ -184,11 +182,14 @@ class NcclTransport(Communicators):
                 is_sender = self._rank == pair[0]
                 self._connect(pair, store, num_blocks, partial(_transfer, is_sender=is_sender))
 
-    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
+    def post_send(
+        self, tensors: list[Tensor], peer: int, channel_id: int
+    ) -> tuple[Sending | None, bytes]:
         """Begin to send dense tensors after the current stream has made them."""
         note = _NOTE.pack(self._num_sent[peer])
         self._num_sent[peer] += 1
-        return Sending(self._begin((self._rank, peer), tensors)), note
+        work = self._begin((self._rank, peer), tensors)
+        return (None if work is None else Sending(work)), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -210,7 +211,7 @@ class NcclTransport(Communicators):
         if not parts:
             return None
         work = _transfer(self._groups[pair], parts, is_sender=pair[0] == self._rank)
-        self._under_way.add(pair, work.is_completed)
+        self._add(pair, work.is_completed)
         return work
 
 
@@ -233,7 +234,7 @@ class NcclGroup(Communicators):
     def begin(self, operate: Callable[[Any], Work]) -> Work:
         """Begin an operation of torch's process group; the host never waits for it."""
         work = operate(self._groups[self._ranks])
-        self._under_way.add(self._ranks, work.is_completed)
+        self._add(self._ranks, work.is_completed)
         return work
 
 
@@ -241,16 +242,15 @@ class NcclGroup(Communicators):
 class Sending:
     """The send of one message's tensors."""
 
-    work: Work | None  # None if they have no elements
+    work: Work
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host goes on."""
-        if self.work is not None:
-            self.work.block_current_stream()
+        self.work.block_current_stream()
 
     def is_done(self) -> bool:
         """Return whether the device has completed the transfer."""
-        return self.work is None or self.work.is_completed()
+        return bool(self.work.is_completed())
 
 
 @dataclass
@@ -290,16 +290,9 @@ def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs in an order in which many ranks connect at the same time; pure.
 
     A rank connects one pair at a time. In the order of ranks, each would wait for the one before;
-    here a pair is in the first round in which neither of its ranks has another pair.
+    here pairs of neighbours do not: 0 and 1, 2 and 3, … are first, then 1 and 2, 3 and 4, …
     """
-    rounds: list[list[tuple[int, int]]] = []
-    for pair in pairs:
-        free = (found for found in rounds if {*pair}.isdisjoint(chain(*found)))
-        found = next(free, None)
-        if found is None:
-            rounds.append(found := [])
-        found.append(pair)
-    return [*chain(*rounds)]
+    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
@@ -314,16 +307,3 @@ def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:
 
     work: Work = in_a_batch(group, begin)
     return work
-
-
-@contextlib.contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable in this block, in which torch's constructor reads it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

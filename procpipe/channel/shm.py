@@ -24,29 +24,19 @@ import ctypes
 import functools
 import mmap
 import os
-import struct
-import sys
 import weakref
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from procpipe.channel.meta import Meta, layout
+from procpipe.channel.meta import Meta, layout, tensors_in
 
-#: A note: where the slot is in the sender's file, its size, and how many slots were dropped since
-#: the token before; their starts follow.
-_NOTE = struct.Struct("<QQH")
-_NUMBER = struct.Struct("<Q")
-_MAX_DROPPED = 1000
-
-#: A slot begins with a cache line for two bytes: "in use" and "mapped by the receiver".
+#: A slot begins with a cache line for the byte "in use".
 _HEADER_BYTES = 64
-_IN_USE, _IS_MAPPED = 0, 1
+_IN_USE = 0
 
-#: Tensors begin at multiples of this, as torch's own memory does.
-_ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 
 _FAILED = ctypes.c_void_p(-1).value
@@ -60,8 +50,6 @@ class ShmTransport:
     """
 
     holds_device = False
-    copies_at_once = True
-    max_posted = sys.maxsize
     inline_bytes = 1 << 13  # larger ones are copied less often through a slot
 
     def __init__(self, own_file: int, files: Mapping[int, int]) -> None:
@@ -72,31 +60,28 @@ class ShmTransport:
         self._dropped: dict[tuple[int, int], list[int]] = {}
         self._mapped: dict[tuple[int, int], _Mapped] = {}
 
-    def post_send(
-        self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[_ShmSlot, bytes]:
-        """Copy dense CPU tensors into a slot; ``MemoryError`` if there is no memory left."""
-        offsets, size = layout([tensor.nbytes for tensor in tensors], _ALIGNMENT)
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[None, bytes]:
+        """Copy dense CPU tensors into a slot; ``MemoryError`` if there is no memory left.
+
+        Then the receiver needs the sender no more: it has the file.
+        """
+        offsets, size = layout([tensor.nbytes for tensor in tensors])
         slot = self._free_slot(peer, channel_id, size)
         slot.memory[_IN_USE] = 1
         address = slot.address + _HEADER_BYTES
         for tensor, offset in zip(tensors, offsets, strict=True):
             ctypes.memmove(address + offset, tensor.data_ptr(), tensor.nbytes)
-        dropped = self._dropped.get((peer, channel_id), [])
-        note = _NOTE.pack(slot.start, slot.num_bytes, len(dropped))
-        if dropped:
-            note += b"".join(map(_NUMBER.pack, dropped))
-            dropped.clear()
-        return slot, note
+        # Where the slot is, its size, and where those are that were dropped since the note before.
+        dropped = self._dropped.pop((peer, channel_id), ())
+        return None, array("Q", (slot.start, slot.num_bytes, *dropped)).tobytes()
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Return the tensors of a message, in the memory of its slot."""
-        start, num_bytes, num_dropped = _NOTE.unpack_from(note)
-        for k in range(num_dropped):
-            (dropped,) = _NUMBER.unpack_from(note, _NOTE.size + k * _NUMBER.size)
-            self._mapped.pop((peer, dropped), None)
+        start, num_bytes, *dropped = memoryview(note).cast("Q")
+        for each in dropped:
+            self._mapped.pop((peer, each), None)
         slot = self._mapped.get((peer, start))
         if slot is None:
             slot = self._mapped[peer, start] = _Mapped(self._files[peer], start, num_bytes)
@@ -115,12 +100,11 @@ class ShmTransport:
         for slot in slots:
             if slot.size_bytes >= size and not slot.memory[_IN_USE]:
                 return slot
-        dropped = self._dropped.setdefault((peer, channel_id), [])
-        for slot in [slot for slot in slots if not slot.memory[_IN_USE]]:
-            if len(dropped) < _MAX_DROPPED:  # it is too small
-                slots.remove(slot)
-                slot.discard_unused()
-                dropped.append(slot.start)
+        too_small = [slot for slot in slots if not slot.memory[_IN_USE]]
+        for slot in too_small:
+            slots.remove(slot)
+            slot.discard()
+        self._dropped.setdefault((peer, channel_id), []).extend(slot.start for slot in too_small)
         slot = _ShmSlot(self._own_file, self._end, size)
         self._end += slot.num_bytes
         slots.append(slot)
@@ -128,7 +112,7 @@ class ShmTransport:
 
 
 class _ShmSlot:
-    """A slot of this process, to send from: a send is over once its tensors are in it."""
+    """A slot of this process, to send from."""
 
     def __init__(self, file: int, start: int, size_bytes: int) -> None:
         self.start = start
@@ -145,18 +129,9 @@ class _ShmSlot:
         self.memory = _mapped(file, start, self.num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def wait(self) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        """Return whether the receiver has mapped the slot, and no longer needs the sender."""
-        # A dropped slot's header is zero: what was freed had been received.
-        return not self.memory[_IN_USE] or bool(self.memory[_IS_MAPPED])
-
-    def discard_unused(self) -> None:
-        """Return the memory to the system, unless the receiver uses it."""
-        if not self.memory[_IN_USE]:  # no error if the system refuses: then it stays
-            _system().madvise(self.address, len(self.memory), mmap.MADV_REMOVE)
+    def discard(self) -> None:
+        """Return the memory of an unused slot to the system; it stays if the system refuses."""
+        _system().madvise(self.address, len(self.memory), mmap.MADV_REMOVE)
 
 
 class _Mapped:
@@ -164,31 +139,14 @@ class _Mapped:
 
     def __init__(self, file: int, start: int, num_bytes: int) -> None:
         self._memory = _mapped(file, start, num_bytes)
-        self._memory[_IS_MAPPED] = 1
         self._process = os.getpid()
         self._lent: weakref.ref[memoryview] | None = None
 
     def lend(self, meta: Meta) -> list[Tensor]:
         """Return tensors in the slot's memory; it is free when all of them are gone."""
-        sizes = meta.sizes_bytes
-        offsets, size = layout(sizes, _ALIGNMENT)
-        loan = self._memory[_HEADER_BYTES : _HEADER_BYTES + size]
+        loan = self._memory[_HEADER_BYTES:]
         self._lent = weakref.ref(loan, self._take_back)
-        # No inference tensors: see ``meta.allocate``.
-        with torch.inference_mode(False):
-            return [
-                tensor.of(
-                    torch.frombuffer(
-                        loan,
-                        dtype=tensor.dtype,
-                        count=num_bytes // tensor.dtype.itemsize,
-                        offset=offset,
-                    )
-                )
-                if num_bytes
-                else tensor.empty("cpu")
-                for tensor, num_bytes, offset in zip(meta.tensors, sizes, offsets, strict=True)
-            ]
+        return tensors_in(loan, meta)
 
     def _take_back(self, lent: object) -> None:
         # A forked child has tensors in the slot, too, and its parent may still read them.

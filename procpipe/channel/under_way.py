@@ -10,36 +10,39 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from procpipe.channel.base import Opened
 
-class UnderWay:
-    """What was begun with other ranks, and not seen done by the thread that began it."""
+
+class DeviceTransfers(Opened):
+    """Transfers that a device performs, so that a dead peer blocks the device.
+
+    They are kept by the ranks that take part. Those of the same ranks mostly end in order.
+    """
 
     def __init__(self) -> None:
-        self._of: defaultdict[tuple[int, ...], deque[Callable[[], bool]]] = defaultdict(deque)
+        self._begun: defaultdict[tuple[int, ...], deque[Callable[[], bool]]] = defaultdict(deque)
 
-    def add(self, ranks: tuple[int, ...], is_done: Callable[[], bool]) -> None:
+    def queued_with(self) -> list[int]:
+        """Return the ranks with which transfers may be under way; safe in any thread.
+
+        Those that the main thread has begun and not seen done.
+        """
+        return sorted(
+            {rank for ranks, begun in tuple(self._begun.items()) if begun for rank in ranks}
+        )
+
+    def are_over(self) -> bool:
+        """Return, without waiting, whether the device has done all transfers; asks the device."""
+        for ranks in tuple(self._begun):
+            self._look(ranks)
+        return not any(self._begun.values())
+
+    def _add(self, ranks: tuple[int, ...], is_done: Callable[[], bool]) -> None:
         """Note what has begun, and look what is done; ``is_done`` queries the device."""
-        self.look(ranks)
-        self._of[ranks].append(is_done)
+        self._look(ranks)
+        self._begun[ranks].append(is_done)
 
-    def look(self, ranks: tuple[int, ...]) -> bool:
-        """Look what is done of what was begun with these ranks; return whether all is."""
-        begun = self._of[ranks]
-        while begun and begun[0]():  # mostly they are done in this order
+    def _look(self, ranks: tuple[int, ...]) -> None:
+        begun = self._begun[ranks]
+        while begun and begun[0]():
             begun.popleft()
-        return not begun
-
-    def look_at_all(self) -> set[int]:
-        """Look what is done; return the ranks with which something is under way."""
-        for ranks in tuple(self._of):
-            self.look(ranks)
-        return self.ranks()
-
-    def clear(self) -> None:
-        """Note that all is done."""
-        for begun in self._of.values():
-            begun.clear()
-
-    def ranks(self) -> set[int]:
-        """Return the ranks with which something may be under way; safe in any thread."""
-        return {rank for ranks, begun in tuple(self._of.items()) if begun for rank in ranks}

@@ -27,9 +27,8 @@ def devices_of(
 ) -> list[torch.device]:
     """Return each rank's device: those given, else the hosts' GPUs in order, else CPUs.
 
-    A process that sees one GPU takes it, whichever local rank it is: it may have been given its own
-    (``CUDA_VISIBLE_DEVICES``, Slurm's ``--gpus-per-task=1``). Whether others have the same one
-    shows when the ranks are connected (``transports.choose``).
+    A process that sees one GPU takes it: it may have been given its own (Slurm's
+    ``--gpus-per-task=1``). ``transports.choose`` finds whether others have the same one.
 
     Raises:
         IndexError: there are fewer devices than processes, or this rank's index is too high.
@@ -60,27 +59,6 @@ def devices_of(
     return guessed
 
 
-def use_all_hardware_queues() -> None:
-    """Have CUDA give a process as many hardware queues as there can be, if the user chose none.
-
-    Streams of one queue wait for one another, and there are 8 by default: fewer than the streams of
-    a stage that receives from several others. Such a stage would be slow, or hang. Has no effect
-    once the process has used CUDA.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-def is_narrowed(device: torch.device) -> bool:
-    """Return whether this process sees one GPU of perhaps more: each rank's has the same name."""
-    return device.type == "cuda" and torch.cuda.device_count() == 1
-
-
-def of_this_host(devices: Sequence[torch.device], rank: int) -> Sequence[torch.device]:
-    """Return the devices of this host's ranks, in the order of local ranks."""
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    return devices[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
-
-
 def nccl_shares_gpus() -> bool:
     """Return whether the NCCL of this process accepts several ranks on one GPU.
 
@@ -93,14 +71,20 @@ def nccl_shares_gpus() -> bool:
     return version.value >= _SHARING_NCCL
 
 
-def pci_addresses(devices: Sequence[torch.device]) -> list[str | None]:
-    """Return each GPU's address on this host's PCI bus; None for a CPU or an invisible GPU."""
-    if len(devices) > 1 and any(map(is_narrowed, devices)):
-        return [None] * len(devices)  # the other ranks' GPUs may be different ones
+def pci_addresses(devices: Sequence[torch.device], rank: int) -> list[str | None]:
+    """Return the address of each local rank's GPU on this host's PCI bus; None where unknown.
+
+    ``devices`` are those of all ranks. A process that sees one GPU does not know the others'.
+    """
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    local = devices[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     num_seen = torch.cuda.device_count()
+    is_known = num_seen > 1 or len(local) == 1
     return [
-        pci_of(device.index) if device.type == "cuda" and device.index < num_seen else None
-        for device in devices
+        pci_of(device.index)
+        if is_known and device.type == "cuda" and device.index < num_seen
+        else None
+        for device in local
     ]
 
 
@@ -128,7 +112,10 @@ def _narrowed() -> str:
 
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
     """Return the devices a user has listed, one per rank; ``ValueError`` if they cannot be used."""
-    text = f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices"
+    text = (
+        f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices "
+        "with their index ('cuda:0')"
+    )
     if isinstance(devices, str):
         raise ValueError(text)
     try:
@@ -138,10 +125,11 @@ def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.
         ]
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{text}; {error}") from None
-    listed = [torch.device("cpu") if device.type == "cpu" else device for device in listed]
     types = {device.type for device in listed}
-    if len(types) > 1 or not types <= {"cpu", "cuda"} or torch.device("cuda") in listed:
-        raise ValueError(f"{text} with their index ('cuda:0')")
-    if types == {"cuda"} and not torch.cuda.is_available():
+    if types == {"cpu"}:
+        return [torch.device("cpu")] * len(listed)
+    if types != {"cuda"} or torch.device("cuda") in listed:
+        raise ValueError(text)
+    if not torch.cuda.is_available():
         raise ValueError(f"{text}; there is no CUDA device that torch can use here")
     return listed

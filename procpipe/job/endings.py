@@ -1,17 +1,13 @@
 """How a launched process ends: with its launcher, and without a second, misleading traceback.
 
-When one rank fails, all others raise ``RemoteStageError`` with its traceback. Each of them would
-print that once more, with its own traceback, which does not help. So a rank that ends because
-another failed, or that is interrupted, prints one line instead:
+When one rank fails, all others raise ``RemoteStageError`` with its traceback, and would print that
+once more. So a rank that ends because another failed, or that is interrupted, prints one line:
 
     procpipe: rank 0 ends, because rank 1 failed in step(): KeyError: 'boom'; it was in B3, …
     procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
 
 The line has the reason because the rank that failed may not print it: ``SystemExit`` and
 exceptions that the user catches print nothing.
-
-    an exception ends a thread   sys.excepthook, threading.excepthook: sent to the peers, printed
-    the script ends              atexit: a goodbye; an exception, if another hook has replaced ours
 
 A forked child has these hooks, too, but they do nothing there.
 """
@@ -31,13 +27,7 @@ import weakref
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from procpipe.errors import (
-    FOUND_BY_EACH,
-    MemoryLimitError,
-    PeerLostError,
-    RemoteStageError,
-    StageClosedError,
-)
+from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.job.board import Board, BoardReading
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
@@ -51,68 +41,55 @@ SAVING_THREAD = "procpipe-save"
 _SAVE_TIMEOUT_S = 10.0
 
 
-class Raised(Protocol):
+def end_with_launcher() -> None:
+    """Make the kernel kill this process when torchrun's agent, which started it, dies.
+
+    Under ``procpipe run`` a warden process does so, which finds their children through the ranks.
+
+    Raises:
+        ConnectionRefusedError: it has died already, while this process was starting: its store,
+            which existed before its workers, is gone.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if "PROCPIPE_RUN" not in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            raise ConnectionRefusedError(
+                f"rank {os.environ['RANK']} finds no launcher at {address[0]}:{address[1]}: it "
+                "ended while this process was starting"
+            ) from None
+        except OSError:
+            pass  # perhaps a slow network
+
+
+class Follower(Protocol):
     """Is told of exceptions that end a thread."""
 
     def thread_raised(self, error: BaseException) -> None:
         """Handle an exception that ends the thread that calls this."""
 
 
-def end_with_launcher() -> None:
-    """Make the kernel kill this process when torchrun's agent, which started it, dies.
+def follow_exceptions(follower: Follower, board: Board, first: int = 0) -> None:
+    """Call an object's ``thread_raised`` for uncaught exceptions, for as long as it lives.
 
-    A killed launcher cannot end its workers, and they would train on, or wait for ever. Under
-    ``procpipe run`` a warden process kills the ranks and their children, which it finds through
-    them; so there the kernel does not kill the ranks.
-
-    Raises:
-        ConnectionRefusedError: it has died already, while this process was starting.
+    From then on an error that began on another rank is printed as one line. The board says where
+    this rank was; the newest one counts. ``first`` is the rank that prints what all have found.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        if "PROCPIPE_RUN" not in os.environ:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _check_launcher()
-
-
-def _check_launcher() -> None:
-    """Check that the launcher's store, which existed before its workers, still does.
-
-    Otherwise the first use of the store would wait for it for half an hour.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        raise ConnectionRefusedError(
-            f"rank {os.environ.get('RANK')} finds no launcher at {address[0]}:{address[1]}: it "
-            "ended while this process was starting"
-        ) from None
-    except OSError:
-        pass  # perhaps a slow network; the first use of the store waits for it
-
-
-def print_victims_briefly(rank: int, board: Board, first: int = 0) -> None:
-    """Print one line, and no traceback, for an uncaught error that began on another rank.
-
-    The board says where this rank was when the error came; the newest one counts. ``first`` is the
-    rank that prints what all have found.
-    """
-    _hooks().victim = rank, board, first
-
-
-def follow_exceptions(follower: Raised) -> None:
-    """Call an object's ``thread_raised`` for uncaught exceptions, for as long as it lives."""
     _hooks().followers.add(follower)
+    _hooks().newest = board, first
 
 
 class _Hooks:
     """Replaces the two hooks that print tracebacks, once a process."""
 
     def __init__(self) -> None:
-        self.victim: tuple[int, Board, int] | None = None
-        self.followers: weakref.WeakSet[Raised] = weakref.WeakSet()
+        self.newest: tuple[Board, int]
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._pid = os.getpid()
         self._of_main, self._of_threads = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._handle, self._handle_thread
@@ -130,18 +107,15 @@ class _Hooks:
 
     def _is_handled(self, error: BaseException) -> bool:
         """Pass an exception on to the followers; print a line if that says it all."""
-        if os.getpid() != self._pid or _is_at_prompt():
+        if os.getpid() != self._pid:
             return False
         if threading.current_thread() is threading.main_thread():
             # A launcher's Ctrl-C reaches a rank after the failure of another that it interrupted.
-            with contextlib.suppress(ValueError):
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         for follower in tuple(self.followers):
             follower.thread_raised(error)
-        if self.victim is None:
-            return False
-        rank, board, first = self.victim
-        line = line_of(rank, error, board.read(), first)
+        board, first = self.newest
+        line = line_of(error, board.read(), first)
         if line:
             write_note(line)
         return bool(line)
@@ -154,14 +128,7 @@ def _hooks() -> _Hooks:
 
 def error_of_script() -> BaseException | None:
     """Return the exception that has ended the main thread, if one has and was not SystemExit."""
-    if _is_at_prompt():
-        return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-
-
-def _is_at_prompt() -> bool:
-    """Return whether Python reads from a prompt, where an exception ends nothing."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def end_at_once(line: str) -> NoReturn:
@@ -180,33 +147,27 @@ def end_at_once(line: str) -> NoReturn:
     os._exit(1)
 
 
-def line_of(
-    rank: int, error: BaseException, reading: BoardReading | None = None, first: int = 0
-) -> str:
+def line_of(error: BaseException, reading: BoardReading, first: int = 0) -> str:
     """Return the line to print instead of a traceback; "" to print the traceback.
 
-    ``reading`` says where the rank was; None leaves that out. ``first`` is the rank that prints
-    what all have found.
+    ``reading`` says where the rank was. ``first`` is the rank that prints what all have found.
     """
-    grid = Grid(rank, rank + 1) if reading is None else Grid.of(reading)
-    ours = grid.rank_name(rank)
-    if isinstance(error, KeyboardInterrupt) and reading is not None:
+    grid = Grid.of(reading)
+    ours = grid.rank_name(reading.rank)
+    if isinstance(error, KeyboardInterrupt):
         return f"procpipe: {ours} was interrupted {reading.where()}"
-    if isinstance(error, FOUND_BY_EACH) and rank != first:
-        what, details = "the ranks do not agree", "on what"
-        if isinstance(error, MemoryLimitError):
-            what, details = "no plan keeps to memory_limit_bytes", "what each stage needs"
-        return f"procpipe: {ours} ends, because {what} (rank {first} prints {details})"
+    if isinstance(error, FOUND_BY_EACH) and reading.rank != first:
+        return f"procpipe: {ours} ends, because of the {type(error).__name__} of rank {first}"
     before = error.__context__
     if isinstance(error, StageClosedError) and isinstance(before, RemoteStageError):
         # In a ``finally``: a state.save, for instance, which has saved nothing.
-        return f"{line_of(rank, before, reading, first)}; then {error}"
+        return f"{line_of(before, reading, first)}; then {error}"
     if not isinstance(error, RemoteStageError):
         return ""
-    meanwhile = f"; it was {reading.where()}" if reading is not None and reading.wait else ""
-    if isinstance(error, PeerLostError):
-        return f"procpipe: {ours} ends, because {error.story}{meanwhile}"
-    cause = grid.rank_name(error.rank)
-    # The rest of the failure's first line: " in step(): KeyError: 'boom'".
-    _, _, reason = error.story.partition("\n")[0].partition(f"(rank {error.rank}),")
-    return f"procpipe: {ours} ends, because {cause} failed{reason}{meanwhile}"
+    reason = error.story
+    if not isinstance(error, PeerLostError):
+        # The rest of the story's first line: " in step(): KeyError: 'boom'".
+        rest = error.story.partition("\n")[0].partition(f"(rank {error.rank}),")[2]
+        reason = f"{grid.rank_name(error.rank)} failed{rest}"
+    meanwhile = f"; it was {reading.where()}" if reading.waits_for else ""
+    return f"procpipe: {ours} ends, because {reason}{meanwhile}"

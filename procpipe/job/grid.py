@@ -3,11 +3,9 @@
     4 stages, 2 replicas     replica 0   ranks 0 1 2 3
                              replica 1   ranks 4 5 6 7
 
-Neighbouring stages are neighbouring ranks, and so neighbouring GPUs: activations and gradients
-travel between them for each micro-batch, gradients of parameters between replicas once a step.
-
-In a ``DeviceMesh`` a pipeline has some of the job's ranks. Within it, they are numbered from 0;
-messages name them by their numbers in the job.
+Neighbouring stages are neighbouring ranks, and so neighbouring GPUs: they exchange more than
+replicas. In a ``DeviceMesh`` a pipeline has some of the job's ranks. Within it, they are numbered
+from 0; messages name them by their numbers in the job.
 
 PURE: no torch.
 """

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from procpipe.channel.base import Opened, OpenedDevice, Transport
+from procpipe.channel.base import Opened, Transport
 from procpipe.channel.mesh import Mesh
+from procpipe.channel.under_way import DeviceTransfers
 from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.transports import TransportChoice
@@ -26,7 +27,7 @@ _PART_TIMEOUT_S = 10.0
 _END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
 
 #: What stages that failed have left on this process's devices.
-_left_behind: list[OpenedDevice] = []
+_left_behind: list[DeviceTransfers] = []
 
 
 class OpenTransports:
@@ -45,7 +46,7 @@ class OpenTransports:
         self._mesh = mesh
         self._device = device
         self._memory = memory
-        self._of_device: list[OpenedDevice] = []
+        self._of_device: list[DeviceTransfers] = []
         self._store: MeshStore | None = None
 
     @property
@@ -62,9 +63,8 @@ class OpenTransports:
     ) -> dict[int, Transport | None]:
         """Open the transport to and from each rank with which this one has a channel.
 
-        Every rank calls it, and it waits for all of them. ``choice`` is what all ranks have agreed
-        on. ``channels`` holds ``(source rank, destination rank, channel id)`` of all channels of
-        the job, in an order that all ranks share.
+        Every rank calls it with the same, and it waits for all of them. ``channels`` holds
+        ``(source rank, destination rank, channel id)`` of all channels of the job.
         """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
@@ -100,7 +100,7 @@ class OpenTransports:
         nccl.connect(self.store, channels)
         return nccl
 
-    def add_of_device(self, transport: OpenedDevice) -> None:
+    def add_of_device(self, transport: DeviceTransfers) -> None:
         """Add what a rank exchanges by its device; it is closed with the others.
 
         Raises ``StageClosedError`` where a stage that failed has left transfers there.

@@ -8,11 +8,9 @@ filled first and from their GPU, and stages that run at the same time displace o
           └─ 0 ─┘ └─ 1 ─┘                         └───────── 2 ───────┘     process
 
 Processes whose GPUs are next to the same cores divide these; without GPUs, or where the host does
-not report cores for each of them, all processes divide the host's. The first ones get one more
-where there is a remainder. With fewer cores than processes none is pinned: the kernel does better.
-
-Memory needs no binding: a page is on the node of the core that first writes to it. Only CPUs that
-this process may run on count: a container or a batch system may restrict them.
+not report cores for each of them, all processes divide the host's. With fewer cores than processes
+none is pinned: the kernel does better. Memory needs no binding: a page is on the node of the core
+that first writes to it. Only CPUs that this process may run on count (containers, batch systems).
 """
 
 from __future__ import annotations
@@ -64,18 +62,15 @@ def shares(
     near = [_near(pci, cores, root) for pci in [*pcis, *[None] * num_processes][:num_processes]]
     if not all(0 < near.count(each) <= len(each) for each in near):
         near = [cores] * num_processes
-    return [
-        _part(each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near)
-    ]
+    parts = ((each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near))
+    return [each[len(each) * k // n : len(each) * (k + 1) // n] for each, k, n in parts]
 
 
 def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
     """Pin this process, with all its threads, to its share of the host's cores.
 
-    ``World.from_environment`` calls it in each process that a launcher has started, before CUDA
-    and the model take memory. Never raises: an error is one line on standard error. ``pcis`` is as
-    for ``shares``. A forked child, such as a loader's worker, may run on all cores again: rank 0
-    has only a share of them, which its loader's workers would take from its layers.
+    Never raises: an error is one line on standard error. ``pcis`` is as for ``shares``. A forked
+    child may run on all cores again: a loader's workers would take those of rank 0's layers.
 
     Does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind their
     processes themselves), in one that is pinned already (``torchrun --numa-binding``,
@@ -98,8 +93,7 @@ def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
 def _cpus_of_launcher(run_id: str) -> set[int]:
     """Return where the first ancestor that is not of the run itself may run.
 
-    It need not be the parent: in ``torchrun --no-python start.sh``, the script may have
-    ``taskset -p … $$; python train.py``.
+    It need not be the parent: the script of ``torchrun --no-python start.sh`` may pin itself.
     """
     for ancestor in psutil.Process().parents():
         with contextlib.suppress(psutil.AccessDenied):  # of another user
@@ -113,13 +107,6 @@ def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:
     """Return the cores next to a GPU; [] if unknown."""
     cpus = _read_cpus(root / f"sys/bus/pci/devices/{pci}/local_cpulist")
     return [core for core in cores if cpus.issuperset(core)]
-
-
-def _part(cores: Sequence[Core], index: int, num_parts: int) -> list[Core]:
-    """Return one of so many parts of consecutive cores, the first ones of which may be larger."""
-    size, num_larger = divmod(len(cores), num_parts)
-    first = index * size + min(index, num_larger)
-    return list(cores[first : first + size + (index < num_larger)])
 
 
 def _read_cpus(path: Path) -> set[int]:

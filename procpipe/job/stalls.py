@@ -4,13 +4,13 @@
       stage 0 (rank 0): in B3, waiting 30.0 s for gradient from stage 1 (rank 1)
       stage 1 (rank 1): in F5, layer 'conv4' (Conv2d), for 30.1 s; its process 4711 is stopped …
 
-A rank that is stopped or deep in a layer cannot answer, so each rank reads the boards of its host.
-All waiting ranks time out at about the same time; the first to time out prints and marks its board;
-the others stay silent.
+Each rank reads the boards of its host. All waiting ranks time out at about the same time; the first
+prints and marks its board; the others stay silent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
@@ -63,9 +63,8 @@ class StallReports(Reports):
         if self._has_reported:
             self._has_reported = False
             reading = self._board.read()
-            waited_s = reading.wait.seconds if reading.wait else 0.0
             name = self.grid.name_of(self.grid.rank)
-            write_note(f"procpipe: {name} continues after {waited_s:.1f} s")
+            write_note(f"procpipe: {name} continues after {reading.waited_s:.1f} s")
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
@@ -74,13 +73,13 @@ class StallReports(Reports):
         time.sleep(_TURN_S * ours)
         readings = {rank: board.read() for rank, board in self._boards.items()}
         if any(
-            reading.reported_s is not None and reading.reported_s < waited_s / 2
+            reading.seconds_since(reading.reported_ns) < waited_s / 2
             for rank, reading in readings.items()
             if rank != ours
         ):
             return
         self._has_reported = True
-        self._board.note_report()
+        self._board.page.reported_ns = time.monotonic_ns()
         lines = [
             f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"
         ]
@@ -106,7 +105,7 @@ class StallReports(Reports):
 
     def end_process(self, error: ProcpipeError) -> None:
         """End this process, whose main thread is stuck in a wait for its device."""
-        line = line_of(self.grid.job_rank, error, self._board.read())
+        line = line_of(error, self._board.read())
         ours = self.grid.rank_name(self.grid.rank)
         end_at_once(line or f"procpipe: {ours} ends, because {error}")
 
@@ -114,7 +113,7 @@ class StallReports(Reports):
 def _shards_of(reading: BoardReading) -> str:
     """Say what a rank may wait for within its layers, as the end of a sentence; "" for nothing."""
     ranks = reading.facts.get("shards")
-    if not ranks or reading.wait is not None or not reading.call:
+    if not ranks or reading.waits_for or not reading.call:
         return ""
     return (
         f"; it may wait for another of ranks {ranks}, over which its layers are sharded, and which "
@@ -124,14 +123,11 @@ def _shards_of(reading: BoardReading) -> str:
 
 def _state_of(pid: int) -> str:
     """Describe a process that does not run, as the end of a sentence; "" for one that does."""
-    try:
+    status = ""
+    with contextlib.suppress(psutil.Error):  # it has just ended, which the monitor notices
         status = psutil.Process(pid).status()
-    except psutil.Error:
-        status = psutil.STATUS_ZOMBIE
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"; its process {pid} is stopped (kill -CONT {pid} continues it)"
-    if status == psutil.STATUS_ZOMBIE:
-        return f"; its process {pid} has ended"
     if status == psutil.STATUS_DISK_SLEEP:
         return f"; its process {pid} waits for a disk or a driver"
     return ""

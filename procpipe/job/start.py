@@ -18,7 +18,8 @@ ones; so no two wait for each other.
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
-nothing listens or another key is known, and the entry is read again until the deadline.
+nothing listens or another key is known. So whatever fails is tried again until the deadline, and
+reports of the wait have the newest error.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import ipaddress
 import json
 import os
 import secrets
-import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
@@ -45,6 +47,8 @@ from procpipe.processes import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_Made = TypeVar("_Made")
 
 #: The job's key, where the user gives one; and this host's address for its peers.
 _KEY_VARIABLE, _ADDRESS_VARIABLE = "PROCPIPE_KEY", "PROCPIPE_ADDRESS"
@@ -59,9 +63,6 @@ _WELCOME = b"+"
 #: How long the other side may take for its part of the handshake, once it has begun.
 _HANDSHAKE_TIMEOUT_S = 5.0
 
-#: For how long another key may be that of an older entry of the store.
-_STALE_S = 10.0
-
 #: Until the next attempt: at first, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
@@ -69,9 +70,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _VANISHED_AFTER_S = 20
 
 _BUFFER_BYTES = 4 << 20
-
-#: Socket option: a descriptor of the process at the other end (Linux 6.5; not in Python 3.11).
-_SO_PEERPIDFD = 77
 
 #: The job's store where rank 0 holds it, until the process ends: others may come early for the next
 #: pipeline, and would lose it with this one.
@@ -121,22 +119,19 @@ class Start:
         host: the address on which this rank listens for those of other hosts.
     """
 
-    def __init__(
-        self, mesh: Mesh, grid: Grid, meeting: Meeting, files: Sequence[int], timeout_s: float
-    ) -> None:
+    def __init__(self, mesh: Mesh, grid: Grid, meeting: Meeting, files: Sequence[int]) -> None:
         self.files_of: dict[int, list[int]] = {}
         self.host = "127.0.0.1"
         self._mesh = mesh
         self._grid = grid
         self._meeting = meeting
         self._files = files
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
+        self._deadline_s = time.monotonic() + mesh.timeout_s
         self._listeners: list[socket.socket] = []
         self._links: dict[tuple[int, int], socket.socket] = {}
         self._store: Store | None = meeting.store
-        self._key = os.environ.get(_KEY_VARIABLE, "").encode()
-        self._has_users_key = bool(self._key)
+        self._users_key = os.environ.get(_KEY_VARIABLE, "")
+        self._key = self._users_key or (secrets.token_hex(32) if grid.rank == 0 else "")
         self._waits_for = ""  # for reports of a stall
 
     def connect(self) -> None:
@@ -153,7 +148,9 @@ class Start:
             self._listen()
             for peer in range(self._grid.rank):
                 for kind in (_DATA, _ALARM):
-                    self._keep(peer, kind, self._connect_to(peer, kind))
+                    what = f"rank {self._grid.numbers[peer]} to start"
+                    link = self._retry(what, partial(self._connected, peer, kind))
+                    self._keep(peer, kind, link)
             self._accept_higher()
             monitor.end_wait()
         except RuntimeError as error:  # torch's, of the store
@@ -173,28 +170,26 @@ class Start:
 
     def _listen(self) -> None:
         """Open this rank's listeners, and write into the store where they are."""
-        rank = self._grid.rank
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listeners.append(local)
-        for _ in self._pauses("an older process of this job to end"):
-            with contextlib.suppress(OSError):
-                local.bind(self._unix_name(rank))
-                break
+        name = self._unix_name(self._grid.rank)
+        what = "an older process of this job to end"
+        self._retry(what, partial(self._listen_on, socket.AF_UNIX, name))
         if not self._meeting.is_on_one_host:
             self.host = self._tcp_host()
-            remote = socket.socket(_family(self.host), socket.SOCK_STREAM)
-            self._listeners.append(remote)
-            remote.bind((self.host, 0))
-        for listener in self._listeners:
-            listener.listen(4 * self._grid.num_ranks)
-            listener.setblocking(False)
-        if not self._meeting.is_on_one_host:
-            key = ""
-            if rank == 0 and not self._has_users_key:
-                key = secrets.token_hex(32)
-                self._key = key.encode()
-            places = self._unix_name(rank), *remote.getsockname()[:2]
-            self._set("address", [host_identity(), *places, key])
+            tcp = self._listen_on(_family(self.host), (self.host, 0)).getsockname()[:2]
+            key = "" if self._users_key else self._key
+            self._set("address", [host_identity(), name, *tcp, key])
+
+    def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+        listener.listen(4 * self._grid.num_ranks)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        return listener
 
     def _unix_name(self, rank: int) -> str:
         name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
@@ -223,9 +218,12 @@ class Start:
     def _get(self, name: str, rank: int) -> Any:
         """Return what a rank has written, once it has."""
         store, key = self._opened_store(), self._store_key(name, rank)
-        for _ in self._pauses(f"rank {self._grid.numbers[rank]} to start"):
-            if store.check([key]):
-                break
+
+        def check() -> None:
+            if not store.check([key]):
+                raise FileNotFoundError("it has written no address yet")
+
+        self._retry(f"rank {self._grid.numbers[rank]} to start", check)
         return json.loads(store.get(key))
 
     def _store_key(self, name: str, rank: int) -> str:
@@ -235,62 +233,44 @@ class Start:
     def _opened_store(self) -> Store:
         """Return the launcher's store; without one, rank 0 holds it."""
         if self._store is None:
-            from torch.distributed import DistError, TCPStore
+            from torch.distributed import TCPStore
 
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             holds = os.environ["RANK"] == "0" and not is_launchers
-            for _ in self._pauses(f"the job's store at {address[0]} port {address[1]}"):
-                try:
-                    if not holds:  # torch's own wait ignores signals and prints a lot
-                        socket.create_connection(address, timeout=_HANDSHAKE_TIMEOUT_S).close()
-                    self._store = TCPStore(
-                        *address,
-                        is_master=holds,
-                        wait_for_workers=False,
-                        multi_tenant=not is_launchers,  # the user's group may use it, too
-                    )
-                    break
-                except (OSError, DistError):
-                    if holds:
-                        raise
-            assert self._store is not None, "it is opened, or the time is over"
+            if not holds:  # torch's own wait ignores signals and prints a lot
+                self._retry(
+                    f"the job's store at {address[0]} port {address[1]}",
+                    lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close(),
+                )
+            self._store = TCPStore(
+                *address,
+                is_master=holds,
+                wait_for_workers=False,
+                multi_tenant=not is_launchers,  # the user's group may use it, too
+            )
             if holds:
                 _held[:] = [self._store]  # they share one server
         return self._store
 
     # -- connecting -----------------------------------------------------------------------------
 
-    def _connect_to(self, peer: int, kind: int) -> socket.socket:
-        """Connect to another rank, once it listens."""
-        stale_s = time.monotonic() + _STALE_S
-        for _ in self._pauses(f"rank {self._grid.numbers[peer]} to start"):
-            try:
-                return self._connected(peer, kind)
-            except PermissionError:
-                raise
-            except _OtherKeyError:
-                if time.monotonic() > stale_s:
-                    raise
-            except OSError:  # it does not listen yet, its queue is full, or it is of an older round
-                pass
-        raise AssertionError("the pauses end by an error")
-
     def _connected(self, peer: int, kind: int) -> socket.socket:
+        """Connect to another rank; ``OSError`` if it does not listen yet, or is not of this job."""
         target: Any = self._unix_name(peer)
         is_local = self._meeting.is_on_one_host
         if not is_local:
             host, name, *tcp, key = self._get("address", peer)
             is_local = host == host_identity()
             target = name if is_local else tuple(tcp)
-            if peer == 0 and not self._has_users_key:
-                self._key = key.encode()
+            if peer == 0:
+                self._key = self._users_key or key
         family = socket.AF_UNIX if is_local else _family(target[0])
         link = socket.socket(family, socket.SOCK_STREAM)
         try:
             link.settimeout(_HANDSHAKE_TIMEOUT_S)
             link.connect(target)
-            if is_local and peer_credentials(link)[1] != os.geteuid():
+            if is_local and _other_end(link)[1] != os.geteuid():
                 raise PermissionError(
                     f"what listens for rank {self._grid.numbers[peer]} on this host belongs to "
                     f"another user than rank {self._grid.job_rank}: run all ranks of a host as one "
@@ -307,14 +287,18 @@ class Start:
         ours = self._grid.rank
         challenge = secrets.token_bytes(_PROOF_BYTES)
         files = self._files if is_local and kind == _DATA else ()
-        _send(link, _HELLO.pack(_MAGIC, ours, kind, challenge), files)
+        link.settimeout(_LONGEST_PAUSE_S)
+        socket.send_fds(link, [_HELLO.pack(_MAGIC, ours, kind, challenge)], files)
         if not is_local:
             answer, _ = self._read(link, 2 * _PROOF_BYTES)
             theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, self._proof(b"acceptor", challenge, ours, peer)):
-                raise _OtherKeyError(
+                # One that rank 0 made may be of an older round, one of the user's not.
+                is_final = self._users_key or not self._key
+                raise (PermissionError if is_final else ConnectionRefusedError)(
                     f"what listens for rank {self._grid.numbers[peer]} does not know the key of "
-                    f"rank {ours}: give every rank of the job the same {_KEY_VARIABLE}, or none"
+                    f"rank {self._grid.job_rank}: give every rank of the job the same "
+                    f"{_KEY_VARIABLE}, or none"
                 )
             link.sendall(self._proof(b"connector", theirs, ours, peer))
         _, files_of_peer = self._read(link, len(_WELCOME))
@@ -324,15 +308,12 @@ class Start:
     def _accept_higher(self) -> None:
         """Accept both connections of each higher rank."""
         grid = self._grid
-        poller = select.poll()
-        by_descriptor = {listener.fileno(): listener for listener in self._listeners}
-        for listener in self._listeners:
-            poller.register(listener, select.POLLIN)
         while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
             self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
-            for descriptor, _ in poller.poll(_LONGEST_PAUSE_S * 1000):
-                with contextlib.suppress(BlockingIOError):
-                    link, _ = by_descriptor[descriptor].accept()
+            for listener in wait(self._listeners, _LONGEST_PAUSE_S):
+                assert isinstance(listener, socket.socket), "they are listeners"
+                with contextlib.suppress(BlockingIOError):  # it has gone
+                    link, _ = listener.accept()
                     try:
                         self._welcome(link)
                     except OSError:  # not of this job
@@ -343,19 +324,19 @@ class Start:
         """Do the acceptor's side of the handshake; ``OSError`` if it is not of this job."""
         ours, is_local = self._grid.rank, link.family == socket.AF_UNIX
         link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        if is_local and peer_credentials(link)[1] != os.geteuid():
+        if is_local and _other_end(link)[1] != os.geteuid():
             raise PermissionError("of another user")
-        hello, files = self._read(link, _HELLO.size, _HANDSHAKE_TIMEOUT_S)
+        hello, files = self._read(link, _HELLO.size, is_patient=False)
         magic, peer, kind, challenge = _HELLO.unpack(hello)
         if magic != _MAGIC or not ours < peer < self._grid.num_ranks or kind > _ALARM:
             raise ConnectionRefusedError("not of this job")
         if not is_local:
             theirs = secrets.token_bytes(_PROOF_BYTES)
             link.sendall(theirs + self._proof(b"acceptor", challenge, peer, ours))
-            proof, _ = self._read(link, _PROOF_BYTES, _HANDSHAKE_TIMEOUT_S)
+            proof, _ = self._read(link, _PROOF_BYTES, is_patient=False)
             if not hmac.compare_digest(proof, self._proof(b"connector", theirs, peer, ours)):
                 raise ConnectionRefusedError("not of this job")
-        _send(link, _WELCOME, self._files if is_local and kind == _DATA else ())
+        socket.send_fds(link, [_WELCOME], self._files if is_local and kind == _DATA else ())
         if files:
             self.files_of[peer] = files
         self._keep(peer, kind, link)
@@ -376,39 +357,47 @@ class Start:
 
     def _proof(self, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:
         ranks = struct.pack("!II", connector, acceptor)
-        return hmac.new(self._key, role + challenge + ranks, hashlib.sha256).digest()
+        return hmac.new(self._key.encode(), role + challenge + ranks, hashlib.sha256).digest()
 
     # -- waiting --------------------------------------------------------------------------------
 
     def _read(
-        self, link: socket.socket, size: int, limit_s: float | None = None
+        self, link: socket.socket, size: int, *, is_patient: bool = True
     ) -> tuple[bytes, list[int]]:
-        """Wait for bytes of the other side, and descriptors; ``OSError`` if it has ended."""
+        """Wait for bytes of the other side, and descriptors; ``OSError`` if it has ended.
+
+        After the link's timeout it gives up, or if it is patient looks for failures and goes on.
+        """
         data, files = b"", list[int]()
-        begun_s = time.monotonic()
-        poller = select.poll()
-        poller.register(link, select.POLLIN)
         while len(data) < size:
-            if poller.poll(_LONGEST_PAUSE_S * 1000):
+            try:
                 part, passed, _, _ = socket.recv_fds(
                     link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
                 )
+            except TimeoutError:
+                if not is_patient:
+                    raise
+                self._check_time("another rank, which is connected, to answer")
+                self._mesh.poll()
+            else:
                 if not part:
                     raise ConnectionResetError("the other side closed the connection")
                 data, files = data + part, files + passed
-            elif limit_s is not None and time.monotonic() > begun_s + limit_s:
-                raise TimeoutError("the other side does not answer")
-            else:
-                self._check_time("another rank, which is connected, to answer")
-                self._mesh.poll()
         return data, files
 
-    def _pauses(self, what: str) -> Iterator[None]:
-        """Pause between attempts, longer each time; raises if a peer fails or the time is over."""
+    def _retry(self, what: str, attempt: Callable[[], _Made]) -> _Made:
+        """Try something until it raises no ``OSError``, with pauses that grow longer.
+
+        Raises the error of a peer that fails, and ``WaitTimeoutError``; ``what`` is waited for.
+        """
         pause_s, self._waits_for = _FIRST_PAUSE_S, what
         while True:
-            yield
-            self._check_time(what)
+            try:
+                return attempt()
+            except PermissionError:
+                raise
+            except OSError as error:
+                self._check_time(f"{what} ({error})")
             self._mesh.poll(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -416,14 +405,10 @@ class Start:
         self._waits_for = what
         if time.monotonic() > self._deadline_s:
             raise WaitTimeoutError(
-                f"rank {self._grid.job_rank} waited {self._timeout_s:.1f} s for {what}: did every "
-                "process reach its Stage(), and can the hosts reach one another (a firewall; "
+                f"rank {self._grid.job_rank} waited {self._mesh.timeout_s:.1f} s for {what}: did "
+                "every process reach its Stage(), and can the hosts reach one another (a firewall; "
                 f"{_ADDRESS_VARIABLE} gives a host's address)?"
             )
-
-
-class _OtherKeyError(ConnectionRefusedError):
-    """The other side has another key."""
 
 
 def host_identity() -> str:
@@ -432,10 +417,7 @@ def host_identity() -> str:
     Processes that were given different PROCPIPE_ADDRESS count as on different hosts.
     """
     given = os.environ.get(_ADDRESS_VARIABLE, "")
-    try:
-        return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
-    except OSError:
-        return f"{socket.gethostname()}/{given}"
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
 
 
 def own_address() -> str:
@@ -471,15 +453,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _send(link: socket.socket, data: bytes, files: Sequence[int]) -> None:
-    """Send a few bytes, which an empty socket takes at once, with descriptors."""
-    if files:
-        socket.send_fds(link, [data], files)
-    else:
-        link.sendall(data)
-
-
-def peer_credentials(link: socket.socket) -> tuple[int, int]:
+def _other_end(link: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end of a unix socket."""
     credentials = struct.Struct("3i")
     data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
@@ -492,14 +466,9 @@ def _open_process(link: socket.socket) -> int | None:
 
     The descriptor becomes readable when the process ends.
     """
-    if link.family != socket.AF_UNIX:
-        return None
-    with contextlib.suppress(OSError):  # from Linux 6.5 on
-        return link.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    with contextlib.suppress(OSError):
-        pid, _ = peer_credentials(link)
-        if pid > 0:  # else it is in another PID namespace
-            return os.pidfd_open(pid)
+    if link.family == socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # in another PID namespace, its number is 0
+            return os.pidfd_open(_other_end(link)[0])
     return None
 
 

@@ -1,7 +1,7 @@
 """Which transport carries tensors between two ranks: it follows from where they compute.
 
     CPUs of one host        shm
-    CPUs of several hosts   sockets    (no transport of its own: pieces behind the token)
+    CPUs of several hosts   sockets    (no transport of its own: a block behind the token)
     one GPU                 cuda_ipc   (nccl, if NCCL takes several ranks on a GPU for all ranks)
     different GPUs          nccl
 

@@ -7,13 +7,13 @@ launcher the job is this one process. ``connect`` connects the ranks to one anot
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 
 import torch
 
@@ -23,11 +23,9 @@ from procpipe.job.board import Board
 from procpipe.job.devices import (
     devices_of,
     nccl_shares_gpus,
-    of_this_host,
     pci_addresses,
-    use_all_hardware_queues,
 )
-from procpipe.job.endings import end_with_launcher, print_victims_briefly
+from procpipe.job.endings import end_with_launcher
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pin import pin_this_process
@@ -45,7 +43,7 @@ _HEAD_START_S = 1.5
 _MEMORY_BYTES = 1 << 20
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
-_made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(itertools.count)
+_made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(count)
 
 #: Boards of closed stages: a launcher may read them until there is a newer one.
 _closed_boards: list[Board] = []
@@ -54,8 +52,7 @@ _closed_boards: list[Board] = []
 class World:
     """This process's place in the job.
 
-    ``devices`` holds what each rank computes on, as far as known here. ``meeting`` is where the
-    ranks meet; its number says which of the script's pipelines this is. ``may_share`` says whether
+    ``devices`` holds what each rank computes on, as far as known here. ``may_share`` says whether
     the rank may share its GPU with others.
 
     Attributes:
@@ -63,10 +60,12 @@ class World:
         transport: the name of the only transport, in tests, else None (see ``transports.py``). The
             class's, when the world is made.
         mesh: the sockets to the other ranks, which ``connect`` opens.
+        address: that of this host on which other ranks reach this one, once connected.
         transports: those to other ranks, opened once the ranks are connected.
     """
 
     transport: str | None = None
+    address: str
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class World:
         devices: Sequence[torch.device],
         meeting: Meeting,
         *,
-        number: int = 0,
         is_launched: bool = True,
         may_share: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -83,12 +81,10 @@ class World:
         self.grid = grid
         self.rank, self.num_ranks = grid.rank, grid.num_ranks
         self.device, self.devices = devices[grid.rank], tuple(devices)
-        self.number = number
         self.transport = World.transport
         self.is_launched = is_launched
         self._may_share = may_share
         self._meeting = meeting
-        self._timeout_s = timeout_s
         while _closed_boards:
             _closed_boards.pop().close()
         self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
@@ -104,7 +100,7 @@ class World:
         # Where messages to ranks of this host are, or the flags of those in a GPU's memory.
         self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
         os.ftruncate(self.memory, _MEMORY_BYTES)
-        self._start: Start | None = None
+        self._files_of: dict[int, list[int]] = {}
         self._is_closed = False
         self.transports = OpenTransports(self.mesh, self.device, self.memory)
         self._stalls.transports = self.transports
@@ -133,7 +129,9 @@ class World:
         job_rank = int(os.environ["RANK"]) if is_launched else 0
         job_size = int(os.environ["WORLD_SIZE"]) if is_launched else 1
         if job_size > 1:
-            use_all_hardware_queues()
+            # Streams of one hardware queue wait for one another; by default there are 8, fewer than
+            # the streams of a stage that receives from several others. Counts before CUDA starts.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         all_devices = devices_of(job_rank, job_size, devices)
         device = all_devices[job_rank]
         members = range(job_size) if numbers is None else numbers
@@ -141,56 +139,47 @@ class World:
         if is_launched and is_first:
             end_with_launcher()
             _raise_file_limit()
-            pin_this_process(pci_addresses(of_this_host(all_devices, job_rank)))
+            pin_this_process(pci_addresses(all_devices, job_rank))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         meeting = Meeting("alone")
         if len(members) > 1:
             meeting = Meeting.from_environment(numbers, number)
-        world = cls(
+        return cls(
             Grid(members.index(job_rank), len(members), numbers=numbers or IN_ORDER),
             [all_devices[member] for member in members],
             meeting,
-            number=number,
             is_launched=is_launched,
             may_share=devices is not None,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
         )
-        if len(members) > 1:
-            print_victims_briefly(job_rank, world.board, members[0])
-        return world
 
     def divide(self, num_replicas: int) -> Grid:
         """Divide the ranks into replicas; return this rank's place."""
         self.grid = replace(self.grid, num_replicas=num_replicas)
         self._stalls.grid = self.grid
-        self.board.divide(num_replicas)
+        self.board.page.num_replicas = num_replicas
         return self.grid
 
     def connect(self) -> Mesh:
-        """Connect to the other ranks, once; every rank calls it, and it waits for all of them.
+        """Connect to the other ranks; every rank calls it, and it waits for all of them.
 
         Raises:
             RemoteStageError: another rank failed before it connected.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        if self._start is None:
-            files = self.board.descriptor, self.memory
-            self._start = Start(self.mesh, self.grid, self._meeting, files, self._timeout_s)
-            if self.num_ranks > 1:
-                self.board.start_call("Stage")
-                self._start.connect()
-                self.board.end_call()
-            self._stalls.open_boards(self.mesh, self._start.files_of)
-            self.transports.memory_of = {k: files[1] for k, files in self._start.files_of.items()}
+        files = self.board.descriptor, self.memory
+        start = Start(self.mesh, self.grid, self._meeting, files)
+        self._files_of = start.files_of
+        if self.num_ranks > 1:
+            self.board.start_call("Stage")
+            start.connect()
+            self.board.end_call()
+        self.address = start.host
+        self._stalls.open_boards(self.mesh, self._files_of)
+        self.transports.memory_of = {peer: files[1] for peer, files in self._files_of.items()}
         return self.mesh
-
-    @property
-    def address(self) -> str:
-        """The address of this host on which other ranks reach this one, once connected."""
-        assert self._start is not None, "the ranks are connected first"
-        return self._start.host
 
     def offer(self) -> Offer:
         """Return what matters for the choice of this rank's transports."""
@@ -200,12 +189,12 @@ class World:
             shares_by_nccl = nccl_shares_gpus()
         return Offer(host_identity(), gpu, shares_by_nccl, self._may_share, self.transport)
 
-    def give_up(self, story: str) -> None:
-        """Send this rank's failure to the other ranks; never raises, and waits a moment at most."""
-        self.mesh.fail(RemoteStageError(self.grid.job_rank, story))
+    def give_up(self, story: str, error: BaseException) -> None:
+        """Send this rank's failure to the others; record it where torchrun looks for the cause.
 
-    def record(self, error: BaseException) -> None:
-        """Record the error where torchrun looks for the cause of the job's end."""
+        Never raises, and waits a moment at most.
+        """
+        self.mesh.fail(RemoteStageError(self.grid.job_rank, story))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -218,9 +207,8 @@ class World:
     def let_others_end_first(self) -> None:
         """Wait a moment when the process ends because another one failed.
 
-        Torchrun names the process that failed first, by whole seconds, and terminates all others.
-        Without this wait it often names a rank that only received the failure, and ends the one
-        with the cause before that is written. Usually torchrun ends this process here.
+        Torchrun names the process that ended first, by whole seconds, and terminates all others,
+        also the one with the cause before that is written. Usually it ends this process here.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C interrupts all ranks
@@ -233,11 +221,8 @@ class World:
         self.transports.leave()
         self.mesh.close()
         self.transports.close()
-        for files in self._start.files_of.values() if self._start is not None else ():
-            for descriptor in files:
-                os.close(descriptor)
-        os.close(self.memory)
-        self._start = None
+        for descriptor in chain([self.memory], *self._files_of.values()):
+            os.close(descriptor)
         self._stalls.close()
         self._is_closed = True
         _closed_boards.append(self.board)

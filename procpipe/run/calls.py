@@ -5,9 +5,9 @@
         pipeline.run(order, batch)
                                                   an exception here reaches every rank
 
-A call that fails on one rank ends with an error on every rank, and no further call can be made:
-the ranks are at different places then. A script that fails between two calls does the same, and one
-that ends leaves the pipeline. All calls come from the thread that made the stage.
+After a call that fails on one rank no further call can be made: the ranks are at different places.
+A script that fails between two calls does the same, and one that ends leaves the pipeline. All
+calls come from the thread that made the stage.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Calls:
         self._world = world
         self._build = build
         self.pipeline: Pipeline | None = None
-        self._ended: str | None = None
+        self._ended = ""  # why
         self.has_failed = False
         self._is_victim = False
         self._thread = threading.current_thread()
         self._pid = os.getpid()
         atexit.register(self._leave)
         if world.num_ranks > 1:
-            follow_exceptions(self)
+            follow_exceptions(self, world.board, world.grid.numbers[0])
 
     @property
     def ended(self) -> str:
         """Why no further call can be made, in a line; "" while one can."""
-        return " ".join((self._ended or "").partition("\nTraceback")[0].split("\n"))
+        return " ".join(self._ended.partition("\nTraceback")[0].split("\n"))
 
     @contextmanager
     def together(self, name: str) -> Iterator[Pipeline]:
@@ -86,7 +86,7 @@ class Calls:
                 f"{name}() cannot run: this process ({os.getpid()}) was forked from that of rank "
                 f"{self._world.grid.job_rank} ({self._pid}): only that one can use its stage"
             )
-        if self._ended is not None:
+        if self._ended:
             raise StageClosedError(f"{name}() cannot run: {self._ended}")
         # Autograd calls a backward pass in a thread of its own for each GPU.
         if threading.current_thread() is not self._thread and name != "backward":
@@ -110,7 +110,7 @@ class Calls:
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the pipeline on every rank because of an error on this one."""
-        if self._ended is not None or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid:
             return
         self.has_failed = True
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {text_of(error)}"
@@ -121,8 +121,8 @@ class Calls:
                 self._is_victim = True
             elif not isinstance(error, FOUND_BY_EACH):
                 who = self._world.grid.name_of(self._world.rank)
-                self._world.give_up(f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}")
-                self._world.record(error)
+                story = f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}"
+                self._world.give_up(story, error)
         finally:
             self._disconnect(Pipeline.abandon)
 

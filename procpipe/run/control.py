@@ -32,7 +32,6 @@ class Control:
 
     def send_to_all(self, message: bytes) -> None:
         """Send a message from rank 0 to every other rank; never blocks."""
-        assert self._mesh.rank == 0, "only rank 0 sends to all"
         for peer in self._heard:
             self.send(peer, message)
 
@@ -63,27 +62,6 @@ class Control:
         outcome = encode(combine(values))
         self.send_to_all(outcome)
         return decode(outcome)
-
-    def found_on_first(self, what: str, find: Callable[[], Any]) -> Any:
-        """Find a value, plain JSON, on rank 0 and return it on every rank; every rank calls it.
-
-        ``what`` names the value. ``find`` runs on rank 0 only, while the others wait.
-
-        Raises:
-            ValueError: not every rank asks for it.
-        """
-
-        def combine(asked: list[Any]) -> Any:
-            for rank, theirs in enumerate(asked):
-                if theirs != what:
-                    first, other = self._mesh.ranks[0], self._mesh.ranks[rank]
-                    raise ValueError(
-                        f"rank {first} has arguments by which it finds the {what}, but rank "
-                        f"{other} has not: give every rank the same arguments"
-                    )
-            return find()
-
-        return self.agree(what, combine)
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._heard[peer].append(bytes(body))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -32,46 +32,31 @@ def note_where(
     where = partitions[j].layers.where() if has_run_layers else "its layers' backward"
     of = f"micro-batch {i}" if len(partitions) == 1 else f"micro-batch {i}, partition {j}"
     error.add_note(f"procpipe: in {stage}, task {task} ({of}), {where}")
-    if _is_out_of_memory(error):
-        error.add_note(_memory_note(stage, list(partitions.values()), ledger))
-
-
-def note_full_device(error: BaseException, rank: int, device: torch.device) -> None:
-    """Add a note to an exception, if a GPU had no memory for a stage's layers: its free memory."""
-    if device.type != "cuda" or not _is_out_of_memory(error):
-        return
-    free, of_all, ours = "no memory", "", 0.0
-    with contextlib.suppress(RuntimeError):  # there may be no room even for CUDA's own
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        free, of_all = f"{free_bytes / 2**20:.0f} MiB", f" (of {total_bytes / 2**20:.0f})"
-        ours = torch.cuda.memory_reserved(device) / 2**20
-    error.add_note(
-        f"procpipe: rank {rank} found {free} free on {device}, and holds {ours:.0f} MiB there"
-        f"{of_all}: give rank {rank} fewer layers (balance) or another GPU (devices), or end other "
-        "processes that use this one (nvidia-smi lists them)"
-    )
-
-
-def _memory_note(stage: str, partitions: Sequence[Partition], ledger: Ledger) -> str:
-    """Say what the stage held when its memory ran out, and what would need less."""
-    device = partitions[0].device
-    num_held = sum(partition.num_held for partition in partitions)
+    num_held = sum(partition.num_held for partition in partitions.values())
     which, _, _ = stage.partition(" (")
     held = (
-        f"procpipe: out of memory on {device}: {which} held {num_held} micro-batches "
-        f"between forward and backward, whose inputs, outputs and waiting messages take "
-        f"{ledger.bytes_now() / 2**20:.1f} MiB"
+        f"{which} held {num_held} micro-batches between forward and backward, whose inputs, "
+        f"outputs and waiting messages take {ledger.bytes_now() / 2**20:.1f} MiB"
     )
+    note_full_device(error, partitions[j].device, held)
+
+
+def note_full_device(error: BaseException, device: torch.device, held: str) -> None:
+    """Add a note to an exception, if memory ran out: what is held there, what would need less."""
+    if not _is_out_of_memory(error):
+        return
     if device.type == "cuda":
-        in_use, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        of_all = torch.cuda.mem_get_info(device)[1]
-        held += (
-            f"; torch has {in_use / 2**20:.0f} MiB in use, {reserved / 2**20:.0f} reserved, "
-            f"of {of_all / 2**20:.0f}"
-        )
-    return (
-        f"{held}. Give the stage fewer layers (balance), make micro-batches smaller "
-        "(chunks), or recompute more (checkpoint='always')"
+        with contextlib.suppress(RuntimeError):  # there may be no room even for CUDA's own
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            ours = torch.cuda.memory_reserved(device) / 2**20
+            held += (
+                f"; torch has {ours:.0f} MiB reserved, and {free_bytes / 2**20:.0f} of "
+                f"{total_bytes / 2**20:.0f} are free"
+            )
+    error.add_note(
+        f"procpipe: out of memory on {device}: {held}. Give the stage fewer layers (balance) or "
+        "another GPU (devices), make micro-batches smaller (chunks), or recompute more "
+        "(checkpoint='always')"
     )
 
 

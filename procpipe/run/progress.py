@@ -52,7 +52,7 @@ class Progress(Observer):
 
     def begin_step(self, order: Order) -> None:
         """Write the number of micro-batches."""
-        self._board.start_mini_batch(len(order.sizes))
+        self._board.page.num_micro_batches = len(order.sizes)
 
     def begin_task(self, task: Task) -> None:
         """Write which task runs; note if it cannot do what its kind says."""
@@ -69,25 +69,27 @@ class Progress(Observer):
 
     def end_task(self, task: Task) -> None:
         """Write that none does."""
-        self._board.end_task()
+        self._board.page.letter = 0
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Write which layer runs, by its index among all of the stage; -1 stays -1."""
-        num_before, enter_layer = self._num_before[j], self._board.enter_layer
-        if num_before == 0:
-            return enter_layer
-        return lambda index: enter_layer(index + num_before if index >= 0 else index)
+        num_before, board = self._num_before[j], self._board
+
+        def enter(index: int) -> None:
+            board.page.layer_index = index + num_before if index >= 0 else -1
+
+        return enter
 
     def end_step(self, order: Order) -> None:
         """Write the sums up to now."""
         is_done = order.call != "forward" or not order.is_grad_enabled  # else backward follows
         sizes = chain(*(of_one for of_one, _ in order.shares)) if order.shares else order.sizes
-        self._board.end_program(
-            sum(sizes) if is_done else 0,
-            busy_ns=self._trace.busy_ns,
-            step_ns=self._trace.step_ns,
-        )
+        page = self._board.page
+        if is_done:
+            page.num_steps += 1
+            page.num_samples += sum(sizes)
+        page.busy_s, page.step_s = self._trace.busy_ns / 1e9, self._trace.step_ns / 1e9
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:
             self._device_read_s = now_s
-            self._board.write_device_bytes(torch.cuda.memory_allocated(self._device))
+            page.device_bytes = torch.cuda.memory_allocated(self._device)

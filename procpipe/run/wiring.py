@@ -5,7 +5,7 @@
     3  which transports carry large tensors                agree_on_transports
     4  a channel for each route of the plan, and one between any two ranks beside the plan
 
-Every rank does the same in this order, and waits for all of them; 2 to 4 in the first call.
+Every rank does the same in this order; 2 to 4 in the first call.
 """
 
 from __future__ import annotations

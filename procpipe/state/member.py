@@ -53,7 +53,7 @@ class Member:
             return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
         cut = {"balance": module.balance, "placement": module.placement}
         place = module.device, module.rank, len(module.devices), module._grid.stage
-        timeout_s = module._world._timeout_s
+        timeout_s = module._world.mesh.timeout_s
         replicas = module.replica, module.replicas
         shares = module._grid.is_part
         return cls(module, *place, cut, module._calls, timeout_s, *replicas, shares=shares)

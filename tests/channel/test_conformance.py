@@ -15,22 +15,23 @@ from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
 from tests.channel.meshes import make_meshes
-from tests.channel.simulated import Device, Process, transports_on
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 40.0
 
-NAMES = [case.__name__ for case in CASES]
-
 
 class Side:
-    """One rank's end: channels of every kind to and from the other rank, and ``meet``."""
+    """One rank's end: channels of every kind to and from the other rank, and ``meet``.
 
-    def __init__(self, rank, channels, meet, device=CPU):
+    ``transport`` is what the cases of ``test_gpu_order.py`` look at.
+    """
+
+    def __init__(self, rank, channels, meet, device=CPU, transport=None):
         senders, receivers = channels
         self.rank = rank
         self.device = device
         self.meet = meet
+        self.transport = transport
         self.sender = lambda kind=1: senders[kind]
         self.receiver = lambda kind=1: receivers[kind]
 
@@ -42,20 +43,12 @@ def memory_sides():
     return [Side(0, (down, up), barrier.wait), Side(1, (up, down), barrier.wait)], lambda: None
 
 
-def link_sides(transports=(None, None)):
-    """Two meshes in one process, one thread each; by default all data is on their socket."""
+def socket_sides():
+    """Two meshes in one process, one thread each; all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     meshes = make_meshes(2, timeout_s=TIMEOUT_S)
-    sides = [
-        Side(rank, links(meshes[rank], transports[rank], CPU), barrier.wait) for rank in (0, 1)
-    ]
+    sides = [Side(mesh.rank, links(mesh, None, CPU), barrier.wait) for mesh in meshes]
     return sides, lambda: [mesh.close() for mesh in meshes]
-
-
-def simulated_gpu_sides():
-    """The same, but with CUDA IPC on a simulated GPU for tensors."""
-    gpu = Device()
-    return link_sides(transports_on([Process(gpu), Process(gpu)]))
 
 
 def links(mesh, transport, device):
@@ -65,8 +58,8 @@ def links(mesh, transport, device):
     return senders, receivers
 
 
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-@pytest.mark.parametrize("make", [memory_sides, link_sides, simulated_gpu_sides])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("make", [memory_sides, socket_sides])
 def test_in_one_process(make, case):
     sides, close = make()
     failures: queue.Queue[str] = queue.Queue()
@@ -88,46 +81,35 @@ def test_in_one_process(make, case):
     assert failures.empty(), list(failures.queue)
 
 
-def run_all(world, transport_name):
-    """Run every case over one transport, in real processes; return what each one raised."""
-    device = CPU
+def run_all(world, transport_name, cases):
+    """Run cases on this rank, each with new channels, until one fails.
+
+    A failure leaves the channels in an unknown state. Returns what each case raised, by its name;
+    None if it raised nothing.
+    """
     if transport_name in ("nccl", "cuda_ipc"):
-        device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
-        torch.cuda.set_device(device)
-    world.device = world.transports._device = device
+        world.device = torch.device("cuda", world.rank if transport_name == "nccl" else 0)
+        world.transports._device = world.device
+        torch.cuda.set_device(world.device)
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
     (transport,) = world.transports.open(
         TransportChoice(transport_name, transport_name, ["", ""]), routes
     ).values()
-    errors = errors_of(CASES, world, lambda: links(mesh, transport, device))
-    if not any(errors.values()):
-        world.transports.drain()
-    return errors
-
-
-def errors_of(cases, world, channels):
-    """Run cases on this rank until one fails, which leaves the channels in an unknown state.
-
-    Args:
-        cases: functions of a ``Side``.
-        world: this rank's world.
-        channels: returns new channels, for each case.
-
-    Returns:
-        What each case raised, by its name; None if it raised nothing.
-    """
     errors: dict[str, str | None] = {}
     for case in cases:
-        side = Side(world.rank, channels(), Meeting(world, case.__name__), world.device)
+        channels, meet = links(mesh, transport, world.device), Meeting(world, case.__name__)
         try:
-            side.meet()  # the channels of this case exist on both ranks
+            meet()  # the channels of this case exist on both ranks
+            side = Side(world.rank, channels, meet, world.device, transport)
             case(side)
-            side.meet()
+            side.sender().settle()
+            meet()
             errors[case.__name__] = None
         except Exception:
             errors[case.__name__] = traceback.format_exc()
-            break
+            return errors
+    world.transports.drain()
     return errors
 
 
@@ -146,34 +128,21 @@ class Meeting:
         store.wait([f"{key} {1 - self._world.rank}"], timedelta(seconds=TIMEOUT_S))
 
 
-@pytest.fixture(scope="module")
-def sockets_errors(ranks):
-    return ranks(2).run(run_all, "sockets").values()
+def check(ranks, transport_name, cases):
+    """Run cases over a transport, in two processes."""
+    for errors in ranks(2).run(run_all, transport_name, cases).values():
+        assert errors == {case.__name__: None for case in cases}, "\n".join(
+            error for error in errors.values() if error
+        )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sockets(sockets_errors, name):
-    assert [by_case.get(name, "did not run") for by_case in sockets_errors] == [None, None]
-
-
-@pytest.fixture(scope="module")
-def shm_errors(ranks):
-    return ranks(2).run(run_all, "shm").values()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shm(shm_errors, name):
-    assert [by_case.get(name, "did not run") for by_case in shm_errors] == [None, None]
-
-
-@pytest.mark.gpu
-def test_cuda_ipc(ranks):
-    """Both ranks on one GPU."""
-    for errors in ranks(2).run(run_all, "cuda_ipc").values():
-        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))
-
-
-@pytest.mark.gpu(2)
-def test_nccl(ranks):
-    for errors in ranks(2).run(run_all, "nccl").values():
-        assert errors == dict.fromkeys(NAMES), "\n".join(filter(None, errors.values()))
+@pytest.mark.parametrize(
+    "transport_name",
+    [
+        "shm",
+        pytest.param("cuda_ipc", marks=pytest.mark.gpu),  # both ranks on one GPU
+        pytest.param("nccl", marks=pytest.mark.gpu(2)),
+    ],
+)
+def test_between_processes(ranks, transport_name):
+    check(ranks, transport_name, CASES)

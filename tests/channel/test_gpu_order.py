@@ -8,7 +8,6 @@ that compute has not yet read a message when the next one arrives.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from procpipe.job.transports import TransportChoice
 from procpipe.tree import Flat
-from tests.channel.test_conformance import errors_of, links
+from tests.channel.test_conformance import check
 from tests.held import happens, held, hold_for
 
 #: The size of a block of torch's allocator that is used for nothing else.
 SIZE = 12 << 20
 
-KIND = 1
+#: Channels, the first of most cases.
+KIND, SECOND_KIND, THIRD_KIND = 1, 2, 3
 PATIENCE_S, TIMEOUT_S = 0.2, 40.0
 
 
@@ -162,6 +161,77 @@ def a_slot_is_filled_again_only_when_it_was_read(end: Any) -> None:
         assert_all(take(end), 9)
 
 
+def a_message_waits_for_none_of_another_channel(end: Any) -> None:
+    """Each has a stream: an activation may be computed for long while a gradient is ready."""
+    if end.rank == 0:
+        stream = torch.cuda.Stream(end.device)
+        with held(stream):
+            with torch.cuda.stream(stream):
+                send(end, 1)
+            send(end, 2, SECOND_KIND)
+            end.meet()
+            end.meet()
+    else:
+        end.meet()
+        for kind in (KIND, SECOND_KIND):
+            end.receiver(kind).expect()
+        result = end.receiver(SECOND_KIND).take().value + 1
+        assert happens(compute(end).query, TIMEOUT_S)
+        assert end.transport.queued_with() == [0]
+        end.meet()
+        assert_all(result, 3)
+        assert_all(end.receiver().take().value, 1)
+
+
+def free_slots_are_used_in_turn(end: Any) -> None:
+    """So that a copy into a slot waits for the copy that was queued the longest time ago."""
+    if end.rank == 0:
+        for k in range(3):
+            send(end, k, THIRD_KIND)
+        end.meet()
+        end.meet()  # the receiver has queued all copies
+        for k in range(6):
+            send(end, k, THIRD_KIND)
+            end.meet()
+            end.meet()  # and this one
+        slots = end.transport._slots[1, THIRD_KIND]
+        assert [slot.serial for slot in slots] == [3, 3, 3]
+        # With a smaller one the driver would also share other memory of the same block.
+        assert all((slot.size_bytes + 256) % (2 << 20) == 0 for slot in slots)
+    else:
+        end.meet()
+        kept = [take(end, THIRD_KIND) for _ in range(3)]
+        end.meet()
+        for _ in range(6):
+            end.meet()
+            kept.append(take(end, THIRD_KIND))
+            end.meet()
+
+
+def a_slot_that_is_too_small_is_closed_once_it_was_read(end: Any) -> None:
+    """And only then freed: to free memory that another process has open is undefined."""
+    transport = end.transport
+    if end.rank == 0:
+        for value in (1, 2, 2, 3):
+            send(end, value, SECOND_KIND, value * SIZE)
+            assert len(transport._slots[1, SECOND_KIND]) == 1
+            assert len(transport._dropped) == (value > 1), "the first is freed for the last"
+            end.meet()
+            end.meet()  # the receiver has queued its copy
+    else:
+        with held(transport._receiving[0, SECOND_KIND]):
+            for num_closing in (0, 1):
+                end.meet()
+                take(end, SECOND_KIND)
+                assert len(transport._closing) == num_closing
+                end.meet()
+        for value in (2, 3):
+            end.meet()
+            assert_all(take(end, SECOND_KIND), value)
+            assert not transport._closing
+            end.meet()
+
+
 def torch_runs_no_watchdog(end: Any) -> None:
     """Torch's watchdog would end the process, with its own error."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -212,16 +282,16 @@ def a_device_may_be_waited_for_once_sends_are_posted(end: Any) -> None:
 def a_receive_that_is_allowed_early_is_posted_in_its_turn(end: Any) -> None:
     """As with what ``forgo`` leaves: a pair has one communicator for all its channels."""
     if end.rank == 0:
-        for kind in (KIND, 2):
+        for kind in (KIND, SECOND_KIND):
             end.sender(kind).send(Flat.of(full(end, kind)))
         end.meet()
-        end.sender(2).settle()
+        end.sender(SECOND_KIND).settle()
     else:
         end.meet()
         end.receiver()._mesh.poll()  # reads the tokens
-        for kind in (2, KIND):
+        for kind in (SECOND_KIND, KIND):
             end.receiver(kind).expect()
-        for kind in (2, KIND):
+        for kind in (SECOND_KIND, KIND):
             assert_all(end.receiver(kind).take().value, kind)
 
 
@@ -235,13 +305,18 @@ CASES: tuple[Callable[[Any], None], ...] = (  # for both transports
     a_send_is_done_while_a_receive_is_not,
     drain_waits_for_pending_transfers,  # the last case, since it closes the slots
 )
-OF_SLOTS = (a_slot_is_filled_again_only_when_it_was_read, a_slot_is_filled_without_the_receiver)
+OF_SLOTS = (
+    a_slot_is_filled_again_only_when_it_was_read,
+    a_slot_is_filled_without_the_receiver,
+    a_message_waits_for_none_of_another_channel,
+    free_slots_are_used_in_turn,
+    a_slot_that_is_too_small_is_closed_once_it_was_read,
+)
 OF_PAIRS = (
     torch_runs_no_watchdog,
     a_receive_that_is_allowed_early_is_posted_in_its_turn,
     a_device_may_be_waited_for_once_sends_are_posted,
 )
-CASES_OF = {"nccl": (*OF_PAIRS, *CASES), "cuda_ipc": (*OF_SLOTS, *CASES)}
 
 
 # -- parts of the cases -------------------------------------------------------------------------
@@ -261,21 +336,21 @@ def compute(end: Any) -> torch.cuda.Stream:
     return torch.cuda.current_stream(end.device)
 
 
-def full(end: Any, value: int) -> Tensor:
-    return torch.full((SIZE,), value, dtype=torch.uint8, device=end.device)
+def full(end: Any, value: int, size: int = SIZE) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8, device=end.device)
 
 
 def pinned(end: Any) -> Tensor:
     return torch.zeros(SIZE, dtype=torch.uint8, pin_memory=True)
 
 
-def send(end: Any, value: int) -> None:
-    end.sender().send(Flat.of(full(end, value)))
+def send(end: Any, value: int, kind: int = KIND, size: int = SIZE) -> None:
+    end.sender(kind).send(Flat.of(full(end, value, size)))
 
 
-def take(end: Any) -> Tensor:
-    end.receiver().expect()
-    tensor: Tensor = end.receiver().take().value
+def take(end: Any, kind: int = KIND) -> Tensor:
+    end.receiver(kind).expect()
+    tensor: Tensor = end.receiver(kind).take().value
     return tensor
 
 
@@ -284,52 +359,11 @@ def assert_all(tensor: Tensor, value: int) -> None:
     assert tensor.unique().tolist() == [value], tensor
 
 
-def run_all(world: Any, transport_name: str) -> dict[str, str | None]:
-    """Run every case on this rank; return what each one raised."""
-    if transport_name == "cuda_ipc":
-        world.device = world.transports._device = torch.device("cuda", 0)
-        torch.cuda.set_device(world.device)
-    routes = [(a, 1 - a, kind) for a in (0, 1) for kind in (KIND, 2)]
-    mesh = world.connect()
-    (transport,) = world.transports.open(
-        TransportChoice(transport_name, transport_name, ["", ""]), routes
-    ).values()
-
-    def settled(case: Callable[[Any], None]) -> Callable[[Any], None]:
-        @functools.wraps(case)
-        def run(end: Any) -> None:
-            end.transport = transport
-            case(end)
-            end.sender().settle()
-
-        return run
-
-    cases = map(settled, CASES_OF[transport_name])
-    errors: dict[str, str | None] = errors_of(
-        cases, world, lambda: links(mesh, transport, world.device)
-    )
-    return errors
-
-
-@pytest.fixture(scope="module")
-def errors(ranks: Any) -> Callable[[str], list[dict[str, str | None]]]:
-    found: dict[str, list[dict[str, str | None]]] = {}
-
-    def of(name: str) -> list[dict[str, str | None]]:
-        if name not in found:
-            found[name] = ranks(2).run(run_all, name).values()
-        return found[name]
-
-    return of
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["cuda_ipc"]])
-def test_cuda_ipc(errors: Any, case: str) -> None:
-    assert [by_case.get(case, "did not run") for by_case in errors("cuda_ipc")] == [None, None]
+def test_cuda_ipc(ranks: Any) -> None:
+    check(ranks, "cuda_ipc", (*OF_SLOTS, *CASES))
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES_OF["nccl"]])
-def test_nccl(errors: Any, case: str) -> None:
-    assert [by_case.get(case, "did not run") for by_case in errors("nccl")] == [None, None]
+def test_nccl(ranks: Any) -> None:
+    check(ranks, "nccl", (*OF_PAIRS, *CASES))

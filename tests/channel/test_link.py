@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import re
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
-from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES, Receiver, Sender
-from procpipe.errors import OverwrittenError, PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
+from procpipe.errors import OverwrittenError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
+LARGE_BYTES = 1 << 24
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 
 
 class Slow:
-    """A transport that sends nothing; a transfer is done when it has been queried three times."""
+    """A transport that sends nothing; a transfer is done when it has been queried a few times."""
 
     holds_device = False
-    copies_at_once = False
-    max_posted = 1000
     inline_bytes = INLINE_BYTES
 
-    def __init__(self):
+    def __init__(self, num_queries=2):
+        self.num_queries = num_queries
         self.num_posted = 0
 
     def post_send(self, tensors, peer, kind):
-        return Transfer(iter([False, False, True, True])), b""
+        return Transfer(iter([False] * self.num_queries + [True] * 2)), b""
 
     def post_receive(self, meta, peer, kind, note):
         self.num_posted += 1
         tensors = [torch.zeros(t.shape, dtype=t.dtype) for t in meta.tensors]
         return tensors, lambda: None
-
-    def drain(self):
-        pass
-
-    def close(self):
-        pass
 
 
 class Transfer:
@@ -57,13 +52,6 @@ class Transfer:
         return next(self._answers)
 
 
-class Late(Slow):
-    """A transport whose send ends some time after the receive."""
-
-    def post_send(self, tensors, peer, kind):
-        return Transfer(iter([False] * 20 + [True])), b""
-
-
 class Broken(Slow):
     """A transport whose transfers fail, as when the peer's process has ended."""
 
@@ -71,7 +59,7 @@ class Broken(Slow):
         if self.num_posted:
             raise RuntimeError("Socket closed")
         self.num_posted += 1
-        return Transfer(iter([False, False, False])), b""
+        return Transfer(iter([False] * 3)), b""
 
     def post_receive(self, meta, peer, kind, note):
         def wait():
@@ -88,19 +76,39 @@ def meshes():
         mesh.close()
 
 
+def ends(meshes, ours: Any = None, theirs: Any = None):
+    """Return both ends of a channel from rank 0 to rank 1, by default without a transport."""
+    sender = Sender(meshes[0], 1, 1, ours, CPU, "activation")
+    return sender, Receiver(meshes[1], 0, 1, theirs, "x")
+
+
+@contextlib.contextmanager
+def taken(receiver):
+    """Take a message in another thread, which must end; return a list that it is put into."""
+    messages: list[Flat] = []
+    receiver.expect()
+    thread = threading.Thread(target=lambda: messages.append(receiver.take()))
+    thread.start()
+    yield messages
+    thread.join()
+
+
+# -- transports ----------------------------------------------------------------------------------
+
+
 def test_settling_a_silent_transport_does_not_wait_for_a_socket(meshes):
     """NCCL sends no message when a send ends: close() took stall_timeout_s and reported a stall."""
-    sender = Sender(meshes[0], 1, 1, Slow(), CPU)
+    sender, _ = ends(meshes, Slow())
     sender.send(Flat.of(BIG))
     start = time.monotonic()
 
     sender.settle()
 
-    assert time.monotonic() - start < 10.0  # 30 s (stall_timeout_s) if it waits
+    assert time.monotonic() - start < 10.0  # 20 s (stall_timeout_s) if it waits
 
 
 def test_sent_tensors_are_released_as_transfers_end(meshes):
-    sender = Sender(meshes[0], 1, 1, Slow(), CPU)
+    sender, _ = ends(meshes, Slow())
 
     for _ in range(100):
         sender.send(Flat.of(BIG.clone()))
@@ -110,8 +118,7 @@ def test_sent_tensors_are_released_as_transfers_end(meshes):
 
 def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
     transport = Slow()
-    sender = Sender(meshes[0], 1, 1, transport, CPU)
-    receiver = Receiver(meshes[1], 0, 1, transport, "x")
+    sender, receiver = ends(meshes, transport, transport)
     posted = []
 
     def send_three():
@@ -119,14 +126,8 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
             sender.send(Flat.of(BIG))
 
     for act in (
-        send_three,
-        meshes[1].poll,
-        receiver.expect,
-        receiver.expect,
-        receiver.expect,
-        receiver.expect,
-        lambda: sender.send(Flat.of(BIG)),
-        meshes[1].poll,
+        *(send_three, meshes[1].poll, *[receiver.expect] * 4),
+        *(lambda: sender.send(Flat.of(BIG)), meshes[1].poll),
     ):
         act()
         posted.append(transport.num_posted)
@@ -135,8 +136,8 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
 
 
 def test_metadata_is_sent_only_when_it_changes(meshes):
-    flags = []
-    meshes[1].on(0, 1, lambda sequence, flag, body: flags.append(flag & 1))
+    has_meta = []
+    meshes[1].on(0, 1, lambda meta_size, flags, body: has_meta.append(int(meta_size > 0)))
     sender = Sender(meshes[0], 1, 1, None, CPU)
     t = torch.ones(2)
 
@@ -144,37 +145,11 @@ def test_metadata_is_sent_only_when_it_changes(meshes):
         sender.send(Flat.of(value))
     meshes[1].poll()
 
-    assert flags == [1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
-
-
-def test_a_timeout_names_the_channel_and_the_message(meshes):
-    meshes[1].timeout_s = 0.3
-    receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
-    Sender(meshes[0], 1, 1, None, CPU).send(Flat.of(BIG))
-    receiver.expect()
-    receiver.take()
-    receiver.expect()
-
-    with pytest.raises(WaitTimeoutError) as caught:
-        receiver.take()
-
-    words = r"rank 1 has waited 0\.[3-9] s for activation from stage 0 \(rank 0\)"
-    assert re.search(words, str(caught.value))
-
-
-def test_a_sender_that_has_left_is_named(meshes):
-    receiver = Receiver(meshes[1], 0, 1, None, "activation from stage 0 (rank 0)")
-    receiver.expect()
-    meshes[0].leave()
-    meshes[0].close()
-
-    with pytest.raises(PeerLostError, match="waits for activation from stage 0") as caught:
-        receiver.take()
-    assert caught.value.rank == 0
+    assert has_meta == [1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 1]
 
 
 def test_a_send_may_end_after_its_receiver_has_left(meshes):
-    sender = Sender(meshes[0], 1, 1, Late(), CPU)
+    sender, _ = ends(meshes, Slow(num_queries=20))
     sender.send(Flat.of(BIG))
     meshes[1].leave()
     meshes[1].close()
@@ -184,122 +159,76 @@ def test_a_send_may_end_after_its_receiver_has_left(meshes):
     assert sender.reap() == 0
 
 
-def test_a_message_must_be_expected(meshes):
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-
-    with pytest.raises(AssertionError, match="never expected"):
-        receiver.take()
-
-
-def test_a_receive_that_fails_names_the_failed_rank(meshes):
+@pytest.mark.parametrize("fails", ["receive", "send"])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_transfer_that_fails_names_the_failed_rank(meshes, monkeypatch, fails, is_reported):
     """The transport's own error comes first, without the cause; the peer's report comes later."""
-    sender = Sender(meshes[0], 1, 1, Broken(), CPU)
-    receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
+    monkeypatch.setattr("procpipe.channel.mesh._FAILURE_TIMEOUT_S", 20.0 if is_reported else 0.05)
+    sender, receiver = ends(meshes, Broken(), Broken())
     sender.send(Flat.of(BIG))
     receiver.expect()
     meshes[1].poll()
-    meshes[0].fail(RemoteStageError(0, "the story"))
+    if is_reported:
+        meshes[fails == "send"].fail(RemoteStageError(3, "the story"))
 
-    with pytest.raises(RemoteStageError, match="the story"):
-        receiver.take()
-
-
-def test_a_send_that_fails_names_the_failed_rank(meshes):
-    sender = Sender(meshes[1], 0, 1, Broken(), CPU)
-    sender.send(Flat.of(BIG))
-    meshes[0].fail(RemoteStageError(0, "the story"))
-
-    with pytest.raises(RemoteStageError, match="the story"):
-        sender.send(Flat.of(BIG))
+    with pytest.raises(RuntimeError) as caught:
+        receiver.take() if fails == "receive" else sender.send(Flat.of(BIG))
+    own = "Connection closed by peer" if fails == "receive" else "Socket closed"
+    assert ("the story" if is_reported else own) in str(caught.value)
 
 
-def test_a_transfer_that_fails_for_an_unknown_reason_keeps_its_error(meshes, monkeypatch):
-    monkeypatch.setattr("procpipe.channel.mesh._FAILURE_TIMEOUT_S", 0.05)
-    sender = Sender(meshes[0], 1, 1, Broken(), CPU)
-    receiver = Receiver(meshes[1], 0, 1, Broken(), "x")
-    sender.send(Flat.of(BIG))
-    receiver.expect()
-
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        receiver.take()
+# -- large messages -------------------------------------------------------------------------------
 
 
-def test_without_a_transport_a_large_message_is_sent_in_pieces(meshes):
+def test_without_a_transport_a_large_message_follows_its_token(meshes):
     """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-    sender = Sender(meshes[0], 1, 1, None, CPU)
-    large = torch.arange(2 * PIECE_BYTES // 8 + 1)
-    values = [[large, torch.ones(0), torch.tensor(True)], torch.tensor([7])]
-
-    for value in values:
-        sender.send(Flat.of(value))
+    sender, receiver = ends(meshes)
+    large = torch.arange(2 * LARGE_BYTES // 8 + 1)
+    sender.send(Flat.of([large, torch.ones(0), torch.tensor(True)]))
+    sender.send(Flat.of(torch.tensor(7)))
     assert sender.reap() == 1
-    thread = threading.Thread(target=sender.settle)
-    thread.start()
-    receiver.expect()
-    (first, empty, flag), _, _ = receiver.take()
-    receiver.expect()
-    (second,), _, _ = receiver.take()
-    thread.join()
 
-    assert torch.equal(first, large)
-    assert (empty.shape, flag.item(), second.item()) == ((0,), True, 7)
-    assert sender.reap() == 0
+    with taken(receiver) as messages:
+        sender.wait_reusable()
+        large.zero_()
+        assert sender.reap() == 0
+    receiver.expect()
+    first, empty, flag = messages[0].tensors
+
+    assert torch.equal(first, torch.arange(2 * LARGE_BYTES // 8 + 1))
+    assert (empty.shape, flag.item(), receiver.take().value.item()) == ((0,), True, 7)
 
 
 def test_a_large_message_is_sent_as_a_whole_while_its_receiver_reads(meshes, monkeypatch):
     """Symptom: it went on only after the sender's next task, for which the receiver waited."""
     monkeypatch.setattr("procpipe.channel.link._PAUSE_S", 20.0)
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-    sender = Sender(meshes[0], 1, 1, None, CPU)
-    receiver.expect()
-    thread = threading.Thread(target=receiver.take)
-    thread.start()
+    sender, receiver = ends(meshes)
 
-    sender.send(Flat.of(torch.zeros(2 * PIECE_BYTES)))
-    has_unsent = meshes[0].has_unsent(1)
-    sender.settle()
-    thread.join()
+    with taken(receiver):
+        sender.send(Flat.of(torch.zeros(2 * LARGE_BYTES)))
+        has_unsent = meshes[0].has_unsent(1)
+        sender.settle()
 
     assert not has_unsent
 
 
-def test_a_tensor_that_changes_between_its_pieces_is_an_error(meshes):
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-    sender = Sender(meshes[0], 1, 1, None, CPU, "activation")
-    large = torch.zeros(PIECE_BYTES)
+def test_a_tensor_that_changes_while_it_is_sent_is_an_error(meshes):
+    sender, receiver = ends(meshes)
+    large = torch.zeros(LARGE_BYTES)
     sender.send(Flat.of(large))
     large.add_(1)
-    receiver.expect()
-    thread = threading.Thread(target=receiver.take)
-    thread.start()
 
-    with pytest.raises(OverwrittenError, match="a tensor of activation was written to"):
+    with (
+        taken(receiver),
+        pytest.raises(OverwrittenError, match="a tensor of activation was written to"),
+    ):
         sender.wait_reusable()
-    thread.join()
 
 
-def test_tensors_may_be_written_to_once_the_socket_has_taken_them(meshes):
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-    sender = Sender(meshes[0], 1, 1, None, CPU)
-    large = torch.zeros(PIECE_BYTES)
-    found: list[torch.Tensor] = []
-    receiver.expect()
-    thread = threading.Thread(target=lambda: found.extend(receiver.take().tensors))
-    thread.start()
-
-    sender.send(Flat.of(large))
-    sender.wait_reusable()
-    large.add_(1)
-    thread.join()
-
-    assert not found[0].any()
-
-
-def test_memory_is_kept_while_pieces_move_though_the_ends_are_gone(meshes):
+def test_memory_is_kept_while_it_is_sent_though_the_ends_are_gone(meshes):
     """The mesh goes on to read and write after a stage is closed."""
-    receiver, sender = Receiver(meshes[1], 0, 1, None, "x"), Sender(meshes[0], 1, 1, None, CPU)
-    message = Flat.of(torch.ones(PIECE_BYTES))
+    sender, receiver = ends(meshes)
+    message = Flat.of(torch.ones(LARGE_BYTES))
     gone = weakref.ref(message.tensors[0])
     sender.send(message)
     del message
@@ -315,17 +244,15 @@ def test_memory_is_kept_while_pieces_move_though_the_ends_are_gone(meshes):
     assert gone() is None
 
 
-def test_a_message_that_stops_between_pieces_times_out(meshes):
-    """Each piece is progress, so a long transfer is no stall unless the pieces stop."""
+def test_a_message_that_stops_halfway_times_out(meshes):
     for mesh in meshes:
         mesh.timeout_s = 0.1
-    receiver = Receiver(meshes[1], 0, 1, None, "x")
-    sender = Sender(meshes[0], 1, 1, None, CPU)
+    sender, receiver = ends(meshes)
     receiver.expect()
-    sender.send(Flat.of(torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)))
+    sender.send(Flat.of(torch.zeros(3 * LARGE_BYTES, dtype=torch.uint8)))
 
     with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):
         sender.wait_reusable()
-    with pytest.raises(WaitTimeoutError, match="for x"):
+    with pytest.raises(WaitTimeoutError, match=r"rank 1 has waited 0\.\d s for x"):
         receiver.take()
     meshes[1].close()  # or rank 0 would wait until its frames are read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.channel.monitor import FAILURE, GOODBYE, Monitor, decode_failure, encode_failure
+from procpipe.channel.monitor import FAILURE, GOODBYE, LOST, Monitor
 from procpipe.errors import PeerLostError, RemoteStageError
 from tests.channel.meshes import HEADER, Recorded, frame, is_readable, pair
 
@@ -73,10 +72,9 @@ class Watched:
             return []
         sent = []
         while data:
-            size, _, kind, _ = HEADER.unpack_from(data)
+            size, rank, kind, _ = HEADER.unpack_from(data)
             body, data = data[HEADER.size : HEADER.size + size], data[HEADER.size + size :]
-            error = decode_failure(body) if kind == FAILURE else None
-            sent.append((error.rank, error.story) if error else "goodbye")
+            sent.append("goodbye" if kind == GOODBYE else (rank, body.decode()))
         return sent
 
     def close(self):
@@ -88,8 +86,7 @@ class Watched:
 
 
 def failure(rank, story):
-    sent = {"rank": rank, "story": story, "is_lost": False}
-    return frame(FAILURE, json.dumps(sent).encode())
+    return frame(FAILURE, story.encode(), rank)
 
 
 @pytest.fixture
@@ -100,7 +97,7 @@ def watched():
 
 
 BOOM, OURS = (1, "boom on 1"), (0, "ours")
-LOST = (
+ENDED = (
     1,
     "rank 1 ended without a message: it was killed (out of memory?) or crashed; see its own output "
     "and the launcher's exit code; rank 1 was seen in F3",
@@ -111,9 +108,9 @@ LOST = (
     ("events", "found", "sent_to_2"),
     [
         ("failure of 1", BOOM, [BOOM]),
-        ("end of 1", LOST, [LOST]),
+        ("end of 1", ENDED, [ENDED]),
         # A child may keep the sockets open.
-        ("process ends", LOST, [LOST]),
+        ("process ends", ENDED, [ENDED]),
         # Only the first counts.
         ("failure of 1, end of 1", BOOM, [BOOM]),
         ("failure of 1, failure of 1", BOOM, [BOOM]),
@@ -142,16 +139,23 @@ def test_events_of_peers(watched, events, found, sent_to_2):
         assert error is None
     else:
         assert (error.rank, error.story) == found
-        assert type(error) is (PeerLostError if found is LOST else RemoteStageError)
+        assert type(error) is (PeerLostError if found is ENDED else RemoteStageError)
     assert is_readable(watched.monitor.wakes_main, 0.0) == (found is not None)
     assert watched.sent_to(2) == sent_to_2
 
 
-@pytest.mark.parametrize("error_type", [RemoteStageError, PeerLostError])
-def test_a_failure_is_the_same_at_the_other_end(error_type):
-    received = decode_failure(encode_failure(error_type(3, "the story")))
+@pytest.mark.parametrize(
+    ("kind", "error_type"), [(FAILURE, RemoteStageError), (LOST, PeerLostError)]
+)
+def test_a_failure_is_passed_on_as_it_came(watched, kind, error_type):
+    sent = frame(kind, "what a \ud800 says".encode(errors="surrogatepass"), 3)
 
-    assert (type(received), received.rank, received.story) == (error_type, 3, "the story")
+    watched.alarms[1].send(sent)
+    watched.settle()
+
+    error = watched.monitor.failure
+    assert (type(error), error.rank, error.story) == (error_type, 3, "what a \ud800 says")
+    assert watched.alarms[2].recv(1000) == sent
 
 
 class WokenError(Exception):
@@ -294,8 +298,9 @@ def test_a_main_thread_that_stands_still_with_transfers_queued_is_stuck(main):
     assert looked(main, 2000.0, 2007.0) == []
     assert main.monitor.failure is None
     assert looked(main, 2100.0) == [
+        f"waits for {TRANSFERS}",
         f"ends: WaitTimeoutError: 0 has waited 100.0 s for {TRANSFERS}; if that is not a fault, "
-        "give Stage a larger timeout_s"
+        "give Stage a larger timeout_s",
     ]
     assert "WaitTimeoutError: 0 has waited 100.0 s for its d" in str(main.monitor.failure)
 

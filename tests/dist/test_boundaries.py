@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import NoChunk, RecomputeError, Remote, RemoteStageError, Stage, StageStatistics
-from procpipe.channel.link import INLINE_BYTES, PIECE_BYTES
+from procpipe.channel.link import INLINE_BYTES
 from procpipe.job.world import World
 from procpipe.tree import flatten
 from tests.cases import pairs
@@ -334,7 +334,7 @@ def sizes() -> dict[str, Case]:
         )
     cases["megabytes"] = Case(
         (
-            Do(lambda f, x: big(f(x), PIECE_BYTES * 9 // 16), 4),  # two rows a message
+            Do(lambda f, x: big(f(x), 9 << 20), 4),  # two rows a message
             Do(lambda f, x: torch.sin(x) * f(x[:, :4]).mean(), 4),
             Do(lambda f, x: f(x[:, -4:]) + x.mean(), 4),
         ),

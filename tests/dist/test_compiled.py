@@ -236,7 +236,7 @@ def compile_for_long(bare: Any) -> str:
     def compiler(graph: Any, inputs: Any) -> Any:
         if bare.rank == 1:
             board = None
-            while board is None or board.read().reported_s is None:
+            while board is None or not board.read().reported_ns:
                 time.sleep(0.02)
                 board = Board.of_process(pid)
         return graph.forward

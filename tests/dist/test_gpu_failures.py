@@ -6,8 +6,6 @@ ends by itself, and a rank that waits for its device then ends with one line ins
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,8 @@ from procpipe import Stage
 from procpipe.channel import nccl
 from procpipe.errors import RemoteStageError, StageClosedError
 from tests.dist.report import Failure, Outcomes
-from tests.dist.script import run_forked
 from tests.dist.stages import stage_of
-from tests.dist.test_failures import BULK, SOON_S, BoomError, boom, check, check_lost, kill, train
+from tests.dist.test_failures import SOON_S, BoomError, boom, check, check_lost, kill, train
 from tests.held import happens, hold
 
 pytestmark = pytest.mark.gpu
@@ -73,18 +70,6 @@ def train_long(world: Any, origin: int, act: Any, reads: bool) -> None:
             loss.item()
 
 
-@pytest.mark.parametrize(
-    ("n", "origin", "where"),
-    [(2, 0, "recompute"), (2, 1, "forward"), (3, 1, "backward"), (4, 2, "recompute")],
-)
-def test_a_layer_raises_while_large_tensors_are_being_sent(
-    ranks: Any, n: int, origin: int, where: str
-) -> None:
-    outcomes = ranks(n).run(train, origin, where, size=BULK)
-
-    check(outcomes, origin, "BoomError", "boom in the layer")
-
-
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
 @pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 1), (4, 3)])
 def test_a_layer_raises_while_the_device_has_queued_work(
@@ -93,14 +78,6 @@ def test_a_layer_raises_while_the_device_has_queued_work(
     outcomes = ranks(n).run(train_long, origin, boom, reads)
 
     check(outcomes, origin, "BoomError", "boom in the layer")
-
-
-@pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_killed_while_large_tensors_are_being_sent(ranks: Any, origin: int) -> None:
-    outcomes = ranks(2).run(train, origin, "forward", kill, size=BULK)
-
-    seen = f"it was last seen in F1, layer 'l{2 * origin + 1}' (Faulty), for "
-    check_lost(outcomes, origin, f"rank {origin} ended without a message", seen)
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
@@ -235,33 +212,3 @@ def test_a_script_ends_while_the_device_has_queued_work(ranks: Any) -> None:
     outcomes = ranks(3).run(train_long, 1, leave, True)
 
     check(outcomes, 1, "SystemExit", "task F1@1 (micro-batch 1), layer '1' (Long)")
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-TERMINATED = """
-import torch, torch.nn.functional as F
-from torch import nn
-from procpipe import Stage
-from tests.dist.test_gpu_failures import CHUNKS, WIDTH, Long, reads_each_loss, terminate
-import os
-
-n, origin = int(os.environ["WORLD_SIZE"]), {origin}
-model = nn.Sequential(*(Long(terminate if j == origin else None) for j in range(n)))
-devices = ["cuda:0"] * n if torch.cuda.device_count() == 1 else None
-stage = Stage(model, [1] * n, chunks=CHUNKS, loss_fn=reads_each_loss, devices=devices)
-data = torch.ones(WIDTH * CHUNKS, WIDTH), torch.zeros(WIDTH * CHUNKS, WIDTH)
-for _ in range(3):
-    stage.step(*data).item()
-"""
-
-
-@pytest.mark.parametrize("origin", [0, 1])
-def test_a_rank_is_terminated_while_the_device_has_queued_work(origin: int) -> None:
-    done = run_forked(TERMINATED.format(origin=origin), num_ranks=2, timeout_s=40)
-
-    assert done.returncode != 0
-    assert not done.left_behind
-    assert f"because rank {origin} ended without a message" in done.stderr

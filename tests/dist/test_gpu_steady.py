@@ -207,36 +207,6 @@ def test_a_scaler_waits_for_the_device_as_often_as_in_one_process(ranks: Any) ->
         assert ours == of_torch == [1] * 3
 
 
-def overwrite_after_step(world: Any) -> list[float]:
-    """Return losses of steps whose input is overwritten as soon as each has returned."""
-    stage = Stage(
-        nn.Sequential(nn.Identity(), nn.Identity()),
-        [1, 1],
-        chunks=2,
-        loss_fn=torch.mean,
-        world=world,
-    )
-    stage.eval()
-    input = torch.empty(4, 1000)
-    if world.device.type == "cuda":
-        input = input.pin_memory()
-    losses = []
-    for k in range(5):
-        input.fill_(k)
-        losses.append(stage.step(input))
-        input.fill_(-1.0)
-    values = [loss.item() for loss in losses]
-    stage.close()
-    return values
-
-
-@pytest.mark.on_gpus
-def test_an_input_may_be_overwritten_after_the_step(ranks: Any) -> None:
-    """For instance a loader's pinned memory, which the device may not have read yet."""
-    for losses in ranks(2).run(overwrite_after_step).values():
-        assert losses == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
 def three_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()

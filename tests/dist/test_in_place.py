@@ -246,25 +246,6 @@ def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks):
         assert all("layer 'take' (PopInPlace) changed" in text for _, text in by_rank)
 
 
-def change_a_copy(bare):
-    """A copy of the input may be changed."""
-    found = []
-    for mode in MODES:
-        model = named(
-            linear=nn.Linear(4, 4),
-            copy=Do(lambda x: x.clone()),
-            change=Do(lambda x: x.add_(1)),
-            end=nn.Linear(4, 4),
-        )
-        found.append(outcome(bare, mode, model, [1, 3], mode, "step"))
-    return found
-
-
-def test_a_copy_may_be_changed(ranks):
-    for found in ranks(2).run(change_a_copy, world=False).values():
-        assert found == [("same", "")] * 3
-
-
 def overwrite_between(bare, at_backward):
     """Overwrite a mini-batch after ``step``; with ``at_backward`` also before ``backward``."""
     model = named(linear=nn.Linear(4, 4), end=nn.Linear(4, 4))

@@ -1,4 +1,7 @@
-"""How pipelines start: several in one script, beside torch.distributed, again after a failure."""
+"""How pipelines start: several in one script, in turn, beside torch.distributed.
+
+That a rank may end meanwhile: tests/faults. Again after a failure: tests/launch/run/test_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tests.dist.script import run_forked, run_script
 pytestmark = pytest.mark.dist
 
 HEAD = """
-import os, signal, sys
+import os, sys
 import torch, torch.nn.functional as F
 from torch import nn
 from procpipe import Stage
@@ -92,34 +95,11 @@ for stage in stages:
         assert line in done.stderr, str(done)
 
 
-def test_torchrun_starts_again_after_a_failure():
-    """What the first attempt left in the launcher's store must not affect the next one."""
-    done = run_script(
-        script("""
-del os.environ["LOCAL_WORLD_SIZE"]  # so that the store is used
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-stage = build()
-stage.step(x, x)
-if attempt == "0" and RANK == 1:
-    raise ValueError("only once")
-sys.stdout.write(f"rank {RANK} attempt {attempt} {stage.step(x, x).item() > 0}\\n")  # in one piece
-"""),
-        nproc=2,
-        num_forked=4,
-        launcher_args=["--max-restarts=1"],
-    ).check()
-
-    lines = done.stdout.splitlines()
-    assert sorted(lines) == ["rank 0 attempt 1 True", "rank 1 attempt 1 True"]
-
-
-@pytest.mark.parametrize("uses_store", [False, True])
-def test_pipelines_in_turn_without_a_launcher(uses_store):
+def test_pipelines_in_turn_without_a_launcher():
     """Rank 0 holds the store until its last pipeline is closed."""
     done = run_forked(
-        script(f"""
-if {uses_store}:
-    del os.environ["LOCAL_WORLD_SIZE"]
+        script("""
+del os.environ["LOCAL_WORLD_SIZE"]  # so that the store is used
 for _ in range(12):
     stage = build(timeout_s=30)
     stage.step(x, x)
@@ -132,46 +112,3 @@ print("done")
 
     assert done.stdout.splitlines() == ["done"] * 2
     assert done.stderr == ""
-
-
-#: Rank 1 ends before the others have connected, while they do, or before its first call.
-ENDS = """
-import procpipe.job.start as start
-
-def end(*_):
-    if WHAT == "raises":
-        raise ValueError("boom")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-WHAT, WHERE = sys.argv[1:]
-if RANK == 1:
-    if WHERE == "before":
-        end()
-    if WHERE == "half-way":
-        start.Start._welcome = end  # rank 2 has connected to rank 0 then
-layers = [nn.Linear(4, 4) for _ in range(3)]
-stage = Stage(nn.Sequential(*layers), [1, 1, 1], loss_fn=F.mse_loss, timeout_s=TIMEOUT_S)
-if RANK == 1:
-    end()
-stage.step(x, x)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "where", "timeout_s", "story"),
-    [
-        ("is killed", "half-way", 50, "because rank 1 ended without a message"),
-        ("raises", "half-way", 50, "because rank 1 failed in Stage: ValueError: boom"),
-        ("is killed", "after", 50, "because rank 1 ended without a message"),
-        ("raises", "after", 50, "because rank 1 failed in the script: ValueError: boom"),
-        # Without a launcher only the time limit shows that a rank will not come.
-        ("is killed", "before", 1, "WaitTimeoutError: rank 0 waited 1.0 s for "),
-    ],
-)
-def test_a_rank_ends_while_the_job_starts(what, where, timeout_s, story):
-    body = ENDS.replace("TIMEOUT_S", str(timeout_s))
-    done = run_forked(script(body), num_ranks=3, args=[what, where], timeout_s=40)
-
-    assert done.returncode != 0
-    assert done.duration_s < 20.0
-    assert story in done.stderr, done

@@ -11,6 +11,7 @@ import torch
 from procpipe.job.devices import pci_addresses
 from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World, _made, _raise_file_limit
+from tests.cases import for_each
 from tests.test_forks import in_child
 
 CPU = torch.device("cpu")
@@ -42,16 +43,8 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
     assert world.transports.open(TransportChoice("shm", "sockets", [""]), []) == {}
-    world.give_up("without peers")
+    world.give_up("without peers", ValueError())
     world.close()
-
-
-def test_pipelines_are_numbered_as_they_are_made(environment):
-    environment()
-
-    numbers = [World.from_environment().number for _ in range(3)]
-
-    assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2]
 
 
 def test_the_launcher_sets_the_rank(environment):
@@ -60,57 +53,67 @@ def test_the_launcher_sets_the_rank(environment):
     world = World.from_environment()
 
     assert (world.rank, world.num_ranks, world.is_launched) == (2, 3, True)
-    assert world.devices == (CPU,) * 3
 
 
-def test_each_process_takes_the_gpu_of_its_local_rank(environment):
-    environment(num_gpus=2, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-
-    world = World.from_environment()
-
-    assert str(world.device) == "cuda:1"
-    assert list(map(str, world.devices)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-
-
-def test_given_devices_have_priority_over_gpus(environment):
-    environment(num_gpus=2, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-
-    assert World.from_environment(["cpu", "cpu", "cpu"]).devices == (CPU, CPU)
-    assert str(World.from_environment(["cuda:1", "cuda:0"]).device) == "cuda:0"
-
-
-@pytest.mark.parametrize(
-    ("devices", "error", "words"),
+@for_each(
+    ("num_gpus", "rank", "num_ranks", "local", "given", "device", "devices"),
     [
-        (["cpu"], IndexError, r"2 processes but 1 device \['cpu'\]"),
-        (["cpu", "cuda:0"], ValueError, r"list one device a process, all CPUs"),
-        (["meta", "meta"], ValueError, r"devices=\['meta', 'meta'\]: list one"),
+        (0, 2, 3, "0/1", None, "cpu", "cpu cpu cpu"),
+        (2, 3, 4, "1/2", None, "cuda:1", "cuda:0 cuda:1 cuda:0 cuda:1"),
+        (4, 2, 6, "0/4", None, "cuda:0", None),  # hosts of different sizes
+        # As in Slurm with --gpus-per-task=1; that ranks share it shows when they connect.
+        (1, 3, 4, "1/2", None, "cuda:0", None),
+        # Given devices have priority over GPUs; several ranks may share one.
+        (2, 1, 2, "1/2", ["cpu", "cpu", "cpu"], "cpu", "cpu cpu"),
+        (2, 1, 2, "1/2", ["cuda:1", "cuda:0"], "cuda:0", "cuda:1 cuda:0"),
+        (1, 1, 2, "1/2", ["cuda:0", 0], "cuda:0", "cuda:0 cuda:0"),
     ],
 )
-def test_devices_that_cannot_be_used_are_refused(environment, devices, error, words):
-    environment(RANK=0, WORLD_SIZE=2)
+def test_the_devices_of_ranks(
+    environment, num_gpus, rank, num_ranks, local, given, device, devices
+):
+    local_rank, num_local = local.split("/")
+    environment(
+        num_gpus, RANK=rank, WORLD_SIZE=num_ranks, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=num_local
+    )
+
+    world = World.from_environment(given)
+
+    assert str(world.device) == device
+    assert devices in (None, " ".join(map(str, world.devices)))
+
+
+@for_each(
+    ("num_gpus", "visible", "rank", "devices", "error", "words"),
+    [
+        (0, None, 0, ["cpu"], IndexError, r"3 processes but 1 device \['cpu'\]"),
+        (0, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
+        (0, None, 0, ["meta"] * 3, ValueError, r"devices=\['meta', 'meta', 'meta'\]: list one"),
+        (
+            *(2, "4,5", 2, None, IndexError),
+            r"rank 2 is process 2 of this host, which has only 2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
+            r": start fewer processes.*devices=\['cuda:0', 'cuda:0', …\] to share GPUs",
+        ),
+        (
+            *(1, "7", 1, [0, 1, 2], IndexError),
+            r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave",
+        ),
+        (
+            *(2, None, 2, [0, 1, 2], IndexError),
+            r"^devices gives rank 2 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_used_are_refused(
+    environment, monkeypatch, num_gpus, visible, rank, devices, error, words
+):
+    environment(num_gpus, RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     with pytest.raises(error, match=words):
         World.from_environment(devices)
-
-
-def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
-    environment(num_gpus=2, RANK=2, WORLD_SIZE=3, LOCAL_RANK=2, LOCAL_WORLD_SIZE=3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-
-    with pytest.raises(IndexError, match="rank 2 is process 2 of this host, which ha") as caught:
-        World.from_environment()
-    assert "only 2 GPUs (CUDA_VISIBLE_DEVICES=4,5): start fewer processes" in str(caught.value)
-    assert "devices=['cuda:0', 'cuda:0', …] to share GPUs" in str(caught.value)
-
-
-def test_a_process_that_sees_one_gpu_takes_it(environment):
-    """As in Slurm with --gpus-per-task=1; that ranks share it is detected when they connect."""
-    environment(num_gpus=1, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-
-    world = World.from_environment()
-
-    assert str(world.device) == "cuda:0"
 
 
 def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
@@ -118,56 +121,19 @@ def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
 
-    environment(num_gpus=2)
-    assert pci_addresses([*gpus, torch.device("cuda:2"), CPU]) == [
-        *("0000:07:00.0", "0000:08:00.0"),
-        *(None, None),
-    ]
+    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
+    local = [*gpus, torch.device("cuda:2"), CPU]
+    addresses = ["0000:07:00.0", "0000:08:00.0", None, None]
+    assert pci_addresses([CPU, *local, CPU], rank=2) == addresses
+    environment(num_gpus=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert pci_addresses([gpus[0]] * 2, rank=1) == [None, None]
     environment(num_gpus=1)
-    assert pci_addresses([gpus[0]] * 2) == [None, None]
-    assert pci_addresses(gpus[:1]) == ["0000:07:00.0"]
+    assert pci_addresses(gpus, rank=0) == ["0000:07:00.0"]
 
 
 class Properties:
     def __init__(self, index):
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "visible", "words"),
-    [
-        (1, "7", r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave"),
-        (
-            2,
-            None,
-            r"^devices gives rank 1 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
-        ),
-    ],
-)
-def test_a_gpu_that_a_process_does_not_see_is_refused(
-    environment, monkeypatch, num_gpus, visible, words
-):
-    environment(num_gpus=num_gpus, RANK=1, WORLD_SIZE=2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    with pytest.raises(IndexError, match=words):
-        World.from_environment(["cuda:0", f"cuda:{num_gpus}"])
-
-
-def test_several_ranks_may_share_a_gpu(environment):
-    environment(num_gpus=1, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-
-    world = World.from_environment(["cuda:0", 0])
-
-    assert list(map(str, world.devices)) == ["cuda:0", "cuda:0"]
-
-
-def test_hosts_of_different_sizes(environment):
-    environment(num_gpus=4, RANK=2, WORLD_SIZE=6, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)
-
-    assert str(World.from_environment().device) == "cuda:0"
 
 
 @pytest.mark.dist

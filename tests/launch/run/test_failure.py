@@ -99,7 +99,7 @@ def test_a_killed_rank_is_reported_with_what_the_others_did():
 def test_ranks_of_replicas_are_named_by_replica_and_stage():
     def reading(rank):
         board = Board.create(rank, 4)
-        board.divide(2)
+        board.page.num_replicas = 2
         board.start_call("step")
         board.start_task("F", 3)
         return board.read()

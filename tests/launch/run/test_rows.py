@@ -33,10 +33,12 @@ def attempt_of(*boards):
 
 def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
     for _ in range(num_steps):
-        board.start_mini_batch(4)
+        board.page.num_micro_batches = 4
         board.start_task("F", 3)
-        board.end_task()
-        board.end_program(samples, busy_ns=int(busy_s * 1e9), step_ns=int(step_s * 1e9))
+        board.page.letter = 0
+        board.page.num_steps += samples > 0
+        board.page.num_samples += samples
+        board.page.busy_s, board.page.step_s = busy_s, step_s
 
 
 def test_rates_are_of_the_time_between_readings():
@@ -84,7 +86,7 @@ def test_a_row_shows_the_activity_of_a_stage():
     board.start_call("step")
     assert now()[0] == "step()"
     board.start_task("F", 3)
-    board.enter_layer(0)
+    board.page.layer_index = 0
     assert now()[0] == "F3 'conv' (Conv2d)"
     board.start_wait("gradient from stage 1 (rank 1)", 1)
     assert now()[0].endswith(" s for gradient from stage 1")
@@ -138,7 +140,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
 def test_replicas_are_blocks():
     boards = [Board.create(rank, 4) for rank in range(4)]
     for board in boards[:3]:  # the last rank has no Stage yet
-        board.divide(2)
+        board.page.num_replicas = 2
         board.write_facts({"device": "cpu", "layers": []})
         do_steps(board, 1, samples=8)
     boards[2].start_wait("gradient from stage 1 of replica 1 (rank 3)", 1)

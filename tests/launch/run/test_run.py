@@ -183,7 +183,7 @@ def test_a_killed_rank_is_named_with_what_the_others_did():
         def is_stuck():
             boards = [Board.of_process(rank.pid) for rank in ranks]
             first, second = (board and board.read() for board in boards)
-            is_waiting = first and first.wait and "gradient" in first.wait.what
+            is_waiting = first and "gradient" in first.waits_for
             return is_waiting and second and second.num_steps == 1 and second.layer
 
         run.wait_until(is_stuck, "wait for stage 1")
