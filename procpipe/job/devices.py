@@ -126,7 +126,7 @@ def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{text}; {error}") from None
     types = {device.type for device in listed}
-    if types == {"cpu"}:
+    if types <= {"cpu"}:
         return [torch.device("cpu")] * len(listed)
     if types != {"cuda"} or torch.device("cuda") in listed:
         raise ValueError(text)
