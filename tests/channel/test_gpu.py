@@ -39,3 +39,4 @@ def test_torchs_cache_is_emptied_before_memory_runs_out(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="cuda:0 has no 1073741824 MiB for a message"):
         Gpu(torch.device("cuda", 0)).allocate(1 << 50)
     assert emptied == [True]
+    assert not torch.zeros(1, device="cuda:0").any()  # an error of the driver is none of torch's

@@ -112,8 +112,8 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
     done = run_script(FULL, nproc=2)
 
     assert done.returncode != 0
-    assert "procpipe: rank 1 found " in done.stderr
-    assert "MiB free on cuda:1, and holds " in done.stderr
+    assert "procpipe: out of memory on cuda:1: rank 1 " in done.stderr
+    assert re.search(r"torch has \d+ MiB reserved, and \d+ of 512 are free", done.stderr)
     assert "rank 0 ends, because rank 1 failed in Stage: OutOfMemoryError" in done.stderr
 
 

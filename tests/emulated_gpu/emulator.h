@@ -47,13 +47,15 @@ struct Error {
 
 // Throws unless this process can use CUDA. Opens libkernels.so.
 void begin();
-// The result of a failed call; kept for this thread's cudaGetLastError and cudaGetErrorString.
+// The result of a failed call, whose text is kept for this thread's cudaGetErrorString.
 int end(const Error&);
+// The result of a call of the runtime; a failure is kept for this thread's cudaGetLastError.
+cudaError_t noted(int number);
 
 // The runtime and the driver use the same error numbers.
 struct Result {
   int number;
-  operator cudaError_t() const { return cudaError_t(number); }
+  operator cudaError_t() const { return noted(number); }
   operator CUresult() const { return CUresult(number); }
 };
 

@@ -141,9 +141,13 @@ void begin() {
 }
 
 int end(const Error& error) {
-  last_error = cudaError_t(error.number);
   if (!error.text.empty()) explained = error;
   return error.number;
+}
+
+cudaError_t noted(int number) {
+  if (number) last_error = cudaError_t(number);
+  return cudaError_t(number);
 }
 
 void fail(cudaError_t error, const std::string& what) {
