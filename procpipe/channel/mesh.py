@@ -1,5 +1,10 @@
 """The data sockets between the ranks of one job, and the one place that waits for other ranks.
 
+    main thread       waits for ranks in ``Mesh.wait`` only, or for its device
+    monitor thread    polls alarms and ends of peers; never data sockets, never CUDA
+    other threads     wait for no rank
+    exceptions        while ranks connect (``job/start.py``), and while NCCL and gloo do
+
 The main thread reads frames while it waits (``wait``) and between tasks (``poll``), and passes each
 to the handler registered for its peer and frame type. What a peer had sent before it failed is
 handled first; then the wait raises the failure (``docs/starting_and_ending.md``).

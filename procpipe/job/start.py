@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
 from procpipe.job.grid import Grid
-from procpipe.processes import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -417,7 +416,9 @@ def host_identity() -> str:
     Processes that were given different PROCPIPE_ADDRESS count as on different hosts.
     """
     given = os.environ.get(_ADDRESS_VARIABLE, "")
-    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{given}"
 
 
 def own_address() -> str:

@@ -30,9 +30,6 @@ SOON_S = 5.0
 
 WIDTH, CHUNKS = 4, 3
 
-#: Samples of a mini-batch whose micro-batches are too large to travel inside a token.
-BULK = 8 * CHUNKS * INLINE_BYTES // (4 * WIDTH)
-
 
 class BoomError(Exception):
     """What a faulty layer raises."""
