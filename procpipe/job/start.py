@@ -308,6 +308,7 @@ class Start:
         """Accept both connections of each higher rank."""
         grid = self._grid
         while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
+            self._mesh.poll()  # not after the last: an error of this rank's own may come first
             self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
             for listener in wait(self._listeners, _LONGEST_PAUSE_S):
                 assert isinstance(listener, socket.socket), "they are listeners"
@@ -317,7 +318,6 @@ class Start:
                         self._welcome(link)
                     except OSError:  # not of this job
                         link.close()
-            self._mesh.poll()
 
     def _welcome(self, link: socket.socket) -> None:
         """Do the acceptor's side of the handshake; ``OSError`` if it is not of this job."""
