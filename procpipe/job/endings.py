@@ -68,7 +68,7 @@ def end_with_launcher() -> None:
 
 
 class Follower(Protocol):
-    """Is told of exceptions that end a thread."""
+    """Receives exceptions that end a thread."""
 
     def thread_raised(self, error: BaseException) -> None:
         """Handle an exception that ends the thread that calls this."""

@@ -18,8 +18,8 @@ ones; so no two wait for each other.
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
-nothing listens or another key is known. So whatever fails is tried again until the deadline, and
-reports of the wait have the newest error.
+nothing listens or another key is known. So whatever fails is tried again until the deadline, except
+with a key of the user's, and reports of the wait have the newest error.
 """
 
 from __future__ import annotations
