@@ -22,7 +22,7 @@ import math
 import os
 import re
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,13 +84,11 @@ class Use:
     Attributes:
         added: at the peak of a step.
         shared: shared memory in ``added``; both ends of a channel count it.
-        held: tensors that procpipe counts as held between tasks, at their peak; None for others.
         refused: what could not be allocated, where memory was limited; None if all could.
     """
 
     added: int
     shared: int
-    held: int | None = None
     refused: str | None = None
 
 
@@ -133,19 +131,17 @@ def tabulate(job: Job, uses: Mapping[str, list[Use]], absent: Mapping[str, str])
     for name, ranks in uses.items():
         mib = [use.added / _MIB for use in ranks]
         shared = sum(use.shared for use in ranks) / _MIB
-        held = max((use.held for use in ranks if use.held is not None), default=None)
         rows.append([name, *mib, *([None] * (n - len(mib)))])
-        rows[-1] += [sum(mib) - shared / 2, shared / 2, None if held is None else held / _MIB]
+        rows[-1] += [sum(mib) - shared / 2, shared / 2]
         rows[-1] += [_largest(ranks) / bytes_alone for bytes_alone in alone]
     return Table(
         f"memory that training adds to each process, MiB at the peak of a step: "
         f"{job.workload.name}, {job.workload.sizes}; {n} stages, m = {job.num_micro_batches}",
-        ["", *(f"rank {rank}" for rank in range(n)), "all", "shared", "held", *_RATIOS],
+        ["", *(f"rank {rank}" for rank in range(n)), "all", "shared", *_RATIOS],
         rows,
-        [*([".0f"] * (n + 3)), ".2f", ".2f"],
+        [*([".0f"] * (n + 2)), ".2f", ".2f"],
         [
             "a rank's figure has the shared memory that it uses; all has it once",
-            "held: the largest stage.statistics().peak_held_bytes: tensors between tasks",
             "ratios: of the largest process",
             "a model's parameters and gradients are in it; the mini-batch's data are not",
             "torchgpipe: both stages in one process, so its figure is of all, and no rival's",
@@ -217,7 +213,7 @@ def _use(name: str, job: Job, limit: int | None) -> Use:
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + limit, unlimited[1]))
     try:
-        step, held = _make(name, job)
+        step = _make(name, job)
         step()
         reset_peak()
         step()
@@ -229,11 +225,11 @@ def _use(name: str, job: Job, limit: int | None) -> Use:
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
     after = counted_memory()
     peak = after["VmHWM"] - after["RssFile"] - before["RssAnon"] - before["RssShmem"]
-    return Use(peak, after["RssShmem"] - before["RssShmem"], held())
+    return Use(peak, after["RssShmem"] - before["RssShmem"])
 
 
-def _make(name: str, job: Job) -> tuple[Step, Callable[[], int | None]]:
-    """Make a contender's step, and a function that returns the bytes that procpipe held.
+def _make(name: str, job: Job) -> Step:
+    """Make a contender's step.
 
     Imports this contender only, so that a launch does not wait for the others.
     """
@@ -242,7 +238,7 @@ def _make(name: str, job: Job) -> tuple[Step, Callable[[], int | None]]:
         from benchmarks.peers.ours import stage_of, step_of
 
         stage = stage_of(job, mode, schedule="1f1b" if name.endswith("1F1B") else "gpipe")
-        return step_of(stage, job), lambda: stage.statistics().peak_held_bytes
+        return step_of(stage, job)
     if library == "torchgpipe":
         from benchmarks.peers.torchgpipe_peer import torchgpipe
 
@@ -257,7 +253,7 @@ def _make(name: str, job: Job) -> tuple[Step, Callable[[], int | None]]:
         from benchmarks.contenders import CONTENDERS
 
         step = CONTENDERS[name].make(job)
-    return step, lambda: None
+    return step
 
 
 def _whole(job: Job) -> Step:

@@ -75,19 +75,12 @@ class About(LocalLayers):
         """
         return self._connected("there are no statistics").statistics()
 
-    def reset_peak_held_bytes(self) -> None:
-        """Let ``statistics().peak_held_bytes`` start anew, as after a warm-up.
-
-        Does not communicate.
-        """
-        self._connected("nothing is counted").executor.ledger.reset_peak()
-
     def last_step(self) -> list[TimedTask]:
         """Return this stage's tasks of the last call that ran any, in order, with their times.
 
         Does not communicate.
         """
-        return self._connected("there are no tasks").trace.last_step()
+        return self._connected("there are no tasks").log.last_step()
 
     def _connected(self, nothing: str) -> Pipeline:
         pipeline = self._calls.pipeline

@@ -2,7 +2,7 @@
 
     Settings.checked   what the user asks for               does not communicate
     Cut.of             this rank's layers, out of the full model
-    connect            wires, executor, chooser, observers  every rank, in the first call
+    connect            wires, executor, chooser, log      every rank, in the first call
 
 Balance profiles, measured schedules and recordings are optional: what they need is imported here,
 and only where the user asks for them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,19 +49,15 @@ from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
-from procpipe.run.observer import Observer
+from procpipe.run.log import Log
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.replicas import Replicas
 from procpipe.run.statistics import StageStatistics
-from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import verify_skippables
 from procpipe.version import __version__
-
-if TYPE_CHECKING:
-    from procpipe.timeline.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -291,31 +287,11 @@ def connect(
     wires = connect_wires(world, control, grid, routes, facts)
     chooser = chooser_of(settings.schedule, settings.limits_bytes)
     coordinator = Coordinator(wires.control, grid, routes, chooser)
-    replicas = connect_replicas(world, settings, cut, wires, layers)
-    executor = Executor(grid, cut.placement, partitions, wires.channels, tied, replicas)
-    trace: Trace = Trace()
-    observers: list[Observer] = []
-    # A GPU's times are recorded on the device; the host's are when tasks were launched.
-    if settings.trace is not None or (
-        settings.schedule.is_measured and world.device.type == "cuda"
-    ):
-        trace = recorder_type()(world.device)
-    if settings.trace is not None:
-        from procpipe.timeline.clocks import Clocks
-        from procpipe.timeline.collect import Tracing
-
-        clocks = Clocks(wires.mesh)
-        observers.append(
-            Tracing(settings.trace, wires.mesh, clocks, facts, trace, coordinator.plan)
-        )
-    if settings.schedule.is_measured:
-        from procpipe.tuning.auto import AutoSchedule
-        from procpipe.tuning.meter import Meter
-
-        assert isinstance(chooser, AutoSchedule), "is_measured: chooser_of made it"
-        observers.append(Meter(wires.control, chooser, partitions, trace))
+    log = log_of(world, settings, partitions, wires, facts, coordinator)
+    replicas = connect_replicas(world, settings, cut, wires, layers, log)
+    executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
     exchange = Exchange(grid, cut.placement[-1], wires)
-    pipeline = Pipeline(world, wires, executor, coordinator, exchange, trace, observers)
+    pipeline = Pipeline(world, wires, executor, coordinator, exchange, log)
     tied.make_equal(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
@@ -324,8 +300,32 @@ def connect(
     return pipeline
 
 
+def log_of(
+    world: World,
+    settings: Settings,
+    partitions: Mapping[int, Partition],
+    wires: Wires,
+    facts: Mapping[str, Any],
+    coordinator: Coordinator,
+) -> Log:
+    """Return what notes what this stage does, and with ``trace=…`` records it for rank 0."""
+    if settings.trace is None:
+        return Log(world.board, world.device, partitions)
+    with needed("procpipe.timeline", "trace=…"):
+        from procpipe.timeline.clocks import Clocks
+        from procpipe.timeline.collect import Tracing
+        from procpipe.timeline.recorder import Recorder
+    tracing = Tracing(settings.trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
+    return Recorder(world.board, world.device, partitions, tracing)
+
+
 def connect_replicas(
-    world: World, settings: Settings, cut: Cut, wires: Wires, layers: Mapping[str, nn.Module]
+    world: World,
+    settings: Settings,
+    cut: Cut,
+    wires: Wires,
+    layers: Mapping[str, nn.Module],
+    log: Log,
 ) -> Replicas:
     """Connect this stage to that of the other replicas; waits for them."""
     grid = settings.grid
@@ -353,7 +353,7 @@ def connect_replicas(
         from procpipe.replicas.group import Group
         from procpipe.replicas.reduction import Reduction
     group = Group(world, grid, wires.choice, wires.mesh)
-    return Reduction(group, grid.replica, world.device)
+    return Reduction(group, grid.replica, world.device, log)
 
 
 def tied_of(cut: Cut, stage: int) -> Tied:
@@ -371,13 +371,6 @@ def tied_of(cut: Cut, stage: int) -> Tied:
                     places[name] = layers[layer].get_submodule(module), key
             copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
-
-
-def recorder_type() -> type[Recorder]:
-    """Return what records the times of a device."""
-    with needed("procpipe.timeline", "recording the times of a device"):
-        from procpipe.timeline.recorder import Recorder
-    return Recorder
 
 
 def reporter() -> Callable[[Pipeline], list[StageStatistics]]:

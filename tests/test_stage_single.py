@@ -491,20 +491,6 @@ def test_spectral_norm_is_recomputed(width):
         stage.step(torch.randn(6, 4), torch.randn(6, width))
 
 
-def test_the_peak_of_held_bytes_can_be_reset(stage_of):
-    stage = stage_of(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
-    with pytest.raises(StageClosedError, match="nothing is counted before the first call"):
-        stage.reset_peak_held_bytes()
-    peaks = []
-    for size in (4, 40, 4):
-        inputs, target = batch(size)
-        stage.step(inputs, target=target)
-        peaks.append(stage.statistics().peak_held_bytes)
-        stage.reset_peak_held_bytes()
-
-    assert peaks[0] == peaks[2] < peaks[1]
-
-
 def test_the_tasks_of_the_last_step_are_timed():
     stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, loss_fn=F.mse_loss)
     with pytest.raises(StageClosedError, match="before the first call"):

@@ -99,7 +99,7 @@ def measure_variants(
 
     Returns:
         By variant: ``times``, seconds a step; ``loss``; and ``stages``, of each stage ``busy``,
-        its share of time in tasks; ``memory_bytes``, on CPUs of tensors that are sent or held;
+        its share of time in tasks; ``memory_bytes``, that torch reserved, 0 on CPUs;
         ``sent_bytes`` a step; and ``tasks``, the timeline of one more step.
     """
     make = _published if full else _waiting
@@ -155,7 +155,7 @@ def _published(name: str, task_s: float, mib: int, m: int) -> tuple[Stage, Step]
 
 def _figures_of(stage: Stage) -> dict[str, Any]:
     counts = stage.statistics()
-    memory_bytes = counts.peak_held_bytes
+    memory_bytes = 0
     if stage.device.type == "cuda":
         memory_bytes = torch.cuda.max_memory_reserved(stage.device)
     return {
@@ -183,11 +183,11 @@ def tabulate(figures: Figures, options: argparse.Namespace) -> Table:
                 ratio(first, of_variant["times"]),
                 100 * statistics.mean(stage["busy"] for stage in stages),
                 sum(stage["sent_bytes"] for stage in stages) / 2**20,
-                sum(stage["memory_bytes"] for stage in stages) / 2**20,
+                sum(stage["memory_bytes"] for stage in stages) / 2**20 or None,
                 *(_cells(published) if published else [None] * 4),
             ]
         )
-    headings = ["", "ms a step", "speed-up", "busy %", "MiB sent", "MiB held"]
+    headings = ["", "ms a step", "speed-up", "busy %", "MiB sent", "MiB reserved"]
     headings += ["| published", "speed-up", "busy %", "GiB used"]
     return Table(
         f"ablation: {NUM_STAGES} stages, {_described(options)}",
@@ -217,12 +217,9 @@ def _described(options: argparse.Namespace) -> str:
 
 
 def _notes(options: argparse.Namespace) -> list[str]:
-    held = "the most that torch reserved"
-    if not options.full:
-        held = "the most in tensors that travel or wait between tasks"
     notes = [
         f"measured here, median of {options.rounds} rounds; busy: share of time in tasks, mean of "
-        f"stages; MiB held: {held}, sum of stages",
+        "stages; MiB reserved: the most, by torch on GPUs, sum of stages",
         f"| published: U-Net (5, 64) on 4 GPUs, {TORCHGPIPE}; Dependency: ordered backward, "
         "Streams: transfers beside compute, Portals: direct skips",
     ]

@@ -203,8 +203,7 @@ def measure(
     """Take two training steps; every rank calls it.
 
     Returns:
-        Of each stage, on rank 0: ``parameters``, a number; ``bytes``, by how much its memory grew;
-        ``held_bytes``, the most in tensors that are sent or held between tasks.
+        Of each stage, on rank 0: ``parameters``, a number; ``bytes``, by how much its memory grew.
     """
     experiment: Experiment = importlib.import_module(f"benchmarks.published.{part}").EXPERIMENT
     of_setting = Setting(**setting)
@@ -225,7 +224,6 @@ def measure(
     ours = {
         "parameters": sum(p.numel() for p in stage.parameters()),
         "bytes": memory.growth_bytes(),
-        "held_bytes": stage.statistics().peak_held_bytes if isinstance(stage, Stage) else 0,
     }
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, ours)

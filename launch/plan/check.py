@@ -45,8 +45,6 @@ class Rehearsal:
     step_s: float  # seconds of a mini-batch, the median
     idle: float  # the share of it that stages are idle, the mean over stages and replicas
     task_s: Mapping[str, float]  # seconds of a task, by kind and partition: "F0"
-    #: The most that each stage held between tasks, in the steps that count, on any replica.
-    held_bytes: tuple[int, ...]
     schedule: str  # ``Stage.schedule`` after the last step
     #: The tasks of each stage in the last step, in order, of the first replica: "F0@0".
     tasks: tuple[tuple[str, ...], ...]
@@ -89,10 +87,6 @@ def rehearse(
             for stage in range(num_stages)
             for name in of_ranks[stage]["task_s"]
         },
-        held_bytes=tuple(
-            max(one["held_bytes"] for one in of_ranks[stage::num_stages])
-            for stage in range(num_stages)
-        ),
         schedule=of_ranks[0]["schedule"],
         tasks=tuple(tuple(one["tasks"]) for one in of_ranks[:num_stages]),
     )
@@ -112,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
     for _ in range(settings["num_warm_up"]):
         _step(stage, subject.inputs, subject.target)
-    stage.reset_peak_held_bytes()  # "auto" measures and tries plans that may hold more
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(settings["num_steps"]):
@@ -125,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps_s": steps_s,
         "busy_s": busy_s,
         "task_s": {name: statistics.median(found) for name, found in tasks_s.items()},
-        "held_bytes": stage.statistics().peak_held_bytes,
         "schedule": stage.schedule,
         "tasks": [str(timed.task) for timed in tasks],
     }

@@ -121,7 +121,7 @@ def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Tab
     """Lay out what was predicted beside what was measured.
 
     Tasks are left out on a GPU, where their measured time is the host's and not the device's; idle
-    time and held memory are predicted for one plan, and left out where another was run.
+    time is predicted for one plan, and left out where another was run.
     """
     is_same = has_run(proposal, measured)
     rows = [("", "predicted", "measured", "difference")]
@@ -131,12 +131,6 @@ def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Tab
         cells = (f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}")
         rows.append(("idle", *(cells if is_same else ("", found_idle, ""))))
         rows += _tasks_compared(proposal, measured)
-    for stage, (predicted, found) in enumerate(
-        zip(proposal.between_tasks_bytes, measured.held_bytes, strict=True)
-    ):
-        cells = (bytes_text(predicted), bytes_text(found), _difference(found, predicted))
-        shown = cells if is_same else ("", bytes_text(found), "")
-        rows.append((f"stage {stage}, held between tasks", *shown))
     return Table("predicted and measured", rows)
 
 

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.balance.profile import Memories, check_model, checked, leaves, seconds_of
-from procpipe.compute.ledger import num_bytes
+from procpipe.compute.sizes import num_bytes
 from procpipe.compute.split.splitter import PutOff, Splitter, suited
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS

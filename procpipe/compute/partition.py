@@ -36,7 +36,6 @@ from procpipe.compute.digests import Look
 from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, PartitionLayers
-from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
 from procpipe.compute.sharing import are_same
@@ -171,12 +170,12 @@ class Partition:
         self._outside.note(is_repeated=False)
         return this.leaving(output, output.requires_grad)
 
-    def recompute(self, i: int) -> int:
-        """Run micro-batch ``i`` again, with a graph; return the bytes of the roots it keeps."""
+    def recompute(self, i: int) -> None:
+        """Run micro-batch ``i`` again, with a graph."""
         this = self._passes[i]
         assert this.ambient is not None and this.buffers is not None, "not to be recomputed"
         if not any(this.requires_grad):
-            return 0
+            return
         if this.versions != self.layers.versions(this.inputs.tensors):
             raise RecomputeError(
                 f"the input of micro-batch {i} was changed in place after its first forward, so "
@@ -208,7 +207,6 @@ class Partition:
                 "second time (see is_recomputing()), or which outputs require gradients differs "
                 "between micro-batches of one form; use checkpoint='never'"
             )
-        return num_bytes(output.tensors)
 
     def backward(self, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.

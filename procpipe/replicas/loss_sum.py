@@ -12,7 +12,7 @@ from torch import Tensor
 from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.replicas.group import Group
-from procpipe.run.observer import Observers
+from procpipe.run.log import Log
 
 #: The dtypes that a loss can have.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -28,9 +28,7 @@ class LossSum:
         self._is_weighted = False
         self._dtype: torch.dtype | None = None  # None until it is known
 
-    def total(
-        self, part: LossPart | None, batch: MiniBatch, observers: Observers
-    ) -> LossPart | None:
+    def total(self, part: LossPart | None, batch: MiniBatch, log: Log) -> LossPart | None:
         """Return the part of all replicas, from that of this one; None where it has no samples."""
         vector = torch.zeros(3 + len(_DTYPES), dtype=torch.float64, device=self._device)
         if part is not None:
@@ -39,7 +37,7 @@ class LossSum:
             if isinstance(part.weight, Tensor):
                 vector[1] = part.weight
             vector[3 + _DTYPES.index(self._dtype)] = 1
-        with observers.awaited_sum("loss", vector.nbytes):
+        with log.awaited_sum("loss", vector.nbytes):
             self._group.begin_sum(vector).wait()
         if self._dtype is None:  # there were no samples here up to now; on a GPU the host waits
             _, _, num_weighted, *num_of_dtype = vector.tolist()

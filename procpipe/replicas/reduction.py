@@ -33,7 +33,7 @@ from procpipe.plan.program import Run
 from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation
 from procpipe.replicas.loss_sum import LossSum
-from procpipe.run.observer import Observers
+from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.torch_internals import has_accumulation_hooks
 
@@ -45,11 +45,11 @@ class Reduction(Replicas):
         overlaps: whether sums of this call may begin before its end.
     """
 
-    def __init__(self, group: Group, replica: int, device: torch.device) -> None:
+    def __init__(self, group: Group, replica: int, device: torch.device, log: Log) -> None:
         self.overlaps = False
         self._group = group
         self._device = device
-        self._observers = Observers()
+        self._log = log
         self._joined = ReplicaBuffers(group)
         self._losses = LossSum(group, device, is_first=replica == 0)
         self._own: set[nn.Parameter] = set()  # gradients to be added up, see Stage.no_sync
@@ -61,10 +61,6 @@ class Reduction(Replicas):
         self._num_begun = 0
         self._times_added: dict[nn.Parameter, int] = {}
         self._counts: Counter[nn.Parameter] = Counter()
-
-    def observe(self, observers: Observers) -> None:
-        """Call these observers for each sum from now on."""
-        self._observers = observers
 
     def close(self) -> None:
         """Drop the sums that are under way, and the connections."""
@@ -175,11 +171,11 @@ class Reduction(Replicas):
         self._begin_complete()
         for k, bucket in enumerate(self._buckets):
             asked_ns = time.perf_counter_ns()
-            self._observers.ask_sum(f"gradients {k}")
+            self._log.ask_sum(f"gradients {k}")
             num_bytes = bucket.wait()
             self._look()
             times_ns = bucket.begun_ns, bucket.ended_ns, asked_ns
-            self._observers.added_up(f"gradients {k}", num_bytes, *times_ns)
+            self._log.added_up(f"gradients {k}", num_bytes, *times_ns)
             bucket.end(self._fresh)
         self._buckets = []
         for parameter in self._apart:
@@ -199,8 +195,8 @@ class Reduction(Replicas):
             )
 
     def _look(self) -> None:
-        """Note which sums are over, if anything observes them; on a GPU the host does not know."""
-        if self._observers.added_up and self._device.type == "cpu":
+        """Note which sums are over; on a GPU the host does not know."""
+        if self._device.type == "cpu":
             for bucket in self._buckets[: self._num_begun]:
                 bucket.look()
 
@@ -229,7 +225,7 @@ class Reduction(Replicas):
                 return
             operation = bucket.begin(self._group)
             wait = operation.wait if operation.is_queued else None
-            self._observers.begin_sum(f"gradients {self._num_begun}", wait)
+            self._log.begin_sum(f"gradients {self._num_begun}", wait)
             self._num_begun += 1
 
     def _add_up_apart(self, parameter: nn.Parameter) -> None:
@@ -237,7 +233,7 @@ class Reduction(Replicas):
         own = parameter.grad
         given = torch.zeros_like(parameter) if own is None else own
         is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
-        with self._observers.awaited_sum("shared gradient", given.nbytes):
+        with self._log.awaited_sum("shared gradient", given.nbytes):
             parts = self._group.gathered(torch.cat([given.reshape(-1), is_there]))
         total = parts[0]
         for part in parts[1:]:
@@ -249,7 +245,7 @@ class Reduction(Replicas):
 
     def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
         """Return the part of all replicas, from that of this one; None where it has no samples."""
-        return self._losses.total(part, batch, self._observers) if batch.is_step else part
+        return self._losses.total(part, batch, self._log) if batch.is_step else part
 
 
 def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:

@@ -9,10 +9,10 @@
     Send(transfer)      made[…] ─> channel; of the loss, what this stage made or now takes
     at the end          take the loss, if it was not passed on, and the gradients of tied parameters
 
-A message is known by its ``Transfer`` everywhere: in the program, in ``made``, in the ledger. What
-one partition makes for another of the same stage stays in ``made`` until that one takes it. A
-gradient that nothing requires is not sent: the activation's metadata shows that at both ends, and
-each leaves out its part of the transfer.
+A message is known by its ``Transfer`` everywhere, in the program and in ``made``. What one
+partition makes for another of the same stage stays in ``made`` until that one takes it. A gradient
+that nothing requires is not sent: the activation's metadata shows that at both ends, and each
+leaves out its part of the transfer.
 
 Independent of the user's call: it gets a ``MiniBatch`` and returns an ``Outcome``.
 """
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.earlier import Earlier
-from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
@@ -37,10 +36,10 @@ from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, Run, Send
-from procpipe.plan.routes import ACTIVATION, LOSS, ROOTS, TARGET, TIED_GRADIENT, Channel, Transfer
+from procpipe.plan.routes import LOSS, TARGET, TIED_GRADIENT, Channel, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.faults import note_where
-from procpipe.run.observer import Observers
+from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.tree import TENSOR, Flat, cut, joined, parted
 
@@ -63,7 +62,6 @@ class Channels:
 class _Passage:
     """One micro-batch in one partition, from its forward task to its backward task."""
 
-    held: Sequence[Transfer]  # what its forward task took and holds until then
     num_wanted: list[int]  # of each input, how many tensors require a gradient
     wants: list[tuple[bool, ...]]  # of each output, which tensors require a gradient
 
@@ -77,14 +75,14 @@ class Executor:
         placement: Sequence[int],
         partitions: Mapping[int, Partition],
         channels: Channels,
+        log: Log,
         tied: Tied | None = None,
         replicas: Replicas | None = None,
     ) -> None:
         self.partitions = dict(partitions)
         self.tied = tied or Tied(grid.stage)
-        self.ledger = Ledger()
         self.current_task: Task | None = None
-        self._observers = Observers()
+        self._log = log
         self._grid = grid
         self.replicas = replicas or Replicas()
         self._placement = tuple(placement)
@@ -95,20 +93,19 @@ class Executor:
         self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
         self._taken_loss: LossPart | None = None  # of this call, from another stage
-
-    def observe(self, observers: Observers) -> None:
-        """Call these observers for tasks, layers and messages from now on."""
-        self._observers = observers
-        self.replicas.observe(observers)
         for j, partition in self.partitions.items():
-            partition.layers.on_layer = observers.on_layer(j)
+            partition.layers.on_layer = log.on_layer(j)
+
+    @property
+    def num_held(self) -> int:
+        """Messages and micro-batches that wait for a task; 0 between calls, or something leaks."""
+        return len(self._made) + sum(each.num_held for each in self.partitions.values())
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
         self.replicas.settle()
         for partition in self.partitions.values():
             partition.begin()
-        self.ledger.clear()
         self._made.clear()
         self._passages.clear()
 
@@ -134,7 +131,6 @@ class Executor:
                     if transfer.payload == TIED_GRADIENT:
                         of_ties.append(transfer)
                     self._channels.receivers[transfer.channel].expect()
-                    self.ledger.hold(transfer)
             self._channels.wait_posted()
             self._add_up_tied(of_ties)
             part = self._loss_part(batch) if batch.is_step and program else None
@@ -143,12 +139,10 @@ class Executor:
             self._earlier.abandon()
             if self.current_task is not None and not isinstance(error, RemoteStageError):
                 where = self._grid.name_of(self._grid.rank)
-                note_where(error, self.current_task, where, self.partitions, self.ledger)
+                note_where(error, self.current_task, where, self.partitions)
             raise
         if batch.is_backward or not batch.keep:
             self.replicas.settle()
-        self._observers.held(self.ledger.sizes)
-        self.ledger.settle()
         return outcome
 
     def _add_up_tied(self, transfers: Sequence[Transfer]) -> None:
@@ -156,7 +150,6 @@ class Executor:
         tied: dict[int, Sequence[Part]] = {}
         for transfer in transfers:
             tied[self._placement[transfer.source]] = self._take(transfer).value
-            self.ledger.release(transfer)
         if tied:
             self.tied.add_up(tied)
 
@@ -182,7 +175,7 @@ class Executor:
 
     def _run(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = self.current_task = step.task
-        self._observers.begin_task(task)
+        self._log.begin_task(task)
         if task.makes_gradient and not self._has_begun:
             self._begin_gradients(batch)
         partition = self.partitions[task.j]
@@ -192,27 +185,23 @@ class Executor:
             elif task.makes_gradient:
                 self._backward(step, batch, outcome)
             else:
-                self._observers.begin_layers(task)
+                self._log.begin_layers(task)
                 if task.kind == RECOMPUTE:
-                    # step 9
-                    self.ledger.hold(_roots(task.i, task.j), partition.recompute(task.i))
+                    partition.recompute(task.i)  # step 9
                 else:
                     partition.backward_weight(task.i)
-                self._observers.end_task(task)
+                self._log.end_task(task)
         self.current_task = None
 
     def _forward(self, step: Run, batch: MiniBatch, outcome: Outcome) -> None:
         task = step.task
         _, i, j = task
         is_last = j == self._last
-        held = list(step.takes)
         inputs = []
         target = batch.targets[i] if is_last and batch.targets is not None else None
         if j == 0:
-            held.append(Transfer(ACTIVATION, i, -1, 0))
             assert batch.inputs is not None, "stage 0 has the inputs"
             inputs.append(batch.inputs[i])
-            self.ledger.hold(held[-1], num_bytes(inputs[0].tensors))
         for transfer in step.takes:
             message = self._take(transfer)
             if transfer.payload == TARGET:
@@ -221,7 +210,7 @@ class Executor:
                 inputs.append(message)
         check_fresh(inputs)
         loss = batch.loss if is_last else None
-        self._observers.begin_layers(task)
+        self._log.begin_layers(task)
         output = self.partitions[j].forward(  # step 4
             i,
             joined(inputs),
@@ -231,33 +220,24 @@ class Executor:
             split=step.is_split,
             is_left_out=loss is not None and loss.is_left_out(i),
         )
-        self._observers.end_task(task)
-        is_root = batch.keep and not step.is_recomputed
-        if is_root:
-            self.ledger.hold(_roots(i, j), num_bytes(output.tensors))
-        outputs = self._put_outputs(step, output, batch, is_counted=not is_root)
+        self._log.end_task(task)
+        outputs = self._put_outputs(step, output, batch)
         if is_last:
             outcome.outputs[i] = outputs[0]
             if loss is not None:
                 loss.add(i, *outputs[0].tensors)  # step 7
         if batch.keep:
             self._passages[i, j] = _Passage(
-                held,
                 [sum(flat.requires_grad) for flat in inputs],
                 [flat.requires_grad for flat in outputs],
             )
-        else:
-            for transfer in held:
-                self.ledger.release(transfer)
 
-    def _put_outputs(
-        self, step: Run, output: Flat, batch: MiniBatch, *, is_counted: bool
-    ) -> list[Flat]:
+    def _put_outputs(self, step: Run, output: Flat, batch: MiniBatch) -> list[Flat]:
         """Keep what a forward task makes for other partitions; return all outputs, one by one."""
         of_outputs = [transfer for transfer in step.makes if transfer.payload != TARGET]
         outputs = parted(output, len(of_outputs) + (step.task.j == self._last))
         for transfer, flat in zip(of_outputs, outputs, strict=False):  # the model's own stays here
-            self._put(transfer, flat, is_counted=is_counted)
+            self._made[transfer] = flat
         for transfer in step.makes[len(of_outputs) :]:
             assert batch.targets is not None, "a target that travels is given on stage 0"
             self._made[transfer] = Flat.of(batch.targets[transfer.i])
@@ -269,19 +249,14 @@ class Executor:
         passage = self._passages.pop((i, j))
         gradients = self._output_gradients(step, passage, batch, outcome)
         partition = self.partitions[j]
-        self._observers.begin_layers(task)
+        self._log.begin_layers(task)
         input_gradients = partition.backward(i, gradients)  # step 8
-        self._observers.end_task(task)
+        self._log.end_task(task)
         pieces = cut(input_gradients, passage.num_wanted)
         if j == 0:
             outcome.input_gradients[i] = pieces.pop(0)
         for transfer, piece in zip(step.makes, pieces, strict=True):
-            self._put(transfer, _message_of(piece), is_counted=True)
-        for transfer in passage.held:
-            self.ledger.release(transfer)
-        self.ledger.release(_roots(i, j))
-        for transfer in step.takes:
-            self.ledger.release(transfer)
+            self._made[transfer] = _message_of(piece)
 
     def _begin_gradients(self, batch: MiniBatch) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
@@ -316,7 +291,6 @@ class Executor:
                 del self._made[transfer]
             else:
                 self._channels.receivers[transfer.channel].forgo()
-                self.ledger.size(transfer, 0)
         return gradients
 
     def _own_gradients(
@@ -341,15 +315,6 @@ class Executor:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _put(self, transfer: Transfer, message: Flat, *, is_counted: bool) -> None:
-        """Keep what a task has made until it is sent, or taken by another partition here.
-
-        ``is_counted``: whether the bytes of what stays here are still to be counted.
-        """
-        self._made[transfer] = message
-        if transfer.destination in self.partitions:
-            self.ledger.hold(transfer, num_bytes(message.tensors) if is_counted else 0)
-
     def _send(self, transfer: Transfer, batch: MiniBatch) -> None:
         if transfer.payload == LOSS:
             message = Flat.of(tuple(self._loss_part(batch)))
@@ -362,7 +327,7 @@ class Executor:
                 return  # nothing requires it, as the metadata has shown
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
-        self._observers.sent(transfer, message.tensors, start_ns)
+        self._log.sent(transfer, message.tensors, start_ns)
 
     def _loss_part(self, batch: MiniBatch) -> LossPart:
         """Return the mini-batch's loss; waits for it, once, unless this stage makes it."""
@@ -372,22 +337,16 @@ class Executor:
             end = max(self.partitions)
             hop = Transfer(LOSS, 0, end + 1, end)
             self._taken_loss = LossPart(*self._take(hop).value)
-            self.ledger.size(hop, 0)
         return self._taken_loss
 
     def _take(self, transfer: Transfer) -> Flat:
-        """Wait for a message, and count it from where its buffer was allowed."""
+        """Return a message, of another stage after waiting for it."""
         if transfer.source in self.partitions:
             return self._made.pop(transfer)
         start_ns = time.perf_counter_ns()
         message = self._channels.receivers[transfer.channel].take()  # step 6
-        self._observers.waited(transfer, message.tensors, start_ns)
-        self.ledger.size(transfer, num_bytes(message.tensors))
+        self._log.took(transfer, message.tensors, start_ns)
         return message
-
-
-def _roots(i: int, j: int) -> Transfer:
-    return Transfer(ROOTS, i, j, j)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 
-from procpipe.compute.ledger import Ledger
 from procpipe.compute.partition import Partition
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 
@@ -24,7 +23,6 @@ def note_where(
     task: Task,
     stage: str,
     partitions: Mapping[int, Partition],
-    ledger: Ledger,
 ) -> None:
     """Add notes to an exception: stage, task and layer; where memory ran out, what was held."""
     kind, i, j = task
@@ -34,10 +32,7 @@ def note_where(
     error.add_note(f"procpipe: in {stage}, task {task} ({of}), {where}")
     num_held = sum(partition.num_held for partition in partitions.values())
     which, _, _ = stage.partition(" (")
-    held = (
-        f"{which} held {num_held} micro-batches between forward and backward, whose inputs, "
-        f"outputs and waiting messages take {ledger.bytes_now() / 2**20:.1f} MiB"
-    )
+    held = f"{which} held {num_held} micro-batches between forward and backward"
     note_full_device(error, partitions[j].device, held)
 
 

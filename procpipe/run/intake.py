@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from procpipe.compute.ledger import num_bytes
+from procpipe.compute.sizes import num_bytes
 from procpipe.data.loss import Loss, checked_accumulate, checked_total
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter, scatter_like

@@ -4,7 +4,7 @@
       └─ Pipeline
            ├─ Coordinator   which plan             (orders from rank 0, over Control)
            ├─ Executor      this stage's program   (tasks of the Partitions)
-           ├─ Observers     board, times, perhaps a recording and measurements
+           ├─ Log           board, times, perhaps a recording
            └─ Wires         sockets and channels, see ``wiring.py``
 
 Building one waits for every other rank.
@@ -13,7 +13,6 @@ Building one waits for every other rank.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +23,9 @@ from procpipe.job.world import World
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
+from procpipe.run.log import Log
 from procpipe.run.messages import Order
-from procpipe.run.observer import Observer, Observers
-from procpipe.run.progress import Progress
 from procpipe.run.statistics import Split, StageStatistics
-from procpipe.run.trace import Trace
 from procpipe.run.wiring import Wires
 
 #: How many programs a host may have queued on its device, and how often it checks that.
@@ -40,7 +37,7 @@ class Pipeline:
     """One rank's connected end; building it waits for all ranks.
 
     Attributes:
-        observers: all that follow this stage's tasks: ``trace``, the board, and those given.
+        log: what this stage has done.
         split: how this stage spent the step of the last report; None before.
     """
 
@@ -51,8 +48,7 @@ class Pipeline:
         executor: Executor,
         coordinator: Coordinator,
         exchange: Exchange,
-        trace: Trace,
-        observers: Sequence[Observer] = (),
+        log: Log,
     ) -> None:
         self.wires = wires
         self.control = wires.control
@@ -61,13 +57,10 @@ class Pipeline:
         self.replicas = executor.replicas
         self.exchange = exchange
         self.coordinator = coordinator
-        self.trace = trace
+        self.log = log
         self.split: Split | None = None
         self._world = world
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        progress = Progress(world.board, world.device, executor.partitions, trace)
-        self.observers = Observers((trace, progress, *observers))
-        executor.observe(self.observers)
         # Otherwise a rank could run its part and leave while another one still connects.
         self.control.agree(None, self._all_are_here)
 
@@ -78,10 +71,11 @@ class Pipeline:
         is_known = not order.shares and batch.may_correct
         if is_known and self.coordinator.plan(order).ends_forward_first:
             batch = replace(batch, may_correct=False)
-        with self.observers.step(order):
-            outcome = self.executor.run(program, batch)
-            if self._world.device.type == "cuda":
-                self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
+        self.log.begin_step(order)
+        outcome = self.executor.run(program, batch)
+        if self._world.device.type == "cuda":
+            self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
+        self.log.end_step(order)
         return outcome
 
     def _limit_lead(self) -> None:
@@ -96,7 +90,7 @@ class Pipeline:
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""
-        grid, ledger = self._world.grid, self.executor.ledger
+        grid = self._world.grid
         sent_bytes: Counter[str] = Counter()
         num_messages: Counter[str] = Counter()
         for (payload, *_), sender in self.channels.senders.items():
@@ -107,10 +101,8 @@ class Pipeline:
             replica=grid.replica,
             sent_bytes=dict(sent_bytes),
             num_messages=dict(num_messages),
-            peak_held_bytes=ledger.peak_bytes,
-            held_bytes=ledger.held_bytes,
             split=self.split,
-            **self.trace.totals(),
+            **self.log.totals(),
         )
 
     def flush(self) -> None:
@@ -130,8 +122,7 @@ class Pipeline:
             for sender in self.channels.senders.values():
                 sender.settle()
             self.wires.mesh.flush()
-            for observer in self.observers.all:
-                observer.finish()
+            self.log.finish()
             self._world.transports.drain()
         finally:
             self.abandon()
@@ -141,9 +132,7 @@ class Pipeline:
         self.replicas.close()
         self.wires.close()
         self._world.close()
-        for observer in self.observers.all:
-            observer.leave()
+        self.log.leave()
 
     def _all_are_here(self, _: list[Any]) -> None:
-        for observer in self.observers.all:
-            observer.connected()
+        self.log.connected()

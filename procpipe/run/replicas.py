@@ -19,7 +19,6 @@ from procpipe.compute.partition import Partition
 from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
-from procpipe.run.observer import Observers
 
 _NOTHING = nullcontext()
 
@@ -32,9 +31,6 @@ class Replicas:
     """
 
     overlaps = True
-
-    def observe(self, observers: Observers) -> None:
-        """Call these observers for each sum over replicas from now on."""
 
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of all replicas the values of replica 0."""

@@ -64,10 +64,6 @@ class StageStatistics:
         step_s: seconds in calls that ran a plan, from first to last task.
         sent_bytes: bytes of tensors sent, by payload.
         num_messages: messages sent, by payload.
-        peak_held_bytes: most bytes of tensors held between tasks (see ``compute.ledger``), since
-            the last ``Stage.reset_peak_held_bytes``, if any; without what layers save for their
-            backward, or put off to its second half.
-        held_bytes: the same now; 0 between steps.
         split: how this stage spent the last step: busy, and idle because of the plan, of unequal
             stages and of communication. It needs the times of all stages, so it is that of the
             last ``stage.report()``, which every rank calls; None before.
@@ -85,8 +81,6 @@ class StageStatistics:
     step_s: float
     sent_bytes: dict[str, int]
     num_messages: dict[str, int]
-    peak_held_bytes: int
-    held_bytes: int
     split: Split | None = None
     replica: int = 0
     all_reduce_bytes: int = 0
@@ -107,7 +101,7 @@ def table(stages: Sequence[StageStatistics]) -> str:
     in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
     kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
     header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
-    header += ["sent MiB", "messages", "peak held MiB"]
+    header += ["sent MiB", "messages"]
     has_sums = any(s.all_reduce_bytes for s in stages)
     header += ["all-reduce MiB", "all-reduce s", "exposed s"] * has_sums
     rows = []
@@ -115,7 +109,6 @@ def table(stages: Sequence[StageStatistics]) -> str:
         row = [f"{s.stage}", f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
         row += [f"{s.busy_s:.2f}", f"{s.waiting_s:.2f}", f"{s.bubble:.1%}"]
         row += [f"{sum(s.sent_bytes.values()) / 2**20:.2f}", f"{sum(s.num_messages.values())}"]
-        row += [f"{s.peak_held_bytes / 2**20:.3f}"]
         sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.all_reduce_s:.2f}", f"{s.exposed_s:.2f}"]
         rows.append(row + sums * has_sums)
     lines = _in_blocks(header, rows, [s.replica for s in stages])

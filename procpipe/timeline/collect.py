@@ -28,8 +28,6 @@ from procpipe.errors import WaitTimeoutError
 from procpipe.notes import write_note
 from procpipe.plan.task import Plan
 from procpipe.run.messages import Order, StepDetail, decode, encode
-from procpipe.run.observer import Observer
-from procpipe.run.trace import Trace
 from procpipe.timeline.chrome import to_chrome
 from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.merging import merged
@@ -91,11 +89,10 @@ class Kept:
         return iter(self._records)
 
 
-class Tracing(Observer):
+class Tracing:
     """One rank's part in the recording of a run; every rank makes one, and rank 0 writes the file.
 
-    The facts are what the stages were made with; plain JSON, put into the file. The recorder
-    observes this rank's steps, and ends them before this one does.
+    The facts are what the stages were made with; plain JSON, put into the file.
     """
 
     def __init__(
@@ -104,14 +101,12 @@ class Tracing(Observer):
         mesh: Mesh,
         clocks: Clocks,
         facts: Mapping[str, Any],
-        recorder: Trace,
         plan_of: Callable[[Order], Plan],
     ) -> None:
         self._path = Path(path)
         self._mesh = mesh
         self.clocks = clocks
         self._facts = {name: fact for name, fact in facts.items() if name != "trace"}
-        self._recorder = recorder
         self._plan_of = plan_of
         self._is_writer = mesh.rank == 0
         self._plans: dict[str, str] = {}
@@ -128,9 +123,8 @@ class Tracing(Observer):
         for peer, reading in self.clocks.read_all().items():
             self._readings[peer].append(reading)
 
-    def end_step(self, order: Order) -> None:
+    def end_step(self, order: Order, record: dict[str, Any]) -> None:
         """Send rank 0 what this rank recorded of the step; never blocks."""
-        record = self._recorder.last_record()
         record |= {"call": order.call, "sizes": order.sizes, "plan": order.plan}
         if isinstance(order.detail, StepDetail):
             record["schedule"] = order.detail.schedule

@@ -19,7 +19,7 @@ from procpipe.plan.task import Task
 from procpipe.timeline.clocks import ClockReading, drift_ppm, offset_at
 from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
 
-#: What a rank records of a step; see ``Trace.last_record`` and ``Recorder.last_record``.
+#: What a rank records of a step; see ``Log.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
 
 #: A rank's clock readings: one or two; none for rank 0, whose clock the others are compared with.

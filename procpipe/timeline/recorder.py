@@ -1,7 +1,7 @@
-"""A trace that also keeps each wait, each message and the seconds of each layer.
+"""A log that also keeps each wait, each message and the seconds of each layer.
 
-Used instead of the plain ``Trace`` by ``Stage(trace=…)``, and by ``schedule="auto"`` on a GPU.
-``collect.py`` sends what it has recorded of a step to rank 0.
+Used instead of the plain ``Log`` by ``Stage(trace=…)``. ``collect.py`` sends what it has recorded
+of a step to rank 0.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task and of a sum over replicas, and the host waits for the last one when the step is over: so
@@ -12,24 +12,34 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.compute.ledger import num_bytes
+from procpipe.compute.partition import Partition
+from procpipe.compute.sizes import num_bytes
+from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.run.log import Log
 from procpipe.run.messages import Order
-from procpipe.run.trace import Trace
+from procpipe.timeline.collect import Tracing
 
 
-class Recorder(Trace):
+class Recorder(Log):
     """Records all that happens on one stage, one step at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        board: Board,
+        device: torch.device,
+        partitions: Mapping[int, Partition],
+        tracing: Tracing,
+    ) -> None:
+        super().__init__(board, device, partitions)
+        self.tracing = tracing
         self._takes: list[list[Any]] = []
         self._sends: list[list[Any]] = []
         self._is_cuda = device.type == "cuda"
@@ -41,15 +51,32 @@ class Recorder(Trace):
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
 
-    def on_layer(self, j: int) -> Callable[[int], None] | None:
-        """Time layers, too; not on a GPU, where the host's times would mean nothing."""
-        return None if self._is_cuda else self._enter_layer
+    def connected(self) -> None:
+        """Compare all clocks."""
+        self.tracing.connected()
 
-    def _enter_layer(self, index: int) -> None:
-        now_ns = time.perf_counter_ns()
-        if self._layer >= 0:
-            self._passed.append((self._layer, now_ns - self._layer_begun_ns))
-        self._layer, self._layer_begun_ns = index, now_ns
+    def finish(self) -> None:
+        """Compare the clocks once more before a good end; waits for the other ranks."""
+        self.tracing.finish()
+
+    def leave(self) -> None:
+        """Write the file on rank 0."""
+        self.tracing.leave()
+
+    def on_layer(self, j: int) -> Callable[[int], None]:
+        """Time layers, too; not on a GPU, where the host's times would mean nothing."""
+        write = super().on_layer(j)
+        if self._is_cuda:
+            return write
+
+        def enter(index: int) -> None:
+            write(index)
+            now_ns = time.perf_counter_ns()
+            if self._layer >= 0:
+                self._passed.append((self._layer, now_ns - self._layer_begun_ns))
+            self._layer, self._layer_begun_ns = index, now_ns
+
+        return enter
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step; drop what a step that failed has left."""
@@ -78,10 +105,10 @@ class Recorder(Trace):
                 sums[1] += 1
         self._passed.clear()
 
-    def waited(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+    def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Keep a message that was taken, and the wait for it."""
         now_ns = time.perf_counter_ns()
-        super().waited(transfer, tensors, start_ns)
+        super().took(transfer, tensors, start_ns)
         self._takes.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
     def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
@@ -115,10 +142,11 @@ class Recorder(Trace):
             self._marks_of_sums.append([began, ended or taken, asked or began, taken])
 
     def end_step(self, order: Order) -> None:
-        """Add the step to the sums."""
+        """Add the step to the sums, and send what was recorded of it."""
         if self._marks or self._marks_of_sums:
             self._use_device_times()
         super().end_step(order)
+        self.tracing.end_step(order, self.last_record())
 
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, for ``merging.py``."""

@@ -16,16 +16,16 @@ from typing import Any
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import Split, StageStatistics
 from procpipe.timeline.clocks import ClockReading, Clocks
-from procpipe.timeline.collect import Tracing
 from procpipe.timeline.idle import split
 from procpipe.timeline.merging import merged_step
+from procpipe.timeline.recorder import Recorder
 
 
 def report_of_all(pipeline: Pipeline) -> list[StageStatistics]:
     """Return every stage's statistics, with their splits; all ranks call it, and wait for all."""
-    tracings = [each for each in pipeline.observers.all if isinstance(each, Tracing)]
-    clocks = tracings[0].clocks if tracings else Clocks(pipeline.wires.mesh)
-    ours = {"statistics": asdict(pipeline.statistics()), "step": pipeline.trace.last_record()}
+    log = pipeline.log
+    clocks = log.tracing.clocks if isinstance(log, Recorder) else Clocks(pipeline.wires.mesh)
+    ours = {"statistics": asdict(pipeline.statistics()), "step": log.last_record()}
     of_all = pipeline.control.agree(ours, lambda values: with_splits(values, clocks.read_all()))
     return [statistics_of(of_one) for of_one in of_all]
 

@@ -75,10 +75,10 @@ def test_start_counts_each_part_from_the_point_before():
 
 def uses(pipeline, *, whole, by_micro_batches, one_stage):
     return {
-        "procpipe always": [Use(mib * MIB, 4 * MIB, held=3 * MIB) for mib in pipeline],
+        "procpipe always": [Use(mib * MIB, 4 * MIB) for mib in pipeline],
         "one process, whole mini-batch": [Use(whole * MIB, 0)],
         "one process, by micro-batches": [Use(by_micro_batches * MIB, 0)],
-        "procpipe always, one stage": [Use(one_stage * MIB, 0, held=MIB)],
+        "procpipe always, one stage": [Use(one_stage * MIB, 0)],
     }
 
 
@@ -88,8 +88,8 @@ def test_the_table_of_memory():
 
     table = memory.tabulate(job, found, {"torch ZBV": "not here"})
 
-    assert table.rows[0] == ["procpipe always", 20, 30, 46, 4, 3, 0.3, 0.5]
-    assert table.rows[1][1:6] == [100, None, 100, 0, None]
+    assert table.rows[0] == ["procpipe always", 20, 30, 46, 4, 0.3, 0.5]
+    assert table.rows[1][1:5] == [100, None, 100, 0]
     assert table.notes[-1] == "not run: torch ZBV: not here"
     assert table.to_text()
 

@@ -11,11 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.plan.costs import Costs
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import recomputed
-from procpipe.plan.schedules.named import schedule_of
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.devices import some_of
@@ -24,6 +19,7 @@ from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
+    num_held,
     plain_backward,
     plain_step,
     stage_of,
@@ -122,7 +118,7 @@ def check_parity(
                 assert_same(stage.step(inputs, target), expected, "loss")
                 assert_same_gradients(stage, plain)
                 assert_same_state(stage, plain)
-            assert stage.statistics().held_bytes == 0
+            assert num_held(stage) == 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -158,98 +154,6 @@ def test_a_users_plan_equals_the_plain_model(ranks, num_ranks):
     ranks(num_ranks).run(check_parity, two_at_a_time, ["always"], world=False).values()
 
 
-def check_memory(bare: Any) -> None:
-    """A stage holds as much of 32 micro-batches as of 8, where fill-and-drain holds all."""
-    peaks = {}
-    for schedule in ("gpipe", "1f1b"):
-        for chunks in (8, 32):
-            model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(bare.num_ranks)])
-            with stage_of(
-                bare,
-                f"{schedule} {chunks}",
-                model,
-                [1] * bare.num_ranks,
-                chunks=chunks,
-                checkpoint="never",
-                schedule=schedule,
-                loss_fn=F.mse_loss,
-            ) as stage:
-                data = torch.randn(2 * chunks, 16), torch.randn(2 * chunks, 16)
-                stage.step(*data)
-                peaks[schedule, chunks] = stage.statistics().peak_held_bytes
-    assert peaks["1f1b", 32] == peaks["1f1b", 8]
-    assert peaks["gpipe", 32] > 3 * peaks["gpipe", 8] > 3 * peaks["1f1b", 8]
-
-
-def test_one_forward_one_backward_holds_no_more_for_more_micro_batches(ranks):
-    ranks(2).run(check_memory, world=False).values()
-
-
-ROWS, WIDTHS = 3, (6, 40, 3, 17, 9, 21, 2)
-
-
-def check_predicted_memory(bare: Any, schedule: str, partitions_per_stage: int) -> None:
-    """A stage holds the simulated bytes: of messages, local transfers, skips and losses."""
-    n = bare.num_ranks
-    p = n * partitions_per_stage
-    torch.manual_seed(1)
-    far = Namespace()
-    layers = [nn.Sequential(nn.Linear(WIDTHS[j], WIDTHS[j + 1])) for j in range(p)]
-    layers[0].append(isolated(Stash(), far))
-    layers[p - 1].insert(0, nn.Linear(WIDTHS[p - 1], WIDTHS[1]))
-    layers[p - 1].insert(1, isolated(Pop(), far))
-    layers[p - 1].insert(2, nn.Linear(WIDTHS[1], WIDTHS[p - 1]))
-    model = nn.Sequential(*layers).double()
-    sizes = [ROWS * width * 8 for width in WIDTHS]
-    placement = schedule_of(schedule).place(p, n)
-    for mode in MODES:
-        for m in (1, 2, 5):
-            plan = schedule_of(schedule).plan(m, placement, recomputed(mode, m))
-            costs = Costs(
-                *(((1.0,) * p,) * 3),
-                input_bytes=sizes[0],
-                output_bytes=(*sizes[1:p], 8),  # the last keeps the loss
-                skip_bytes={(0, p - 1): sizes[1]},
-                target_bytes=sizes[p],
-            )
-            has_route = placement[-1] != 0
-            routes = Routes(n, ((0, p - 1),), has_route, placement=placement)
-            with stage_of(
-                bare,
-                f"{mode} {m}",
-                model,
-                [1] * p,
-                chunks=m,
-                checkpoint=mode,
-                schedule=schedule,
-                loss_fn=F.mse_loss,
-            ) as stage:
-                for _ in range(2):
-                    inputs = torch.randn(m * ROWS, WIDTHS[0], dtype=torch.float64)
-                    stage.step(inputs, torch.randn(m * ROWS, WIDTHS[p], dtype=torch.float64))
-                statistics = stage.statistics()
-            expected = simulate(plan, costs, routes).peak_bytes(bare.rank)
-            assert statistics.peak_held_bytes == expected, f"{mode} {m}"
-            assert statistics.held_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks", "partitions_per_stage"),
-    [
-        ("1f1b", 3, 1),
-        ("zb-h1", 3, 1),
-        ("interleaved", 2, 3),
-        ("interleaved", 3, 2),
-        ("zb-v", 2, 2),
-        ("zb-v", 3, 2),
-    ],
-)
-def test_every_schedule_holds_the_simulated_bytes(ranks, schedule, num_ranks, partitions_per_stage):
-    ranks(num_ranks).run(
-        check_predicted_memory, schedule, partitions_per_stage, world=False
-    ).values()
-
-
 def check_other_calls(bare: Any, schedule: str) -> None:
     """A user's loss after ``stage(input)``, a fetched output and an evaluation."""
     plain = make_model()
@@ -283,7 +187,7 @@ def check_other_calls(bare: Any, schedule: str) -> None:
         items = list(stage.batches([(inputs, target)]))
         for x, y in items:
             assert_same(stage.step(x, y), expected_loss, "evaluation by batches")
-        assert stage.statistics().held_bytes == 0
+        assert num_held(stage) == 0
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])

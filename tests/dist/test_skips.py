@@ -20,7 +20,7 @@ from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
 from tests.cases import pairs
 from tests.dist.devices import is_on_gpus
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, num_held
 
 pytestmark = pytest.mark.on_gpus
 
@@ -130,7 +130,7 @@ def check_parity(world: World, balance: list[int], cases: list[tuple[str, int]])
         for name, parameter in stage.named_parameters():
             assert parameter.grad is not None
             assert_same(parameter.grad, gradients[name], f"{case} {name}")
-        assert stage.statistics().held_bytes == 0, case
+        assert num_held(stage) == 0, case
 
         stage.zero_grad()
         stage_output = stage(x)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from procpipe import RemoteStageError, Stage, state
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, num_held
 from tests.dist.worker import BareWorld
 from tests.fuzz.case import BETWEEN, LOOPS, Call, Case, Run, is_training
 from tests.fuzz.data import Batch, joined, mapped, own_loss, unwrapped
@@ -305,8 +305,7 @@ class Comparison:
     ) -> Expected:
         """Do a call on the oracle, after that on the stage, and compare what both give."""
         stage = self._stage
-        held = stage.statistics().held_bytes
-        assert held == 0, f"{held} bytes are held after the call"
+        assert num_held(stage) == 0, "something is held after the call"
         own = self._own(shares).take_gradients()
         expected = self._oracle.call(act, shares)
         if output is not None:

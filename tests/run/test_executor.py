@@ -16,14 +16,14 @@ from procpipe.data.loss import Loss
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import PlanError
+from procpipe.job.board import Board
 from procpipe.job.grid import Grid
 from procpipe.plan.program import program
 from procpipe.plan.routes import ACTIVATION, GRADIENT, LOSS, TARGET, Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.run.executor import Channels, Executor
+from procpipe.run.log import Log
 from procpipe.run.messages import Order
-from procpipe.run.observer import Observers
-from procpipe.run.trace import Trace
 from procpipe.tree import Flat
 from tests.cases import pairs
 from tests.channel.memory import MemoryChannel
@@ -50,14 +50,14 @@ class Rig:
             ends[a].senders[kind, a, b] = channel
             ends[b].receivers[kind, a, b] = channel
         self.executors = []
-        self.traces = [Trace() for _ in range(num_stages)]
+        self.logs = []
         for j in range(num_stages):
             layers = {str(k): model[k] for k in range(j * per_stage, (j + 1) * per_stage)}
             partition = Partition(PartitionLayers(layers, CPU, is_first=j == 0))
-            self.executors.append(
-                Executor(Grid(j, num_stages), range(num_stages), {j: partition}, ends[j])
-            )
-            self.executors[j].observe(Observers([self.traces[j]]))
+            log = Log(Board.create(j, num_stages), CPU, {j: partition})
+            grid = Grid(j, num_stages)
+            self.logs.append(log)
+            self.executors.append(Executor(grid, range(num_stages), {j: partition}, ends[j], log))
 
     def run(self, plan, batches, *, target=False):
         """Run a plan on all stages; return each stage's exception and its outcome."""
@@ -69,8 +69,9 @@ class Rig:
             self.executors[j].begin()
             try:
                 steps = program(plan, routes, j, has_loss=True)
-                with Observers([self.traces[j]]).step(Order("step")):
-                    outcomes[j] = self.executors[j].run(steps, batches[j])
+                self.logs[j].begin_step(Order("step"))
+                outcomes[j] = self.executors[j].run(steps, batches[j])
+                self.logs[j].end_step(Order("step"))
             except BaseException as error:
                 raised[j] = error
 
@@ -139,9 +140,8 @@ def check_gradients(m, n, mode, target):
         torch.testing.assert_close(outcome.loss, plain_loss.detach(), rtol=0, atol=1e-15)
     for j, executor in enumerate(rig.executors):
         tasks = {"F": m, "B": m, "R": len(recompute)}
-        assert rig.traces[j].num_tasks == {kind: k for kind, k in tasks.items() if k}
-        assert executor.ledger.held_bytes == 0, f"stage {j} still holds tensors"
-        assert executor.partitions[j].num_held == 0
+        assert rig.logs[j].num_tasks == {kind: k for kind, k in tasks.items() if k}
+        assert executor.num_held == 0, f"stage {j} still holds tensors"
         assert executor.current_task is None
     assert all(not channel._messages for channel in rig.channels.values())
 
@@ -159,7 +159,7 @@ def test_evaluation_holds_nothing_and_sends_no_gradients():
     torch.testing.assert_close(outcomes[0].loss, F.mse_loss(model(x), x).detach())
     sent = {kind: channel.num_messages for (kind, _, _), channel in rig.channels.items()}
     assert sent == {ACTIVATION: 4, GRADIENT: 0, LOSS: 1, TARGET: 0}
-    assert all(executor.ledger.held_bytes == 0 for executor in rig.executors)
+    assert all(executor.num_held == 0 for executor in rig.executors)
 
 
 def test_no_gradient_is_sent_to_a_stage_that_needs_none():

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.run.trace import Trace
 from procpipe.timeline.clocks import Clocks
 from procpipe.timeline.collect import FIRST, LAST, Kept, Tracing, claimed
 from tests.channel.meshes import make_mesh
@@ -16,7 +15,7 @@ from tests.channel.meshes import make_mesh
 def tracing(path):
     mesh = make_mesh(0)
     facts = {"balance": [1], "trace": True}
-    return Tracing(path, mesh, Clocks(mesh), facts, Trace(), lambda order: gpipe(1, 1))
+    return Tracing(path, mesh, Clocks(mesh), facts, lambda order: gpipe(1, 1))
 
 
 def record(step):

@@ -3,44 +3,65 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from procpipe.compute.layers import PartitionLayers
+from procpipe.compute.partition import Partition
+from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
 from procpipe.run.messages import Order
-from procpipe.run.observer import Observer, Observers
-from procpipe.run.trace import Trace
 from procpipe.timeline.recorder import Recorder
 from tests.dist.devices import is_emulated
 from tests.held import hold_for
 
+CPU = torch.device("cpu")
 TENSORS = [torch.zeros(3, dtype=torch.float64)]
 ORDER = Order("step")
 
 
-class Layers(Observer):
-    """Records which layers are entered."""
+class Sent:
+    """Keeps the records in place of rank 0."""
 
-    def __init__(self, entered):
-        self.hook = entered.append
+    def __init__(self):
+        self.records = []
 
-    def on_layer(self, j):
-        return self.hook
-
-
-def run(observer, task):
-    observer.begin_layers(task)
-    observer.end_task(task)
+    def end_step(self, order, record):
+        self.records.append(record)
 
 
-def recorded_step(recorder, entered):
-    enter = Observers([Layers(entered), recorder]).on_layer(3)
+@pytest.fixture
+def recorder_on():
+    """Return a function that makes the recorder of a stage with partition 3 alone."""
+    boards = []
+
+    def make(device):
+        layers = {name: nn.Identity() for name in ("a", "b")}
+        partitions = {3: Partition(PartitionLayers(layers, CPU, is_first=False))}
+        boards.append(Board.create(0, 1))
+        sent: Any = Sent()
+        return Recorder(boards[-1], device, partitions, sent)
+
+    yield make
+    for board in boards:
+        board.close()
+
+
+def run(recorder, task):
+    recorder.begin_layers(task)
+    recorder.end_task(task)
+
+
+def recorded_step(recorder):
+    enter = recorder.on_layer(3)
     recorder.begin_step(ORDER)
     for i in range(2):
         begun_ns = time.perf_counter_ns()
-        recorder.waited(Transfer("activation", i, 2, 3), TENSORS, begun_ns)
+        recorder.took(Transfer("activation", i, 2, 3), TENSORS, begun_ns)
         task = Task("F", i, 3)
         recorder.begin_layers(task)
         for index in (0, 1, -1):
@@ -49,15 +70,13 @@ def recorded_step(recorder, entered):
         recorder.sent(Transfer("activation", i, 3, 4), TENSORS, time.perf_counter_ns())
     run(recorder, Task("B", 1, 3))
     recorder.end_step(ORDER)
-    return recorder.last_record()
+    return recorder.tracing.records[-1]
 
 
-def test_waits_messages_and_layers_are_kept_with_their_times():
-    entered: list[int] = []
-    recorder = Recorder(torch.device("cpu"))
-    record = recorded_step(recorder, entered)
+def test_waits_messages_and_layers_are_kept_with_their_times(recorder_on):
+    recorder = recorder_on(CPU)
+    record = recorded_step(recorder)
 
-    assert entered == [0, 1, -1, 0, 1, -1]
     assert [row[:3] for row in record["tasks"]] == [["F", 0, 3], ["F", 1, 3], ["B", 1, 3]]
     assert [row[:5] for row in record["takes"]] == [
         ["activation", 0, 2, 3, 24], ["activation", 1, 2, 3, 24],
@@ -76,31 +95,20 @@ def test_waits_messages_and_layers_are_kept_with_their_times():
     assert 0 < recorder.waiting_ns
 
 
-def test_a_step_has_no_records_of_the_step_before():
-    recorder = Recorder(torch.device("cpu"))
-    recorded_step(recorder, [])
-    record = recorded_step(recorder, [])
+def test_a_step_has_no_records_of_the_step_before(recorder_on):
+    recorder = recorder_on(CPU)
+    recorded_step(recorder)
+    record = recorded_step(recorder)
 
     assert record["step"] == 1
     assert (len(record["tasks"]), len(record["takes"]), len(record["sends"])) == (3, 2, 2)
     assert [count for *_, count in record["layers"]] == [2, 2]
 
 
-def test_events_that_no_observer_follows_have_no_calls():
-    entered: list[int] = []
-    layers = Layers(entered)
-    trace = Trace()
-    observers = Observers([trace, layers])
-
-    assert observers.on_layer(0) == layers.hook
-    assert (observers.sent, observers.held, observers.begin_task) == ((), (), ())
-    assert (observers.begin_layers, observers.waited) == (trace.begin_layers, trace.waited)
-
-
 @pytest.mark.gpu
-def test_on_a_gpu_tasks_have_the_device_s_times():
+def test_on_a_gpu_tasks_have_the_device_s_times(recorder_on):
     device = torch.device("cuda")
-    recorder = Recorder(device)
+    recorder = recorder_on(device)
     size = 256 if is_emulated() else 2048
     matrix = torch.randn(size, size, device=device)
     recorder.begin_step(ORDER)
@@ -121,10 +129,10 @@ def test_on_a_gpu_tasks_have_the_device_s_times():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits():
+def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits(recorder_on):
     """The host is far ahead then; the wait of a stream takes the same time on any GPU."""
     device = torch.device("cuda")
-    stream, recorder = torch.cuda.current_stream(device), Recorder(device)
+    stream, recorder = torch.cuda.current_stream(device), recorder_on(device)
     held_s = (0.1, 0.3)
     recorder.begin_step(ORDER)
     for i in range(2):

@@ -398,8 +398,7 @@ def proposal_and_measured() -> tuple[Proposal, Rehearsal]:
     proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
     tasks = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in range(2))
     task_s = {"F0": 0.004, "B0": 0.008, "F1": 0.004, "B1": 0.008}
-    held = proposal.between_tasks_bytes
-    return proposal, Rehearsal(proposal.total_s, 0.5, task_s, held, "1f1b", tasks)
+    return proposal, Rehearsal(proposal.total_s, 0.5, task_s, "1f1b", tasks)
 
 
 def test_a_run_of_the_predicted_plan_is_compared() -> None:
@@ -410,7 +409,6 @@ def test_a_run_of_the_predicted_plan_is_compared() -> None:
     assert has_run(proposal, measured)
     assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
     assert rows["idle"] == ("33.3%", "50.0%", "+16.7%")
-    assert rows["stage 0, held between tasks"][2] == "+0.0%"
 
 
 def test_a_run_of_another_plan_is_compared_in_part() -> None:
@@ -423,7 +421,6 @@ def test_a_run_of_another_plan_is_compared_in_part() -> None:
     assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
     assert rows["stage 0, input gradient"] == ("", "4 ms", "")
     assert rows["idle"] == ("", "50.0%", "")
-    assert {rows[f"stage {stage}, held between tasks"][::2] for stage in (0, 1)} == {("", "")}
 
 
 MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")

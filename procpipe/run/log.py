@@ -1,0 +1,220 @@
+"""What a stage does, noted as it does it.
+
+    begin_step(order)
+        begin_task(task)         it begins; its inputs may not have arrived yet
+            took(transfer, …)    for each message that it takes from another stage
+        begin_layers(task)
+            on_layer(j)(index)   for each layer, and -1 after the last
+        end_task(task)
+        sent(transfer, …)
+    begin_sum(what, …)           for each sum over replicas (an all-reduce)
+    ask_sum(what)                the stage begins to wait for it
+    added_up(what, …)            and has it
+    end_step(order)              not if it failed, and then nothing of it counts
+
+What runs now is on the board at once, where other processes read it. Times are kept of the newest
+step, and added up over all: ``statistics()`` and ``report()`` read them afterwards. A recorder
+(procpipe/timeline) keeps more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from procpipe.compute.partition import Partition
+from procpipe.compute.wrappers import ranks_of_shards
+from procpipe.job.board import Board
+from procpipe.plan.routes import Transfer
+from procpipe.plan.task import Task
+from procpipe.run.messages import Order
+from procpipe.run.statistics import TimedTask
+
+#: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
+_READ_DEVICE_EVERY_S = 0.5
+
+
+class Log:
+    """The board, and the times of tasks, waits and sums over replicas; in nanoseconds."""
+
+    def __init__(
+        self, board: Board, device: torch.device, partitions: Mapping[int, Partition]
+    ) -> None:
+        self.num_steps = 0
+        self.num_tasks: Counter[str] = Counter()
+        self.busy_ns = self.waiting_ns = self.step_ns = 0
+        self.all_reduce_bytes = self.all_reduce_ns = self.exposed_ns = 0
+        self._board = board
+        self._device = device
+        self._device_read_s = 0.0
+        self._begun_ns = self._ended_ns = self._task_begun_ns = 0
+        self._events: list[tuple[Task, int, int]] = []
+        self._sums: list[tuple[str, int, int, int, int, int]] = []
+        self._num_before: dict[int, int] = {}
+        places: list[str] = []
+        for j, partition in partitions.items():
+            self._num_before[j] = len(places)
+            places += partition.layers.places
+        parameters = chain.from_iterable(part.parameters() for part in partitions.values())
+        shards = ranks_of_shards(parameters)
+        board.write_facts({"device": str(device), "layers": places, "shards": shards})
+
+    # -- of the pipeline ------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """All ranks are connected; called on rank 0, while the others wait."""
+
+    def finish(self) -> None:
+        """The pipeline closes after a good end: all was sent, and every rank calls this."""
+
+    def leave(self) -> None:
+        """The pipeline is disconnected, after a good end or a failure; must not raise."""
+
+    # -- of a step ------------------------------------------------------------------------------
+
+    def begin_step(self, order: Order) -> None:
+        """Start timing a step."""
+        self._events, self._sums = [], []
+        self._board.page.num_micro_batches = len(order.sizes)
+        self._begun_ns = time.perf_counter_ns()
+
+    def end_step(self, order: Order) -> None:
+        """Add the step to the sums, and write them on the board."""
+        self.num_steps += 1
+        self._ended_ns = time.perf_counter_ns()
+        self.step_ns += self._ended_ns - self._begun_ns
+        for task, start_ns, end_ns in self._events:
+            self.num_tasks[task.kind] += 1
+            self.busy_ns += end_ns - start_ns
+        last_ns = 0
+        for _, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns in sorted(
+            self._sums, key=lambda one: one[2]
+        ):
+            self.all_reduce_bytes += num_bytes
+            self.all_reduce_ns += max(0, ended_ns - max(begun_ns, last_ns))  # several at a time
+            self.exposed_ns += taken_ns - asked_ns
+            last_ns = max(last_ns, ended_ns)
+        self._write_sums(order)
+
+    def _write_sums(self, order: Order) -> None:
+        page = self._board.page
+        if order.call != "forward" or not order.is_grad_enabled:  # else backward follows
+            sizes = chain(*(of_one for of_one, _ in order.shares)) if order.shares else order.sizes
+            page.num_steps += 1
+            page.num_samples += sum(sizes)
+        page.busy_s, page.step_s = self.busy_ns / 1e9, self.step_ns / 1e9
+        now_s = time.monotonic()
+        if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:
+            self._device_read_s = now_s
+            page.device_bytes = torch.cuda.memory_allocated(self._device)
+
+    # -- of a task ------------------------------------------------------------------------------
+
+    def begin_task(self, task: Task) -> None:
+        """Write which task runs; its inputs may not have arrived yet."""
+        self._board.start_task(task.kind, task.i)
+
+    def begin_layers(self, task: Task) -> None:
+        """Note when a task starts; waiting for what it takes does not count."""
+        self._task_begun_ns = time.perf_counter_ns()
+
+    def end_task(self, task: Task) -> None:
+        """Note that the task's layers have run."""
+        self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
+        self._board.page.letter = 0
+
+    def on_layer(self, j: int) -> Callable[[int], None]:
+        """Return what is called with the index of each layer of a partition that begins.
+
+        On the board stands its index among all layers of the stage; -1 stays -1.
+        """
+        num_before, board = self._num_before[j], self._board
+
+        def enter(index: int) -> None:
+            board.page.layer_index = index + num_before if index >= 0 else -1
+
+        return enter
+
+    # -- of a message ---------------------------------------------------------------------------
+
+    def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """A message was taken just now, for which the stage had waited since ``start_ns``."""
+        self.waiting_ns += time.perf_counter_ns() - start_ns
+
+    def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
+        """A message was sent just now; sending it began at ``start_ns``."""
+
+    # -- of replicas ----------------------------------------------------------------------------
+
+    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
+        """A sum over replicas has begun, or begins next.
+
+        Args:
+            what: "gradients 0" for the first bucket, "loss", …
+            wait: makes the current stream wait for it, if it is queued on a GPU; else None.
+        """
+
+    def ask_sum(self, what: str) -> None:
+        """The stage begins to wait for a sum; not called if it has waited from the beginning."""
+
+    def added_up(
+        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
+    ) -> None:
+        """A sum was taken just now, by the host.
+
+        Args:
+            what: see ``begin_sum``.
+            num_bytes: of its tensor.
+            begun_ns: when this stage began it.
+            ended_ns: when this stage first saw that it was over.
+            asked_ns: since when the stage had waited for it.
+        """
+        taken_ns = time.perf_counter_ns()
+        self._sums.append((what, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns))
+
+    @contextmanager
+    def awaited_sum(self, what: str, num_bytes: int) -> Iterator[None]:
+        """Surround a sum that the stage waits for from its beginning."""
+        begun_ns = time.perf_counter_ns()
+        self.begin_sum(what, None)
+        yield
+        self.added_up(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
+
+    # -- afterwards -----------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, Any]:
+        """Return the sums over all steps, under their names in ``StageStatistics``."""
+        return {
+            "num_steps": self.num_steps,
+            "num_tasks": dict(self.num_tasks),
+            "busy_s": self.busy_ns / 1e9,
+            "waiting_s": self.waiting_ns / 1e9,
+            "step_s": self.step_ns / 1e9,
+            "all_reduce_bytes": self.all_reduce_bytes,
+            "all_reduce_s": self.all_reduce_ns / 1e9,
+            "exposed_s": self.exposed_ns / 1e9,
+        }
+
+    def last_step(self) -> list[TimedTask]:
+        """Return the tasks of the last step in the order they ran."""
+        return [
+            TimedTask(task, (start - self._begun_ns) / 1e9, (end - self._begun_ns) / 1e9)
+            for task, start, end in self._events
+        ]
+
+    def last_record(self) -> dict[str, Any]:
+        """Return the last step as plain JSON, in nanoseconds of this process's clock."""
+        return {
+            "step": self.num_steps - 1,
+            "begin": self._begun_ns,
+            "end": max(self._begun_ns, self._ended_ns),
+            "tasks": [[*task, *times_ns] for task, *times_ns in self._events],
+            "sums": self._sums,
+        }
