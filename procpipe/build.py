@@ -93,8 +93,6 @@ class Settings:
             memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
         )
         chooser_of(chosen, limits)
-        if chosen.is_measured and world.device.type == "cuda":
-            recorder_type()
         return cls(grid, chosen, limits, bool(defers_batch_norm), trace)
 
 
