@@ -147,7 +147,6 @@ class Executor:
             raise
         if batch.is_backward or not batch.keep:
             self.replicas.settle()
-        self._observers.held(self.ledger.sizes)
         self.ledger.settle()
         return outcome
 

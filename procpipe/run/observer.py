@@ -1,4 +1,4 @@
-"""The interface to follow a stage's work: board, times, recording, measurements of "auto".
+"""The interface to follow a stage's work: board, times, recording.
 
     begin_step(order)
         begin_task(task)           it begins; its inputs may not have arrived yet
@@ -10,7 +10,6 @@
     begin_sum(what, …)             for each sum over replicas
     ask_sum(what)                  the stage begins to wait for it
     added_up(what, …)              and has it
-    held(sizes)
     end_step(order)                or abandon_step(), if it failed
 
 An observer overrides what it needs. An event of a task or a message that none
@@ -20,7 +19,7 @@ overrides costs an empty call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,9 +54,6 @@ class Observer:
 
     def abandon_step(self) -> None:
         """The program failed, perhaps within a task."""
-
-    def held(self, sizes: Mapping[Transfer, int]) -> None:
-        """The step is over; ``sizes`` are the bytes of all that it held, see ``Ledger``."""
 
     # -- of a task ------------------------------------------------------------------------------
 
@@ -126,7 +122,6 @@ class Observers:
         self.begin_task = self._overridden("begin_task")
         self.begin_layers = self._overridden("begin_layers")
         self.end_task = self._overridden("end_task")
-        self.held = self._overridden("held")
         self.waited = self._overridden("waited")
         self.sent = self._overridden("sent")
         self.begin_sum = self._overridden("begin_sum")

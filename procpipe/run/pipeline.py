@@ -4,7 +4,7 @@
       └─ Pipeline
            ├─ Coordinator   which plan             (orders from rank 0, over Control)
            ├─ Executor      this stage's program   (tasks of the Partitions)
-           ├─ Observers     board, times, perhaps a recording and measurements
+           ├─ Observers     board, times, perhaps a recording
            └─ Wires         sockets and channels, see ``wiring.py``
 
 Building one waits for every other rank.

@@ -1,7 +1,7 @@
 """A trace that also keeps each wait, each message and the seconds of each layer.
 
-Used instead of the plain ``Trace`` by ``Stage(trace=…)``, and by ``schedule="auto"`` on a GPU.
-``collect.py`` sends what it has recorded of a step to rank 0.
+Used instead of the plain ``Trace`` by ``Stage(trace=…)``. ``collect.py`` sends what it has
+recorded of a step to rank 0.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task and of a sum over replicas, and the host waits for the last one when the step is over: so

@@ -93,7 +93,7 @@ def test_events_that_no_observer_follows_have_no_calls():
     observers = Observers([trace, layers])
 
     assert observers.on_layer(0) == layers.hook
-    assert (observers.sent, observers.held, observers.begin_task) == ((), (), ())
+    assert (observers.sent, observers.begin_task) == ((), ())
     assert (observers.begin_layers, observers.waited) == (trace.begin_layers, trace.waited)
 
 
