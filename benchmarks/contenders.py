@@ -63,12 +63,6 @@ CONTENDERS = {
             partial(ours.procpipe, schedule="zb-v", partitions_per_stage=2),
             is_bubble_free=True,
         ),
-        Contender("procpipe auto", partial(ours.procpipe, schedule="auto"), is_bubble_free=True),
-        Contender(
-            "procpipe auto, two partitions",
-            partial(ours.procpipe, schedule="auto", partitions_per_stage=2),
-            is_bubble_free=True,
-        ),
         Contender("torch GPipe", torch_pipelining.gpipe),
         Contender("torch 1F1B", torch_pipelining.one_f_one_b),
         Contender("torch Interleaved1F1B", torch_pipelining.interleaved, _no_skips, True),

@@ -24,7 +24,6 @@ _REFERENCE = "procpipe 1F1B"
 _SCHEDULES = (
     _REFERENCE,
     *("procpipe interleaved", "procpipe ZB-H1", "procpipe ZB-V"),
-    *("procpipe auto", "procpipe auto, two partitions"),
     *("torch 1F1B", "torch Interleaved1F1B", "torch ZBV"),
 )
 

@@ -55,15 +55,8 @@ class About(LocalLayers):
 
     @property
     def schedule(self) -> str:
-        """The name of the schedule; for ``"auto"`` also what the newest training step ran.
-
-        For instance ``"auto: measuring, step 2 of 6, zb-h1"``, ``"auto: trying zb-h1"`` and then
-        ``"auto: zb-h1"``, or ``"auto: searched"`` for a plan that is not a fixed schedule. A plan
-        of the user's own is ``"a function"``. Does not communicate.
-        """
-        pipeline, name = self._calls.pipeline, self._settings.schedule.name
-        found = pipeline.coordinator.schedule if pipeline else ""
-        return f"{name}: {found}" if found else name
+        """The name of the schedule; ``"a function"`` for one of the user's own."""
+        return self._settings.schedule.name
 
     # -- statistics ----------------------------------------------------------------------------
 
@@ -100,9 +93,7 @@ class About(LocalLayers):
             self._issue_or_follow("report")
             statistics = report_of_all(pipeline)
             pipeline.split = statistics[self.rank].split
-            report = table(statistics)
-        is_measured = self._settings.schedule.is_measured
-        return f"{report}\nschedule {self.schedule}" if is_measured else report
+            return table(statistics)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0 only; takes what the built-in ``print`` takes."""

@@ -2,16 +2,16 @@
 
     Settings.checked   what the user asks for               does not communicate
     Cut.of             this rank's layers, out of the full model
-    connect            wires, executor, chooser, log      every rank, in the first call
+    connect            wires, executor, log                 every rank, in the first call
 
-Balance profiles, measured schedules and recordings are optional: what they need is imported here,
+Balance profiles and recordings are optional: what they need is imported here,
 and only where the user asks for them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from procpipe.compute.wrappers import check_not_sharded, is_sharded
 from procpipe.errors import BalanceError
 from procpipe.job.grid import Grid
 from procpipe.job.world import World
-from procpipe.model.arguments import checked_limits, checked_replicas
+from procpipe.model.arguments import checked_replicas
 from procpipe.model.cut import (
     check_enough_layers,
     check_model,
@@ -44,7 +44,6 @@ from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
-from procpipe.run.chooser import Chooser, FixedSchedule
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.exchange import Exchange
@@ -65,8 +64,7 @@ class Settings:
     """What the user asks for besides model and balance, checked."""
 
     grid: Grid  # this rank's place among stages and replicas
-    schedule: Schedule  # the plan of each step, or how it is found
-    limits_bytes: list[int] | None  # the most that each stage may hold, for a measured schedule
+    schedule: Schedule  # makes the plan of each step
     defers_batch_norm: bool  # whether batch normalisation is replaced
     trace: str | os.PathLike[str] | None  # where rank 0 writes a timeline; rank 0's counts
 
@@ -78,7 +76,6 @@ class Settings:
         replicas: int,
         balance: Iterable[int] | str | None,
         schedule: str | Callable[[int, int], Plan],
-        memory_limit_bytes: int | Sequence[int] | None,
         defers_batch_norm: bool,
         trace: str | os.PathLike[str] | None,
     ) -> Settings:
@@ -89,11 +86,7 @@ class Settings:
             num_stages = len(balance) // chosen.partitions_per_stage
         checked_replicas(replicas, world.num_ranks, num_stages, is_launched=world.is_launched)
         grid = world.divide(replicas) if world.is_launched else world.grid
-        limits = checked_limits(
-            memory_limit_bytes, grid.num_stages, chosen, is_launched=world.is_launched
-        )
-        chooser_of(chosen, limits)
-        return cls(grid, chosen, limits, bool(defers_batch_norm), trace)
+        return cls(grid, chosen, bool(defers_batch_norm), trace)
 
 
 @dataclass(frozen=True)
@@ -219,15 +212,6 @@ def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:
             claimed(trace)
 
 
-def chooser_of(schedule: Schedule, limits_bytes: Sequence[int] | None) -> Chooser:
-    """Return what chooses the plan of each training step."""
-    if not schedule.is_measured:
-        return FixedSchedule(schedule)
-    with needed("procpipe.tuning", f"schedule={schedule.name!r}"):
-        from procpipe.tuning.auto import AutoSchedule
-    return AutoSchedule(limits_bytes)
-
-
 def connect(
     world: World,
     control: Control,
@@ -256,7 +240,6 @@ def connect(
         "checkpoint": checkpoint,
         "check_tied": checks_tied,
         "schedule": settings.schedule.name,
-        "memory_limit_bytes": settings.limits_bytes,
         "placement": list(cut.placement),
         "deferred_batch_norm": settings.defers_batch_norm,
         "the type of devices": world.device.type,
@@ -283,8 +266,7 @@ def connect(
         ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
     wires = connect_wires(world, control, grid, routes, facts)
-    chooser = chooser_of(settings.schedule, settings.limits_bytes)
-    coordinator = Coordinator(wires.control, grid, routes, chooser)
+    coordinator = Coordinator(wires.control, grid, routes, settings.schedule)
     log = log_of(world, settings, partitions, wires, facts, coordinator)
     replicas = connect_replicas(world, settings, cut, wires, layers, log)
     executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
@@ -344,7 +326,7 @@ def connect_replicas(
         }
         apart = [names for names in cut.shared if len({now.get(name) for name in names}) > 1]
         shared = [*(tie.all_names for tie in cut.ties), *apart]
-        return Sharded(cut.layers, layers, shared, settings.schedule)
+        return Sharded(cut.layers, layers, shared)
     if grid.num_replicas == 1:
         return Replicas()
     with needed("procpipe.replicas", "replicas"):

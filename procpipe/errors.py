@@ -7,7 +7,6 @@
     ├── SavedStateError (ValueError)       a file of a saved state that is damaged, or no such file
     ├── DisagreementError (ValueError)     ranks have different settings, models or scalers
     ├── CallMismatchError (RuntimeError)   ranks are in different calls
-    ├── MemoryLimitError (ValueError)      no plan keeps to the memory that stages are allowed
     ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
     ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
     ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
@@ -74,29 +73,6 @@ class CallMismatchError(ProcpipeError, RuntimeError):
     """Ranks are in different calls: one in ``stage(input)``, say, and rank 0 in ``step``."""
 
 
-class MemoryLimitError(ProcpipeError, ValueError):
-    """No plan keeps to ``memory_limit_bytes``, even if every micro-batch is recomputed.
-
-    Raised on every rank.
-
-    Attributes:
-        lacks: of each stage that lacks memory, its index, the bytes it needs and its limit.
-    """
-
-    def __init__(self, lacks: Sequence[Sequence[int]]) -> None:
-        self.lacks = tuple((stage, needed, limit) for stage, needed, limit in lacks)
-        stages = "; ".join(
-            f"stage {stage} needs {needed} bytes for one micro-batch at a time, but its limit is "
-            f"{limit}"
-            for stage, needed, limit in self.lacks
-        )
-        super().__init__(
-            f"no plan keeps to memory_limit_bytes, even with every micro-batch recomputed: {stages}"
-            ". Allow it more, give it fewer layers (balance), or make micro-batches smaller "
-            "(chunks)"
-        )
-
-
 class RemoteValueError(ProcpipeError, RuntimeError):
     """The value of a placeholder was read; the real value lives on another rank."""
 
@@ -114,7 +90,7 @@ class OverwrittenError(ProcpipeError, RuntimeError):
 
 
 #: Errors that every rank finds by itself, at the same place.
-FOUND_BY_EACH = (DisagreementError, MemoryLimitError)
+FOUND_BY_EACH = (DisagreementError,)
 
 
 class RemoteStageError(ProcpipeError, RuntimeError):

@@ -31,7 +31,7 @@ from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
 from procpipe.run.control import Agree
 from procpipe.run.messages import compare_facts
-from procpipe.torch_internals import CheckedScaler, check_scaler
+from procpipe.torch_internals import check_gradients_by
 
 #: A norm as plain JSON: its dtype's name and its value. Stages may have gradients of different
 #: dtypes, or none; the total has the dtype that torch gives it.
@@ -97,17 +97,14 @@ class Gradients(About):
             DisagreementError: options or states differ between ranks.
         """
         with self._agreement("scaler") as agree:
-            check_scaler()
             if not isinstance(scaler, GradScaler):
                 raise TypeError(f"stage.scaler() takes a torch.amp.GradScaler, not {type(scaler)}")
             facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
             if differences := agree(facts, _differences):
                 raise DisagreementError(differences)
-            if not isinstance(scaler, StageScaler):
-                kind = type(scaler)  # it may be a class derived from GradScaler
-                scaler.__class__ = type(kind.__name__, (StageScaler, kind), {})
             unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
-            scaler.call = unscale  # type: ignore[attr-defined]
+            check_gradients_by(scaler, partial(_checked, scaler, unscale))
+            scaler.scale = partial(_scaled, scaler)  # type: ignore[method-assign]
             # torch makes the scale's tensor in the first call, which only the last stage may make.
             scaler.scale(torch.ones((), device=self.device))
             self._loss.scale = scaler.scale
@@ -130,64 +127,64 @@ class Gradients(About):
             self._keeps_own = before
 
 
-class StageScaler(CheckedScaler):
-    """A ``GradScaler`` of one rank; its inf checks have the same result on every rank.
+def _scaled(scaler: GradScaler, outputs: Any) -> Any:
+    """Multiply losses by the scale; a placeholder for one of another rank stays as it is."""
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(_scaled(scaler, output) for output in outputs)
+    return outputs if isinstance(outputs, Remote) else type(scaler).scale(scaler, outputs)
 
-    Attributes:
-        call: begins a call of all ranks, and gives what brings their values together in it.
+
+def _checked(
+    scaler: GradScaler,
+    call: Callable[[], AbstractContextManager[Agree]],
+    check: Callable[[], Mapping[torch.device, Tensor]],
+    zero: Tensor,
+) -> dict[torch.device, Tensor]:
+    """Check this rank's gradients; return 1 if any rank found an inf or NaN in its own, else 0.
+
+    Every rank calls it, and it waits for all of them and once for the device. The result is on the
+    CPU, so that ``step`` does not wait for the device again; there is none if no rank has a
+    gradient. ``call`` begins a call of all ranks, and gives what brings their values together.
+
+    Raises:
+        DisagreementError: the scale differs between ranks; on every rank.
     """
-
-    call: Callable[[], AbstractContextManager[Agree]]
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply losses by the scale; a placeholder for one of another rank stays as it is."""
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)(map(self.scale, outputs))
-        return outputs if isinstance(outputs, Remote) else super().scale(outputs)
-
-    def checked(
-        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
-    ) -> dict[torch.device, Tensor]:
-        """Check this rank's gradients; return 1 if any rank found an inf or NaN in its own, else 0.
-
-        Every rank calls it, and it waits for all of them and once for the device. The result is on
-        the CPU, so that ``step`` does not wait for the device again; there is none if no rank has a
-        gradient.
-
-        Raises:
-            DisagreementError: the scale differs between ranks; on every rank.
-        """
-        with self.call() as agree:
-            of_devices = check().values()
-            found = sum((value.to(zero.device) for value in of_devices), start=zero)
-            # As one number, as each copy to the host waits for the device.
-            both = complex(torch.complex(self.scale(torch.ones_like(zero)), found).item())
-            ours = [both.imag] if of_devices else []
-            differences, of_ranks = agree([both.real, ours], _combined)
-            if differences:
-                raise DisagreementError(differences)
-        if not of_ranks:
-            return {}
-        result = torch.tensor(max(of_ranks), dtype=torch.float32)  # as torch makes it
-        # From pinned memory update() copies it to the scale's device without waiting.
-        result = result.pin_memory() if zero.device.type == "cuda" else result
-        return {result.device: result}
+    with call() as agree:
+        of_devices = check().values()
+        found = sum((value.to(zero.device) for value in of_devices), start=zero)
+        # As one number, as each copy to the host waits for the device.
+        both = complex(torch.complex(scaler.scale(torch.ones_like(zero)), found).item())
+        ours = [both.imag] if of_devices else []
+        differences, of_ranks = agree([both.real, ours], _combined)
+        if differences:
+            raise DisagreementError(differences)
+    if not of_ranks:
+        return {}
+    result = torch.tensor(max(of_ranks), dtype=torch.float32)  # as torch makes it
+    # From pinned memory update() copies it to the scale's device without waiting.
+    result = result.pin_memory() if zero.device.type == "cuda" else result
+    return {result.device: result}
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[_Norm]:
-    """Return the norm of each gradient; waits for the device.
+    """Return the norm of each gradient; waits for the device, once.
 
     The norm of a DTensor is that of the whole tensor: all processes that share it call this.
     """
-    each = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
-    return [_as_json(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in each]
+    norms = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    if not whole:
+        return []
+    values = torch.stack([norm.double() for norm in whole]).tolist()
+    return [(_name_of(norm.dtype), value) for norm, value in zip(whole, values, strict=True)]
 
 
 def _total_norm(norm_type: float, of_stages: list[list[tuple[int, list[_Norm]]]]) -> _Norm:
     """Return the norm of the norms of all stages, in the model's order."""
     in_order = sorted(chain(*of_stages), key=itemgetter(0))  # by the index of the partition
     together = [_tensor_of(norm) for _, of_part in in_order for norm in of_part]
-    return _as_json(torch.nn.utils.get_total_norm(together, float(norm_type)))
+    total = torch.nn.utils.get_total_norm(together, float(norm_type))
+    return _name_of(total.dtype), float(total)
 
 
 def _tensor_of(norm: _Norm) -> Tensor:
@@ -195,8 +192,8 @@ def _tensor_of(norm: _Norm) -> Tensor:
     return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def _as_json(norm: Tensor) -> _Norm:
-    return str(norm.dtype).removeprefix("torch."), float(norm)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _differences(of_ranks: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(part: str, what: str) -> Iterator[None]:
-    """Replace the error of a missing part within: ``what`` needs ``part``, ``"procpipe.tuning"``.
+    """Replace the error of a missing part within: ``what`` needs ``part``, ``"procpipe.replicas"``.
 
     Raises:
         ModuleNotFoundError: the part is missing.

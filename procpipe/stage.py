@@ -99,16 +99,10 @@ class Stage(Gradients):
             forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
             fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
             (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
-            tasks, with one or two partitions a stage); ``"auto"`` (the first steps are measured,
-            and the fastest plan found for what they cost, with any number of partitions a stage);
-            or a function ``(m, n) -> procpipe.plan.task.Plan`` of the numbers of micro-batches and
-            of stages, whose plan also says what is recomputed. ``stage(input)`` always runs
-            all micro-batches forward, then all backward. See docs/schedules.md.
-        memory_limit_bytes: the most that a stage, or each stage in order, may hold for backward
-            passes: activations, messages and what layers save, not parameters, gradients and the
-            optimizer's state. Only with ``schedule="auto"``, which recomputes more micro-batches
-            than ``checkpoint`` says if they would not fit otherwise. Without a launcher, one number
-            limits the whole model; several are added up.
+            tasks, with one or two partitions a stage); or a function ``(m, n) ->
+            procpipe.plan.task.Plan`` of the numbers of micro-batches and of stages, whose plan also
+            says what is recomputed. ``stage(input)`` always runs all micro-batches forward, then
+            all backward. See docs/schedules.md.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, 0-dim; or ``(sum, weight)``, a 0-dim sum
@@ -164,7 +158,6 @@ class Stage(Gradients):
         devices: Sequence[torch.device | str | int] | None = None,
         checkpoint: str = "except_last",
         schedule: str | Callable[[int, int], Plan] = "gpipe",
-        memory_limit_bytes: int | Sequence[int] | None = None,
         deferred_batch_norm: bool = False,
         loss_fn: Callable[..., Tensor | tuple[Tensor, Any]] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
@@ -191,7 +184,6 @@ class Stage(Gradients):
                 replicas=replicas,
                 balance=balance,
                 schedule=schedule,
-                memory_limit_bytes=memory_limit_bytes,
                 defers_batch_norm=deferred_batch_norm,
                 trace=trace,
             )

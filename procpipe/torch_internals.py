@@ -41,6 +41,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -130,38 +131,36 @@ def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None
 # -- scaling of gradients ------------------------------------------------------------------------
 
 
-class CheckedScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` that can change what its checks of gradients have found.
+#: Runs a check and returns what counts: by device, 0-dim, not 0 for an inf or NaN. It is given the
+#: check, and a 0 on the scale's device.
+Checked = Callable[
+    [Callable[[], Mapping[torch.device, Tensor]], Tensor], Mapping[torch.device, Tensor]
+]
+
+
+def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
+    """Have a scaler's checks of gradients go through a function.
 
     ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
-    function, whose result ``step`` and ``update`` go by.
+    method, whose result ``step`` and ``update`` go by.
+
+    Raises:
+        RuntimeError: this torch's ``GradScaler`` checks gradients elsewhere.
     """
-
-    def checked(
-        self, check: Callable[[], Mapping[torch.device, Tensor]], zero: Tensor
-    ) -> Mapping[torch.device, Tensor]:
-        """Run a check and return what counts: by device, 0-dim, not 0 for an inf or NaN.
-
-        ``zero`` is a 0 on the scale's device.
-        """
-        raise NotImplementedError
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Any:
-        of_torch = super()._unscale_grads_
-        return self.checked(
-            lambda: of_torch(optimizer, inv_scale, found_inf, allow_fp16), found_inf
-        )
-
-
-def check_scaler() -> None:
-    """Raise ``RuntimeError`` if this torch's ``GradScaler`` checks gradients elsewhere."""
-    if not hasattr(torch.amp.GradScaler, "_unscale_grads_"):
+    of_torch = getattr(type(scaler), "_unscale_grads_", None)
+    if of_torch is None:
         raise RuntimeError(
             f"torch {torch.__version__} has another GradScaler than those known here: use a "
             "release of torch that procpipe was tested with"
         )
+
+    def unscale(
+        optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Mapping[torch.device, Tensor]:
+        check = partial(of_torch, scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        return checked(check, found_inf)
+
+    scaler._unscale_grads_ = unscale  # type: ignore[method-assign, assignment]
 
 
 # -- sharded layers ------------------------------------------------------------------------------

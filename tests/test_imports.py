@@ -121,7 +121,6 @@ FOR_BENCHMARKS = ("procpipe.job.world", "procpipe.channel.nccl")
 PURE = (
     "procpipe.plan",
     "procpipe.errors",
-    "procpipe.run.chooser",
     "procpipe.run.messages",
     "procpipe.run.statistics",
     "procpipe.words",
@@ -131,15 +130,9 @@ PURE = (
     "procpipe.timeline.palette",
     "procpipe.timeline.pictures",
     "procpipe.timeline.recording",
-    "procpipe.tuning.auto",
     "procpipe.tuning.costs_file",
-    "procpipe.tuning.list_schedule",
     "procpipe.tuning.model",
-    "procpipe.tuning.one_at_a_time",
     "procpipe.tuning.propose",
-    "procpipe.tuning.room",
-    "procpipe.tuning.search",
-    "procpipe.tuning.step_costs",
     "procpipe.balance.blocks",
     "procpipe.state.pickles",
 )

@@ -26,7 +26,6 @@ from torch import nn
 
 OPTIONS = {
     "balance": {"balance": "time", "sample": torch.ones(2, 1)},
-    "tuning": {"schedule": "auto"},
     "timeline": {"trace": "run.json"},
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
 import warnings
 import weakref
@@ -24,7 +23,6 @@ from procpipe import (
     StageClosedError,
     is_recomputing,
 )
-from procpipe.timeline.chrome import from_chrome
 
 
 @pytest.fixture(autouse=True)
@@ -384,22 +382,6 @@ def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):
     assert (tmp_path / "run.json").exists()
     with pytest.raises(ValueError, match="another stage of this process writes that file or has"):
         stage_of(make_model(), [4], trace=tmp_path / "run.json")
-
-
-def test_a_recording_names_the_schedule_chosen_for_each_step(stage_of, tmp_path):
-    path = tmp_path / "run.json"
-    options = {"schedule": "auto", "chunks": 2, "loss_fn": F.cross_entropy}
-    stage = stage_of(make_model(), [4], trace=path, **options)
-    chosen = []
-    for is_training in (True, True, False):
-        stage.train(is_training)
-        stage.step(*batch())
-        chosen.append(stage.schedule if is_training else "auto")
-    stage.close()
-
-    recording = from_chrome(json.loads(path.read_text()))
-    assert [recording.schedule_of(step) for step in recording.steps] == chosen
-    assert chosen[0].startswith("auto: ")
 
 
 def test_calls_of_a_closed_stage_are_errors(stage_of):

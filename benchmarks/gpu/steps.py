@@ -20,7 +20,7 @@ SHORTEST_S = 5.0
 
 _PAIRS = (
     *(("gpipe", "never"), ("1f1b", "except_last"), ("zb-h1", "always"), ("zb-v", "except_last")),
-    *(("interleaved", "always"), ("gpipe", "always"), ("zb-h1", "never"), ("auto", "except_last")),
+    *(("interleaved", "always"), ("gpipe", "always"), ("zb-h1", "never")),
 )
 _BLOCKS = {"width": (4096, 16), "rows": (1024, 4), "num_micro_batches": (8, 4)}
 

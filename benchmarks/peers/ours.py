@@ -13,17 +13,9 @@ from procpipe.job.world import World
 def procpipe(
     job: Job, checkpoint: str = "never", *, partitions_per_stage: int = 1, **options: Any
 ) -> Step:
-    """Train as a pipeline of all ranks, each with so many partitions.
-
-    With ``schedule="auto"`` it runs first the steps that measure and try plans.
-    """
+    """Train as a pipeline of all ranks, each with so many partitions."""
     stage = stage_of(job, checkpoint, partitions_per_stage=partitions_per_stage, **options)
-    step = step_of(stage, job)
-    while stage.schedule == "auto" or stage.schedule.startswith(("auto: measuring", "auto: try")):
-        step()
-    if options.get("schedule") == "auto":
-        stage.print(f"schedule {stage.schedule}")
-    return step
+    return step_of(stage, job)
 
 
 def stage_of(

@@ -30,8 +30,8 @@ from procpipe.tuning.propose import Proposal
 _START_TIMEOUT_S = 120.0
 _TIMES_PREDICTED = 20.0
 
-#: Steps before those that count. schedule="auto" measures and tries plans in them.
-_NUM_WARM_UP_OF_AUTO, _NUM_WARM_UP = 16, 2
+#: Steps before those that count.
+_NUM_WARM_UP = 2
 
 #: Steps that count: as many as are predicted to fit into some seconds.
 _MIN_STEPS, _MAX_STEPS = 3, 50
@@ -45,9 +45,6 @@ class Rehearsal:
     step_s: float  # seconds of a mini-batch, the median
     idle: float  # the share of it that stages are idle, the mean over stages and replicas
     task_s: Mapping[str, float]  # seconds of a task, by kind and partition: "F0"
-    schedule: str  # ``Stage.schedule`` after the last step
-    #: The tasks of each stage in the last step, in order, of the first replica: "F0@0".
-    tasks: tuple[tuple[str, ...], ...]
 
 
 def rehearse(
@@ -63,15 +60,13 @@ def rehearse(
     num_stages = proposal.plan.num_stages
     num_ranks = num_stages * proposal.num_replicas
     num_steps = max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / proposal.total_s)))
-    num_warm_up = _NUM_WARM_UP_OF_AUTO if arguments["schedule"] == "auto" else _NUM_WARM_UP
     devices = ["cpu"] * num_ranks if device_type == "cpu" else None
     settings = {
         "named": asdict(named),
         "stage": {**arguments, "devices": devices},
-        "num_warm_up": num_warm_up,
         "num_steps": num_steps,
     }
-    run_s = _TIMES_PREDICTED * (num_warm_up + num_steps) * proposal.total_s
+    run_s = _TIMES_PREDICTED * (_NUM_WARM_UP + num_steps) * proposal.total_s
     program = ("-m", "procpipe.launch.plan.check", "--settings", json.dumps(settings))
     result = start_ranks(num_ranks, program, _START_TIMEOUT_S + run_s)
     if result.value is None:
@@ -87,8 +82,6 @@ def rehearse(
             for stage in range(num_stages)
             for name in of_ranks[stage]["task_s"]
         },
-        schedule=of_ranks[0]["schedule"],
-        tasks=tuple(tuple(one["tasks"]) for one in of_ranks[:num_stages]),
     )
 
 
@@ -104,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = options.settings
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
-    for _ in range(settings["num_warm_up"]):
+    for _ in range(_NUM_WARM_UP):
         _step(stage, subject.inputs, subject.target)
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -118,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps_s": steps_s,
         "busy_s": busy_s,
         "task_s": {name: statistics.median(found) for name, found in tasks_s.items()},
-        "schedule": stage.schedule,
-        "tasks": [str(timed.task) for timed in tasks],
     }
     Path(f"{options.output}.{stage.rank}").write_text(json.dumps(ours))
     stage.close()

@@ -40,7 +40,6 @@ from procpipe.launch.plan.report import (
     arguments_of,
     best_of_each,
     check_table,
-    has_run,
     line_to_paste,
     overview_table,
     splits_table,
@@ -335,7 +334,7 @@ class _Planning:
             _print(
                 f"nothing fits into {bytes_text(memory_bytes)}: the least is "
                 f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
-                f"    {self._line(least, needed_bytes)}\n\n"
+                f"    {self._line(least)}\n\n"
                 f"{self._of_other_replicas(measured.model, question)}"
                 "More devices, a smaller --batch, or layers divided into smaller ones need less."
             )
@@ -346,7 +345,7 @@ class _Planning:
             ties.print(self._console)
         width = min(100, shutil.get_terminal_size((100, 24)).columns)
         print(f"\n{render_timeline_text(chosen.timeline, width)}")
-        print(f"{self._line(chosen, memory_bytes)}\n", flush=True)
+        print(f"{self._line(chosen)}\n", flush=True)
 
     def _of_other_replicas(self, model: Model, question: Question) -> str:
         """Say whether anything fits with another number of replicas than the one asked for."""
@@ -376,22 +375,15 @@ class _Planning:
                 "be slower than predicted\n"
             )
         try:
-            measured = rehearse(
-                chosen, arguments_of(chosen, self._memory_bytes), self._named, self._device.type
-            )
+            measured = rehearse(chosen, arguments_of(chosen), self._named, self._device.type)
         except RuntimeError as error:
             print(f"procpipe plan: the check failed: {error}", file=sys.stderr)
             return 1
         check_table(chosen, measured, is_cpu=is_cpu).print(self._console)
-        if not has_run(chosen, measured):
-            _print(
-                f"\n{measured.schedule} came to another plan than was predicted, so idle time and "
-                "held memory are not compared."
-            )
         return 0
 
-    def _line(self, proposal: Proposal, memory_bytes: int | None) -> str:
-        return str(line_to_paste(arguments_of(proposal, memory_bytes), self._loss, self._model))
+    def _line(self, proposal: Proposal) -> str:
+        return str(line_to_paste(arguments_of(proposal), self._loss, self._model))
 
 
 def _print(text: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from procpipe.launch.console import Table
 from procpipe.launch.plan.check import Rehearsal
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.schedules.named import AUTO, SCHEDULES
 from procpipe.plan.task import KINDS
 from procpipe.timeline.palette import LOOKS
 from procpipe.tuning.model import Model, TiedLayers
@@ -34,7 +33,7 @@ def overview_table(
     heading = ("schedule", "checkpoint", "chunks", "step", "speed-up", "idle", "memory", "fits")
     rows = [
         (
-            f"{schedule_name(p)}{' *' if p is chosen else ''}",
+            f"{p.schedule}{' *' if p is chosen else ''}",
             p.checkpoint,
             str(p.chunks),
             seconds_text(p.total_s),
@@ -57,7 +56,7 @@ def splits_table(
     rows = [
         (
             f"{p.plan.num_stages} x {p.num_replicas}{' *' if p is chosen else ''}",
-            schedule_name(p),
+            p.schedule,
             p.checkpoint,
             str(p.chunks),
             seconds_text(p.total_s),
@@ -120,25 +119,15 @@ def ties_table(model: Model, proposal: Proposal) -> Table | None:
 def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Table:
     """Lay out what was predicted beside what was measured.
 
-    Tasks are left out on a GPU, where their measured time is the host's and not the device's; idle
-    time is predicted for one plan, and left out where another was run.
+    Tasks are left out on a GPU, where their measured time is the host's and not the device's.
     """
-    is_same = has_run(proposal, measured)
     rows = [("", "predicted", "measured", "difference")]
     rows.append(_compared("step", proposal.total_s, measured.step_s))
     if is_cpu:
         idle, found_idle = proposal.timeline.bubble, f"{measured.idle:.1%}"
-        cells = (f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}")
-        rows.append(("idle", *(cells if is_same else ("", found_idle, ""))))
+        rows.append(("idle", f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}"))
         rows += _tasks_compared(proposal, measured)
     return Table("predicted and measured", rows)
-
-
-def has_run(proposal: Proposal, measured: Rehearsal) -> bool:
-    """Return whether the plan that was predicted is the one that was run."""
-    stages = range(proposal.plan.num_stages)
-    planned = tuple(tuple(map(str, proposal.plan.tasks_of(stage))) for stage in stages)
-    return bool(planned == measured.tasks)
 
 
 def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
@@ -152,11 +141,7 @@ def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[s
         for kind in KINDS:
             if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
                 continue
-            what = f"{where}, {LOOKS[kind].name}"
-            if (kind, j) in planned_s:
-                yield _compared(what, planned_s[kind, j], found_s)
-            else:
-                yield what, "", seconds_text(found_s), ""
+            yield _compared(f"{where}, {LOOKS[kind].name}", planned_s[kind, j], found_s)
 
 
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:
@@ -175,24 +160,15 @@ def _layers_text(model: Model, proposal: Proposal, stage: int) -> Iterator[str]:
         yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
-def schedule_name(proposal: Proposal) -> str:
-    """Return a proposal's schedule as an argument of ``Stage``."""
-    return proposal.schedule if proposal.schedule in SCHEDULES else AUTO.name
-
-
-def arguments_of(proposal: Proposal, memory_bytes: int | None) -> dict[str, Any]:
+def arguments_of(proposal: Proposal) -> dict[str, Any]:
     """Return the arguments of ``Stage`` for a proposal, but for model and loss."""
-    arguments: dict[str, Any] = {
+    return {
         "balance": list(proposal.balance),
         **({"replicas": proposal.num_replicas} if proposal.num_replicas > 1 else {}),
         "chunks": proposal.chunks,
         "checkpoint": proposal.checkpoint,
-        "schedule": schedule_name(proposal),
+        "schedule": proposal.schedule,
     }
-    if proposal.schedule not in SCHEDULES and memory_bytes is not None:
-        limits = [memory_bytes - static for static in proposal.static_bytes]
-        arguments["memory_limit_bytes"] = limits
-    return arguments
 
 
 def line_to_paste(arguments: Mapping[str, Any], loss: str, model: str = "model") -> str:

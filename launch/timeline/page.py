@@ -102,7 +102,7 @@ def _facts_text(recording: Recording, step: Step) -> str:
         f"balance {facts.get('balance')}",
         f"{_micro_batches_text(step)} of {samples} sample{'' if samples == '1' else 's'}",
         f"checkpoint {facts.get('checkpoint')}",
-        f"schedule {recording.schedule_of(step)}",
+        f"schedule {recording.facts.get('schedule')}",
         f"on {facts.get('the type of devices')}",
         f"procpipe {facts.get('procpipe')}",
         f"torch {facts.get('torch')}",

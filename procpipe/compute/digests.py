@@ -13,7 +13,6 @@ and on GPUs. A different dropout mask differs by far more.
 A digest reads every output once in float64, which takes longer than a layer that only adds, and on
 a GPU the host waits for the numbers at the end of R. So only few mini-batches are compared: 1 and
 2, where most differences show, and 16, 128, 1024 and so on, for what begins to differ later.
-``schedule="auto"`` times those from 3 to 15.
 """
 
 from __future__ import annotations

@@ -310,15 +310,6 @@ class Partition:
         this.roots = output.tensors
         return output
 
-    def tensors_of(self, i: int) -> Iterator[Tensor]:
-        """Yield the layers' own tensors and a micro-batch's inputs and roots."""
-        for layer in self.layers.named.values():
-            yield from layer.parameters()
-            yield from layer.buffers()
-        if (this := self._passes.get(i)) is not None:
-            yield from this.inputs.tensors
-            yield from this.roots
-
 
 def _with(output: Flat, tensors: list[Tensor], flags: tuple[bool, ...]) -> Flat:
     """Return an output with other tensors, and which of them require a gradient."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
-from procpipe.plan.schedules.named import Schedule
 
 
 def checked_chunks(chunks: int) -> int:
@@ -104,39 +102,3 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
             "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) for the processes of the whole job"
         )
     return ranks
-
-
-def checked_limits(
-    limits: int | Sequence[int] | None, num_stages: int, schedule: Schedule, *, is_launched: bool
-) -> list[int] | None:
-    """Return the limit of each stage, from what the user gave as ``memory_limit_bytes``.
-
-    ``is_launched`` is False for a script without a launcher, whose one stage is all of them.
-
-    Raises:
-        TypeError: neither an int nor a sequence of ints.
-        ValueError: not positive, not one for each stage, or another schedule than ``"auto"``.
-    """
-    if limits is None:
-        return None
-    if not schedule.is_measured:
-        raise ValueError(
-            f"memory_limit_bytes is {limits!r}, but only schedule='auto' can keep to a limit: give "
-            "that schedule, or leave the limit out"
-        )
-    wrong = f"memory_limit_bytes is {limits!r}, but must be an int, or a sequence of one each stage"
-    if not isinstance(limits, (int, Sequence)):
-        raise TypeError(wrong)
-    found = [limits] * num_stages if isinstance(limits, int) else list(limits)
-    if any(isinstance(limit, bool) or not isinstance(limit, int) for limit in found):
-        raise TypeError(wrong)
-    if any(limit < 1 for limit in found):
-        raise ValueError(f"memory_limit_bytes is {limits!r}, but a stage holds at least 1 byte")
-    if not is_launched and not isinstance(limits, int):
-        return [sum(found)]
-    if len(found) != num_stages:
-        raise ValueError(
-            f"memory_limit_bytes has {len(found)} limits, but there are {num_stages} stages: give "
-            "one each, or one for all"
-        )
-    return found

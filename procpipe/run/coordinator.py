@@ -1,7 +1,7 @@
 """Rank 0 decides each call and the others follow: which plan, which sizes, which mode.
 
     rank 0:  issue(order) ──────────────────────>  every other rank: follow(call)
-             chooses a plan, verifies it once,      checks that it is in the same call and mode,
+             makes a plan, verifies it once,        checks that it is in the same call and mode,
              names it by digest; its text goes      reads the plan once, makes its program once
              along the first time
 
@@ -13,17 +13,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from procpipe.errors import CallMismatchError, MemoryLimitError
+from procpipe.errors import CallMismatchError
 from procpipe.job.grid import Grid
 from procpipe.plan.program import Program, program
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
-from procpipe.plan.schedules.named import SCHEDULES
+from procpipe.plan.schedules.named import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.chooser import Chooser, FixedSchedule, choose_for_all
 from procpipe.run.control import Control
-from procpipe.run.messages import ROUTED, Order, StepDetail, decode_order, encode
+from procpipe.run.messages import ROUTED, Order, decode_order, encode
 
 #: Made once for each number of micro-batches.
 _backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
@@ -32,22 +31,25 @@ _backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
 class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.
 
-    ``chooser`` decides, on rank 0, the plan of a ``step`` with its backward.
+    ``schedule`` makes, on rank 0, the plan of a ``step`` with its backward.
 
     Attributes:
         ahead: how many tasks ahead a receive is posted, the same on every rank; set by benchmarks.
-        schedule: the name of the plan of the newest step, if it was chosen by measurements.
     """
 
     def __init__(
-        self, control: Control, grid: Grid, routes: Routes, chooser: Chooser | None = None
+        self,
+        control: Control,
+        grid: Grid,
+        routes: Routes,
+        schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
         self.ahead = 1
-        self.schedule = ""
         self._control = control
         self._grid = grid
         self._routes = routes
-        self._chooser = chooser or FixedSchedule(SCHEDULES["gpipe"])
+        self._schedule = schedule
+        self._made: dict[tuple[int, tuple[int, ...]], Plan] = {}  # of whole steps
         self._plans: dict[str, Plan] = {}
         self._programs: dict[tuple[str, bool, bool, tuple[int, ...]], Program] = {}
         self._sent: set[tuple[int, str]] = set()
@@ -55,15 +57,10 @@ class Coordinator:
     def issue(self, order: Order) -> Order:
         """Send an order from rank 0 to every other rank; never blocks.
 
-        If it has micro-batches, a plan is chosen for those of each replica. Returns the order of
+        If it has micro-batches, a plan is made for those of each replica. Returns the order of
         rank 0's replica, with its plan.
-
-        Raises:
-            MemoryLimitError: no plan keeps to the memory allowed; the other ranks find it too.
         """
         orders = [order.of_replica(replica) for replica in range(self._grid.num_replicas)]
-        if order.call == "step" and order.keeps_graph and any(own.sizes for own in orders):
-            orders = self._choose_whole(orders)
         orders = [self._planned(own, replica) for replica, own in enumerate(orders)]
         messages = [encode(own) for own in orders]
         for rank in range(1, self._grid.num_ranks):
@@ -73,7 +70,9 @@ class Coordinator:
     def _planned(self, order: Order, replica: int) -> Order:
         """Return a replica's order with its plan; a replica without micro-batches needs none."""
         if order.sizes:
-            order = order if order.plan else self._with_plan(order, self._plan_in_part(order))
+            plan = self._plan_for(order)
+            self._plans[plan.digest] = plan
+            order = replace(order, plan=plan.digest)
             self.program(order)  # verifies, before any rank starts
             if (replica, order.plan) not in self._sent:
                 self._sent.add((replica, order.plan))
@@ -85,14 +84,9 @@ class Coordinator:
 
         Raises:
             CallMismatchError: rank 0 is in another call or mode.
-            MemoryLimitError: rank 0 finds no plan that keeps to the memory allowed.
         """
         order = decode_order(self._control.receive(0, f"the order for {ours.call}()"))
         self.check(ours, order)
-        if isinstance(order.detail, StepDetail):
-            if order.detail.lacks:
-                raise MemoryLimitError(order.detail.lacks)
-            self.schedule = order.detail.schedule
         if order.plan_text:
             plan = Plan.from_text(order.plan_text)
             assert plan.digest == order.plan, "a plan arrives as it was sent"
@@ -126,30 +120,16 @@ class Coordinator:
     def _routes_of(self, order: Order) -> Routes:
         return replace(self._routes, target=_has_target(order))
 
-    def _choose_whole(self, orders: list[Order]) -> list[Order]:
-        order, routes = orders[0], self._routes_of(orders[0])
-        cases = [(len(own.sizes), own.recompute) for own in orders]
-        try:
-            choice, plans = choose_for_all(self._chooser, cases, order.input_bytes, routes)
-        except MemoryLimitError as error:
-            self._control.send_to_all(encode(replace(order, detail=StepDetail(lacks=error.lacks))))
-            raise
-        if choice.schedule:
-            self.schedule = choice.schedule
-            detail = StepDetail(choice.schedule, choice.measure)
-            orders = [replace(own, detail=detail) for own in orders]
-        return list(map(self._with_plan, orders, plans))
-
-    def _plan_in_part(self, order: Order) -> Plan:
+    def _plan_for(self, order: Order) -> Plan:
         m, n, placement = len(order.sizes), self._routes.num_stages, self._routes.placement
+        if order.call == "step" and order.keeps_graph:
+            key = m, order.recompute
+            if key not in self._made:
+                self._made[key] = self._schedule.plan(m, placement, order.recompute)
+            return self._made[key]
         if order.call == "backward":
             return _backward_plan(m, n, order.recompute, placement)
         return _forward_plan(m, n, placement)  # also of a step without gradients
-
-    def _with_plan(self, order: Order, plan: Plan | None) -> Order:
-        if plan is not None:
-            self._plans[plan.digest] = plan
-        return order if plan is None else replace(order, plan=plan.digest)
 
     def check(self, ours: Order, order: Order) -> None:
         """Check that an order of rank 0 is for the call we are in.

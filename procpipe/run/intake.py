@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from procpipe.compute.sizes import num_bytes
 from procpipe.data.loss import Loss, checked_accumulate, checked_total
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter, scatter_like
@@ -30,7 +29,6 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
 from procpipe.run.exchange import Exchange, Scattered
 from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
-from procpipe.tree import flatten
 
 
 class Intake:
@@ -99,8 +97,7 @@ class Intake:
             shares = [
                 (tuple(sizes), _recomputed(checkpoint, sizes, keeps=keeps)) for _, sizes in parts
             ]
-            tensors, _ = flatten(parts[0][0][0])  # the first micro-batch is the largest
-            decided = {"reduces": reduces, "input_bytes": num_bytes(tensors)}
+            decided = {"reduces": reduces}
             decided |= dict(zip(("sizes", "recompute"), shares[0], strict=True))
             decided |= {"shares": tuple(shares)} if len(shares) > 1 else {}
             targets = None
@@ -122,15 +119,14 @@ class Intake:
         Ranks that have no share offer no micro-batches.
         """
         if ingoing is None:
-            return None, [[], [], [], 0, False]
+            return None, [[], [], [], False]
         sizes, targets = ingoing.sizes, None
         weights: Sequence[float] = ()
         if call == "step":
             targets = None if target is None else scatter_like(target, sizes)
             weights = self._loss.weights(targets, sizes, is_share=True)
         again = _recomputed(checkpoint, sizes, keeps=keeps)
-        input_bytes = num_bytes(ingoing.inputs[0].tensors)
-        return targets, [sizes, again, weights, input_bytes, targets is not None]
+        return targets, [sizes, again, weights, targets is not None]
 
     def _of_shares(self, call: str, offers: Sequence[list[Any]]) -> dict[str, Any]:
         """Return, on rank 0, what the order says of all shares.
@@ -138,7 +134,7 @@ class Intake:
         Raises:
             ValueError: no replica has any.
         """
-        sizes, recompute, weights, of_inputs, of_targets = zip(*offers, strict=True)
+        sizes, recompute, weights, of_targets = zip(*offers, strict=True)
         if not any(sizes):
             raise ValueError(
                 "no replica has a mini-batch: in a loop over batches(…, sharded=True) give what it "
@@ -152,7 +148,6 @@ class Intake:
             "shares": shares,
             "sizes": shares[0][0],
             "recompute": shares[0][1],
-            "input_bytes": max(of_inputs),
             "weights": all_weights,
             "whole": math.fsum(all_weights),
             "is_sharded": True,

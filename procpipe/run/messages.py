@@ -21,17 +21,6 @@ ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
 
 
 @dataclass(frozen=True)
-class StepDetail:
-    """What a training step under a chosen plan needs to say besides."""
-
-    schedule: str = ""  # the plan's name, for people
-    measure: str = ""  # what every rank measures in the step; "" for nothing
-    #: Stage, bytes needed and bytes allowed of each stage that lacks memory, if no plan keeps to
-    #: the limits; then there is no step.
-    lacks: tuple[tuple[int, int, int], ...] = ()
-
-
-@dataclass(frozen=True)
 class BatchDetail:
     """An item of rank 0's loader."""
 
@@ -50,10 +39,9 @@ class FetchDetail:
     holder: int = 0  # the rank that has it
 
 
-Detail = StepDetail | BatchDetail | FetchDetail
+Detail = BatchDetail | FetchDetail
 
 _DETAILS: dict[str, type[Detail]] = {
-    "step": StepDetail,
     "batches": BatchDetail,
     "fetch": FetchDetail,
 }
@@ -69,7 +57,6 @@ class Order:
     plan: str = ""  # digest of the plan, or ""
     plan_text: str = ""  # the plan itself, the first time it is named
     sizes: tuple[int, ...] = ()  # samples of each micro-batch
-    input_bytes: int = 0  # the model's input of the largest micro-batch
     #: What each micro-batch counts in the loss of the mini-batch; empty if only the last stage
     #: has them.
     weights: tuple[float, ...] = ()

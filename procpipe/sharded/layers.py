@@ -34,7 +34,6 @@ from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
-from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Replicas
 from procpipe.sharded.last_pass import LastPass
@@ -49,11 +48,9 @@ class Sharded(Replicas):
         partitions: the names of this stage's layers, by partition.
         layers: these layers, as they are now.
         shared: the names of each parameter that several layers use.
-        schedule: the plan of each step.
 
     Raises:
         TypeError: one of these layers is sharded.
-        ValueError: a schedule that each pipeline would choose for itself.
     """
 
     def __init__(
@@ -61,14 +58,7 @@ class Sharded(Replicas):
         partitions: Mapping[int, Iterable[str]],
         layers: Mapping[str, nn.Module],
         shared: Sequence[tuple[str, ...]],
-        schedule: Schedule,
     ) -> None:
-        if schedule.is_measured:
-            raise ValueError(
-                f"schedule={schedule.name!r} with sharded layers: each pipeline would find a plan "
-                "of its own, but those that share a layer must run it in one order: give the name "
-                "of a schedule"
-            )
         _check_shared(shared, layers)
         self._roots = {
             j: [root for name in names for root in roots_of(layers[name])]

@@ -22,7 +22,7 @@ from statistics import fmean, median
 from procpipe.errors import BalanceError
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import RECOMPUTE, Task
+from procpipe.plan.task import Task
 from procpipe.run.statistics import Split
 from procpipe.timeline.idle import replay, split, usual_seconds
 from procpipe.timeline.recording import Ran, Recording, Step
@@ -229,9 +229,7 @@ class _Advisor:
 
     @property
     def _schedule(self) -> str:
-        """The fixed schedule of the step: "zb-h1" also for "trying zb-h1"."""
-        name = self._step.schedule or str(self._recording.facts.get("schedule", ""))
-        return name.rpartition(" ")[2]
+        return str(self._recording.facts.get("schedule", ""))
 
     def _named(self, partition: int) -> str:
         if self._num_partitions == self._step.num_stages:
@@ -267,9 +265,6 @@ class _Advisor:
         is_known = schedule in SCHEDULES and mode in ("always", "except_last", "never")
         if not is_known or not self._step.trains or self._step.call != "step":
             return None
-        recomputes = {task.i for row in self._rows for task in row if task.kind == RECOMPUTE}
-        if self._step.schedule and recomputes != recomputed(str(mode), len(self._sizes)):
-            return None  # "auto" recomputes more than the user wants
         try:
             if SCHEDULES[schedule].place(len(at), n) != at:
                 return None

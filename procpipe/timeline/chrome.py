@@ -205,7 +205,6 @@ def _boundaries(step: Step) -> dict[str, Any]:
         "sizes": list(step.shares[0]),
         "begins_us": [_microseconds(begin_s) for begin_s in step.begins_s],
         "ends_us": [_microseconds(end_s) for end_s in step.ends_s],
-        "schedule": step.schedule,
         **({"shares": list(map(list, step.shares))} if step.num_replicas > 1 else {}),
     }
 
@@ -263,7 +262,6 @@ def _step(entry: Event, tasks: list[Ran], hops: list[Hop], sums: list[Summed]) -
         tuple(end / 1e6 for end in entry["ends_us"]),
         tuple(tasks),
         tuple(hops),
-        entry.get("schedule", ""),  # older files have none
         tuple(sums),
     )
 

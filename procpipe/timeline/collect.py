@@ -27,7 +27,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import WaitTimeoutError
 from procpipe.notes import write_note
 from procpipe.plan.task import Plan
-from procpipe.run.messages import Order, StepDetail, decode, encode
+from procpipe.run.messages import Order, decode, encode
 from procpipe.timeline.chrome import to_chrome
 from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.merging import merged
@@ -126,8 +126,6 @@ class Tracing:
     def end_step(self, order: Order, record: dict[str, Any]) -> None:
         """Send rank 0 what this rank recorded of the step; never blocks."""
         record |= {"call": order.call, "sizes": order.sizes, "plan": order.plan}
-        if isinstance(order.detail, StepDetail):
-            record["schedule"] = order.detail.schedule
         has_plan = self._is_writer and order.sizes  # a replica may have no samples
         self.note(record, self._plan_of(order).to_text() if has_plan else "")
 
@@ -135,8 +133,7 @@ class Tracing:
         """Keep a record on rank 0, or send it there.
 
         Args:
-            record: see ``Recorder.last_record``, with the "call", "sizes" and "plan" of the step,
-                and the "schedule" if one was chosen for it.
+            record: see ``Recorder.last_record``, with the "call", "sizes" and "plan" of the step.
             plan_text: on rank 0, the plan.
         """
         encoded = encode(record)

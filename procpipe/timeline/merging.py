@@ -93,7 +93,6 @@ def merged_step(
             for kind, i, j, start_ns, end_ns in record["tasks"]
         ),
         hops=tuple(_hops(records, at_s, num_stages)),
-        schedule=first.get("schedule", ""),
         sums=tuple(
             Summed(rank, what, num_bytes, *(at_s(rank, at_ns) for at_ns in times_ns))
             for rank, record in enumerate(records)

@@ -89,9 +89,6 @@ class Step:
     ends_s: tuple[float, ...]  # when each rank ended
     tasks: tuple[Ran, ...]  # what ran; those of a rank in order
     hops: tuple[Hop, ...]  # the messages, in the order in which they were sent
-    #: The schedule that was chosen for it, such as "zb-h1" or "trying zb-h1"; "" if the run has
-    #: only one.
-    schedule: str = ""
     #: What was added up over replicas; those of a rank in the order of the waits for them.
     sums: tuple[Summed, ...] = ()
 
@@ -196,11 +193,6 @@ class Recording:
         work = step.plan, step.call, step.shares
         same = [other for other in self.steps if (other.plan, other.call, other.shares) == work]
         return same[1:] if len(same) > 1 and same[0].number == 0 else same
-
-    def schedule_of(self, step: Step) -> str:
-        """Return the name of a step's schedule: "gpipe", or "auto: zb-h1"."""
-        name = str(self.facts.get("schedule"))
-        return f"{name}: {step.schedule}" if step.schedule else name
 
     def kept_text(self) -> str:
         """Describe which steps were recorded: "steps 0 to 4 and 20 to 119"."""

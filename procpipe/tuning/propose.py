@@ -7,11 +7,8 @@
     for each balance                   by seconds; if memory is short, increasingly by bytes
     for each schedule                  a plan: its seconds, and the bytes that each device holds
 
-For the best of these in each mode a plan is also searched (``search.py``), which takes too long to
-be done for all.
-
 The fastest proposal that fits into memory is chosen. Predictions within 2% count as equal: then the
-one that needs the least memory, and a searched plan only if there is no other.
+one that needs the least memory.
 
     bytes of a device = parameters, gradients, optimizer     static
                       + what it holds for backward passes    held
@@ -19,7 +16,7 @@ one that needs the least memory, and a searched plan only if there is no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -30,11 +27,10 @@ from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
-from procpipe.plan.schedules.named import AUTO, SCHEDULES
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
 from procpipe.tuning.model import Link, Model
-from procpipe.tuning.search import SEARCHED, fixed_plans, least_bytes, searched
 from procpipe.words import counted
 
 #: Divides costs of layers into parts: ``procpipe.balance.blocks``.
@@ -48,9 +44,6 @@ _MARGIN = 0.02
 
 #: The weights of bytes in a balance; seconds have the rest.
 _SHARES_OF_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-#: The number of searches in each mode.
-_NUM_SEARCHES = 2
 
 #: More micro-batches a device hardly shorten the bubble.
 _MOST_CHUNKS_A_DEVICE = 8
@@ -182,12 +175,11 @@ def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
             f"a replica has {counted(question.share, 'sample')} of a mini-batch, too few for "
             "each number of chunks that is asked for"
         )
-    found = [
+    return [
         proposal
         for setting in _settings(model, question)
         for proposal in _of_setting(model, question, setting, divide)
     ]
-    return [*found, *_searched(question, found)]
 
 
 def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
@@ -212,16 +204,13 @@ def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal 
         return None
     fastest_s = min(proposal.total_s for proposal in fitting)
     as_fast = [p for p in fitting if p.total_s <= (1 + _MARGIN) * fastest_s]
-    # schedule="auto" measures before it finds its plan, which only a faster plan justifies.
-    as_fast = [p for p in as_fast if p.schedule in SCHEDULES] or as_fast
-    return min(as_fast, key=lambda p: (max(p.needed_bytes), _simplicity(p.schedule), p.chunks))
+    names = list(SCHEDULES)  # the simplest first
+    return min(as_fast, key=lambda p: (max(p.needed_bytes), names.index(p.schedule), p.chunks))
 
 
 def leanest(proposals: Sequence[Proposal]) -> Proposal:
-    """Return what needs the least memory on its largest stage; if equal, a named schedule."""
-    return min(
-        proposals, key=lambda p: (max(p.needed_bytes), p.schedule not in SCHEDULES, p.total_s)
-    )
+    """Return what needs the least memory on its largest stage; if equal, the fastest."""
+    return min(proposals, key=lambda p: (max(p.needed_bytes), p.total_s))
 
 
 @dataclass(frozen=True)
@@ -314,7 +303,7 @@ def _of_balance(
     )
     static = model.static_bytes(balance, placement, question.states)
     m = setting.num_micro_batches
-    for schedule, plan in fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
+    for schedule, plan in _fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
         if schedule == "interleaved" and len(placement) == n:  # the same as 1F1B
             continue
         held = all_peak_bytes(plan, costs, routes)
@@ -324,37 +313,12 @@ def _of_balance(
         )  # fmt: skip
 
 
-def _searched(question: Question, found: Sequence[Proposal]) -> Iterator[Proposal]:
-    """Search plans for the best settings, on placements that ``"auto"`` supports."""
-    n = question.num_stages
-    in_order = sorted(found, key=lambda proposal: proposal.order(question.memory_bytes))
-    for mode in MODES:
-        best: dict[tuple[int, tuple[int, ...]], Proposal] = {}
-        for p in in_order:
-            if p.checkpoint == mode and AUTO.place(len(p.balance), n) == p.plan.placement:
-                best.setdefault((p.chunks, p.balance), p)
-        for base in list(best.values())[:_NUM_SEARCHES]:
-            limits = None
-            if question.memory_bytes is not None:
-                limits = [max(0, question.memory_bytes - static) for static in base.static_bytes]
-            yield _with_searched(base, limits)
-
-
-def _with_searched(base: Proposal, limits_bytes: Sequence[int] | None) -> Proposal:
-    """Search a plan within limits, or within the least possible ones."""
-    m, costs, routes = base.plan.num_micro_batches, base.costs, base.routes
-    recompute = recomputed(base.checkpoint, m)
-    plan = searched(m, costs, routes, recompute=recompute, limits_bytes=limits_bytes)
-    if plan is None:
-        least = least_bytes(m, costs, routes, recompute=recompute)
-        plan = searched(m, costs, routes, recompute=recompute, limits_bytes=least)
-    assert plan is not None, "there is a plan that holds the least"
-    held = all_peak_bytes(plan, costs, routes)
-    total_s = simulate(plan, costs, routes).total_s
-    return replace(base, schedule=SEARCHED, plan=plan, total_s=total_s, held_bytes=held)
-
-
-def _simplicity(schedule: str) -> int:
-    """Return a schedule's place among the named ones, the simplest first."""
-    names = list(SCHEDULES)
-    return names.index(schedule) if schedule in names else len(names)
+def _fixed_plans(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple[str, Plan]]:
+    """Yield the plans of the schedules that support the placement, by name."""
+    placement, n = routes.placement, routes.num_stages
+    v = len(placement) // n
+    for schedule in SCHEDULES.values():
+        if schedule.partitions_per_stage not in (None, v):
+            continue
+        if schedule.place(len(placement), n) == placement:
+            yield schedule.name, schedule.plan(m, placement, recompute)

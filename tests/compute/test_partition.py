@@ -147,20 +147,17 @@ def test_gradients_may_be_missing(recompute):
     partition = partition_of(Do(lambda t: (t * 2, t * 3)))
     output = partition.forward(0, received(torch.ones(2)), keep=True, recompute=recompute)
     if recompute:
-        assert partition.recompute(0) == 16
+        partition.recompute(0)
     assert output.requires_grad == (True, True)
     (gradient,) = partition.backward(0, [None, torch.ones(2)])
     assert gradient is not None
     assert gradient.tolist() == [3.0, 3.0]
 
 
-def test_recomputation_returns_the_bytes_of_its_roots():
-    partition = partition_of(nn.Linear(3, 4, dtype=torch.float64))
-    partition.forward(0, received(torch.randn(5, 3).double()), keep=True, recompute=True)
-    assert partition.recompute(0) == 5 * 4 * 8
+def test_what_is_frozen_is_not_recomputed():
     frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
     frozen.forward(0, received(torch.randn(5, 3), requires_grad=False), keep=True, recompute=True)
-    assert frozen.recompute(0) == 0
+    frozen.recompute(0)
     assert frozen.backward(0, []) == []
 
 
@@ -358,7 +355,7 @@ def test_finish_is_a_last_layer(recompute):
     )
     assert output.tensors[0].shape == ()
     if recompute:
-        assert partition.recompute(0) == 4
+        partition.recompute(0)
     assert partition.backward(0, [torch.tensor(1.0)]) != [None]
 
 

@@ -392,7 +392,6 @@ def ask_for_what_cannot_be(bare):
         )
         found["few layers"] = error_of(lambda: stage_in(bare, mesh, "few", make_model()[:1], None))
         found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
-        found["auto"] = error_of(lambda: shard(bare, mesh, "dp", "auto"))
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
@@ -445,7 +444,6 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "two for each": "for 2 stages, but schedule='zb-v' needs two partitions for each",
             "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
-            "auto": "ValueError: schedule='auto' with sharded layers",
             "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
             "tied in a stage": (

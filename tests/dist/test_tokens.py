@@ -311,7 +311,6 @@ MISTAKES = {
         (3, "zb-h1", "except_last"),
         (2, "interleaved", "never"),
         (2, "zb-v", "never"),
-        (2, "auto", "except_last"),
     ],
 )
 def test_sums_and_weights_make_the_mean_over_all_tokens(ranks, num_ranks, schedule, mode):

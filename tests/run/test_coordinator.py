@@ -18,7 +18,6 @@ from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.run import coordinator as coordinator_module
-from procpipe.run.chooser import FixedSchedule
 from procpipe.run.control import CONTROL, Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.messages import LOCAL, ROUTED, BatchDetail, Order
@@ -202,7 +201,7 @@ def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
 def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
-    coordinator = Coordinator(controls[0], Grid(0, 3), Routes(3), FixedSchedule(schedule))
+    coordinator = Coordinator(controls[0], Grid(0, 3), Routes(3), schedule)
     received = []
     meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 

@@ -10,7 +10,6 @@ import pytest
 from procpipe.balance.blocks import blocks
 from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.timeline.advice import advise, basis
@@ -121,28 +120,6 @@ def test_1f1b_is_advised_as_it_holds_fewer_micro_batches() -> None:
 def test_1f1b_is_not_advised_if_it_is_the_schedule() -> None:
     facts = {"balance": [1] * 4, "schedule": "1f1b"}
     assert not any("1f1b" in advice for advice in advice_on(measured(8, 4), facts=facts))
-
-
-@pytest.mark.parametrize("chosen", ["1f1b", "trying 1f1b", "measuring, step 2 of 6, 1f1b"])
-def test_a_schedule_that_auto_chose_is_advised_on(chosen: str) -> None:
-    # 1F1B has the bubble of gpipe; it is not advised if it is the schedule.
-    step = measured(8, 4, one_f_one_b(8, 4, recompute=()), schedule=chosen)
-    facts = {"balance": [1] * 4, "schedule": "auto"}
-
-    assert advice_on(step, facts=facts) == [
-        "More micro-batches: chunks=16 would take the bubble from 27% to about 16%, if tasks of "
-        "half the samples take half as long."
-    ]
-
-
-def test_a_plan_that_auto_searched_is_not_mistaken_for_a_fixed_one() -> None:
-    facts = {"balance": [1] * 4, "schedule": "auto"}
-    assert advice_on(measured(8, 4, schedule="searched"), facts=facts)[:1] == [
-        "schedule='1f1b' would hold at most 4 micro-batches on a stage, not 8 (2.0 times fewer), "
-        "and be as fast."
-    ]
-    more = measured(8, 4, gpipe(8, 4, recompute={0, 1}), schedule="gpipe")
-    assert advice_on(more, facts=facts) == []
 
 
 def test_one_stage_is_not_advised_another_schedule() -> None:

@@ -27,19 +27,12 @@ HOPS = [
 
 def recorded() -> Recording:
     first = read_step(EQUAL, number=3, hops=HOPS)
-    second = read_step(UNEQUAL, number=7, call="forward", begins_s=(0.25, 0.5), schedule="zb-h1")
+    second = read_step(UNEQUAL, number=7, call="forward", begins_s=(0.25, 0.5))
     return recording_of(first, second, layer_s=(1.0, 2.0), is_closed=False)
 
 
 def test_a_written_recording_is_read_back() -> None:
     assert from_chrome(json.loads(json.dumps(to_chrome(recorded())))) == recorded()
-
-
-def test_a_file_without_the_steps_schedules_is_read() -> None:
-    data = to_chrome(recorded())
-    for step in data["otherData"]["steps"]:
-        del step["schedule"]
-    assert {step.schedule for step in from_chrome(data).steps} == {""}
 
 
 def test_a_stage_is_a_process_with_a_row_for_each_kind_of_event() -> None:

@@ -99,7 +99,7 @@ def test_layers_are_divided_by_seconds() -> None:
 def test_two_partitions_a_device_need_two_layers_a_device() -> None:
     names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)), divide)}
 
-    assert names == {"gpipe", "1f1b", "zb-h1", "searched"}
+    assert names == {"gpipe", "1f1b", "zb-h1"}
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
@@ -130,33 +130,6 @@ def test_among_equally_fast_plans_the_leanest_is_chosen() -> None:
     assert choose([slow, fast, fat, lean], None) is lean
     assert choose([less_simple, simple], None) is simple
     assert choose([simple, fewer_chunks], None) is fewer_chunks
-
-
-def test_a_searched_plan_is_chosen_if_no_fixed_schedule_is_as_fast() -> None:
-    # A transfer takes as long as a forward, which fixed schedules do not consider.
-    question = Question(3, 8, chunks=(8,), link=Link(latency_s=1.0))
-    proposals = propose(model(1, 1, 1), question, divide)
-    fixed_s = min(p.total_s for p in proposals if p.schedule != "searched")
-
-    chosen = choose(proposals, None)
-    named = choose([replace(p, total_s=fixed_s) for p in proposals], None)
-
-    assert chosen is not None
-    assert chosen.schedule == "searched"
-    assert chosen.total_s < fixed_s / 1.02
-    verify(chosen.plan, chosen.routes)
-    assert named is not None
-    assert named.schedule != "searched"
-
-
-def test_room_for_one_micro_batch_is_used_by_a_searched_plan() -> None:
-    # 1000 bytes a micro-batch: without recomputation, fixed schedules need room for 2 or more.
-    question = Question(2, 4, memory_bytes=1100, chunks=(4,))
-    never = [
-        p for p in propose(model(1, 1, kept=1000), question, divide) if p.checkpoint == "never"
-    ]
-
-    assert {p.schedule for p in never if p.fits(1100)} == {"searched"}
 
 
 def test_layers_are_moved_if_memory_is_short() -> None:

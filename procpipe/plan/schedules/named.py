@@ -30,7 +30,6 @@ class Schedule:
     partitions_per_stage: int | None = 1  # the only number that it supports; None for any number
     #: Returns the default number of partitions, from the number of stages.
     count: Callable[[int], int] = lambda num_stages: num_stages
-    is_measured: bool = False  # whether ``tuning.auto`` chooses its plans by measurements instead
 
     def place(self, num_partitions: int, num_stages: int) -> tuple[int, ...]:
         """Return the stage of each partition.
@@ -94,27 +93,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def _auto_placement(num_partitions: int, num_stages: int) -> tuple[int, ...]:
-    place = folded if num_partitions == 2 * num_stages else looped
-    return place(num_partitions, num_stages)
-
-
-def _no_plan(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
-    raise AssertionError("the plans of 'auto' come from tuning/auto.py")
-
-
-#: ``schedule="auto"``: a placement only; ``tuning/auto.py`` searches the plans.
-AUTO = Schedule(
-    "auto", _no_plan, placement=_auto_placement, partitions_per_stage=None, is_measured=True
-)
-
-
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
     """Return the schedule of a name or of a user's function.
 
     Args:
-        schedule: a name in ``SCHEDULES``, or ``"auto"``; or a function of the numbers of
-            micro-batches and of stages, whose plans include recomputations and a placement.
+        schedule: a name in ``SCHEDULES``, or a function of the numbers of micro-batches and of
+            stages, whose plans include recomputations and a placement.
 
     Raises:
         ValueError: the name is unknown.
@@ -124,10 +108,8 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
         return _of_function(schedule)
     if not isinstance(schedule, str):
         raise TypeError(f"schedule is {schedule!r}, but must be a str or a function (m, n) -> Plan")
-    if schedule == AUTO.name:
-        return AUTO
     if schedule not in SCHEDULES:
-        names = ", ".join(map(repr, (*SCHEDULES, AUTO.name)))
+        names = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"schedule is {schedule!r}, but must be one of {names}, or a function")
     return SCHEDULES[schedule]
 

@@ -209,13 +209,13 @@ def test_a_picture_whose_boxes_would_be_too_narrow_is_not_fitted_to_the_page(fac
     assert labels[-1][:2] == ("100.0000", "end")  # otherwise half of the label would be cut off
 
 
-def test_the_page_names_the_chosen_schedule_and_when_it_was_written():
-    step = read_step(EQUAL, schedule="zb-h1")
-    facts = {"schedule": "auto", "written": "2030-01-02T03:04:05+00:00"}
+def test_the_page_names_the_schedule_and_when_it_was_written():
+    step = read_step(EQUAL)
+    facts = {"schedule": "zb-h1", "written": "2030-01-02T03:04:05+00:00"}
     html = html_of(recording_of(step, facts=facts))
 
     assert "2 micro-batches of 8 samples" in html
-    assert "schedule auto: zb-h1 ·" in html
+    assert "schedule zb-h1 ·" in html
     assert "written 2030-01-02 03:04 UTC<" in html
 
 
