@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from procpipe import (
     BalanceError,
@@ -278,6 +279,30 @@ def test_training_equals_the_plain_model(stage_of):
             optimizer.step()
     for key, value in stage.state_dict().items():
         assert torch.equal(value, plain.state_dict()[key]), key
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for its device on a GPU: values read one by one."""
+
+    num_waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_reads_no_value_of_each_parameter():
+    counts = []
+    for num_layers in (1, 5):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers)))
+        stage = Stage(model, loss_fn=F.mse_loss)
+        stage.step(torch.ones(2, 2), torch.zeros(2, 2))
+        with Waits() as waits:
+            stage.clip_grad_norm_(1.0)
+        counts.append(waits.num_waits)
+        stage.close()
+
+    assert counts[0] == counts[1]
 
 
 def test_an_output_of_one_micro_batch_is_that_of_the_plain_model(stage_of):
