@@ -40,9 +40,8 @@ _MINI_BATCHES = frozenset({1, *(2 * 8**k for k in range(20))})
 
 #: What recomputation repeats, for errors.
 REPEATED = (
-    "Repeated are the generators of torch, random and numpy.random, those that modules hold as "
-    "attributes (self.generator = torch.Generator()), and buffers (register_buffer, for a "
-    "counter): use these, or checkpoint='never'"
+    "Repeated are the global generators of torch, random and numpy.random, and buffers "
+    "(register_buffer, for a counter): use these, or checkpoint='never'"
 )
 
 

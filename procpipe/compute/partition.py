@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import Look
-from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, PartitionLayers
 from procpipe.compute.ledger import num_bytes
@@ -84,7 +83,7 @@ class Partition:
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
         self._outside = OutsideChanges(layers.named, self._buffers)
-        self._generators = Generators(self.device)
+        self._modules: list[nn.Module] = []
         self._splitter = Splitter(layers.named.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
@@ -102,12 +101,12 @@ class Partition:
         self.layers.digests.begin()
         # Read again, since a user may replace modules and parameters.
         modules = [module for layer in self.layers.named.values() for module in layer.modules()]
+        self._modules = modules
         types = list(map(type, modules))
         if types != self._types:
             check_not_data_parallel(self.layers.named.items())
             check_sharded_before(self._types or types, types)
             self._types = types
-        self._generators.begin(modules)
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
@@ -266,8 +265,7 @@ class Partition:
         """
         inputs = this.inputs
         this.look = self.layers.digests.start()
-        generators = self._generators
-        this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
+        ambient = this.ambient = Ambient.now(self.device, self._modules)
         this.versions = self.layers.versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
@@ -288,6 +286,7 @@ class Partition:
             else:
                 given = self.layers.unshared(inputs.tensors)
                 output = self.layers.run(inputs, given, this.finish, inputs.tensors)
+        this.ambient = ambient.after_forward()
         self.layers.digests.stop()
         self._buffers.after_forward()
         form, flags = learned
