@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.digests import REPEATED, Digests, Look, difference
-from procpipe.compute.sharing import SharedInputs, Sharing
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
@@ -72,32 +71,25 @@ class PartitionLayers:
         ``untouched`` are the tensors that recomputation needs as they are now.
         """
         value = unflatten(tensors, inputs.structure)
-        watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
         entered: list[Any] = []
         if self._skips.sources:
             value, *entered = value
         tracker = self._skips.tracker(entered)
         tracker.on_stash = lambda tensor: self.digests.add(self._current, tensor)
         with tracking(tracker):
-            value = self._run_layers(value, finish, untouched, watch)
+            value = self._run_layers(value, finish, untouched)
         self._skips.check(tracker)
         if self._skips.destinations:
             value = (value, *self._skips.messages(tracker))
         outputs, structure = flatten(value)
         for output in outputs:
             self._check_can_leave(output)
-        made = Flat(outputs, structure, tuple([output.requires_grad for output in outputs]))
-        if not self._is_last:
-            made.sharing(*watch.leaving(outputs, next(iter(self.named), "")))
         self._enter(-1)
-        return made
+        return Flat(outputs, structure, tuple([output.requires_grad for output in outputs]))
 
-    def _run_layers(
-        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: SharedInputs
-    ) -> Any:
+    def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
         versions = self.versions(untouched)
         spread = self.is_first
-        must_look = watch.is_needed or self.digests.is_looking  # rarely
         self.digests.add(-1, value)
         if spread and not self.named:  # passes its inputs on
             value, spread = _passed_on(value), False
@@ -110,9 +102,7 @@ class PartitionLayers:
                     error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
-            if must_look:
-                watch.look(self.where)
-                self.digests.add(self._current, value)
+            self.digests.add(self._current, value)
             if versions and versions != self.versions(untouched):
                 raise RecomputeError(
                     f"{self.where()} changed its partition's input in place, so recomputing it "

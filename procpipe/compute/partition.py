@@ -38,7 +38,6 @@ from procpipe.compute.layers import Finish, PartitionLayers
 from procpipe.compute.ledger import num_bytes
 from procpipe.compute.outside import OutsideChanges
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import are_same
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.errors import RecomputeError
@@ -275,7 +274,7 @@ class Partition:
                 before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
                     output = self._run_with_graph(this)
-                if not all(map(are_same, before, inputs.tensors)):
+                if not all(map(_are_same, before, inputs.tensors)):
                     raise RecomputeError(
                         "a layer changed its partition's input past autograd (through x.data or "
                         "NumPy), so recomputing it would start from the wrong values: change a "
@@ -323,7 +322,12 @@ class Partition:
 
 def _with(output: Flat, tensors: list[Tensor], flags: tuple[bool, ...]) -> Flat:
     """Return an output with other tensors, and which of them require a gradient."""
-    return Flat(tensors, output.structure, flags).sharing(output.memories, output.changes)
+    return Flat(tensors, output.structure, flags)
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same values; NaN equals NaN here."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _form(output: Flat) -> _Form:

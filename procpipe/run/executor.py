@@ -30,7 +30,6 @@ from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.earlier import Earlier
 from procpipe.compute.ledger import Ledger, num_bytes
 from procpipe.compute.partition import Partition
-from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
 from procpipe.data.mean_loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
@@ -219,7 +218,6 @@ class Executor:
                 target = message.value
             else:
                 inputs.append(message)
-        check_fresh(inputs)
         loss = batch.loss if is_last else None
         self._observers.begin_layers(task)
         output = self.partitions[j].forward(  # step 4
