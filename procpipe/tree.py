@@ -35,34 +35,18 @@ Structure = Any
 TENSOR = "*"
 
 
-class _Parts(NamedTuple):
-    tensors: list[Tensor]
-    structure: Structure
-    requires_grad: tuple[bool, ...]
-
-
-class Flat(_Parts):
+class Flat(NamedTuple):
     """A nested value taken apart, as it enters or leaves a partition and as a channel carries it.
 
     Attributes:
         tensors: detached tensors, from left to right.
         structure: everything else.
         requires_grad: for each tensor, whether a gradient is to be sent back.
-        memories: for each tensor, the names of the memories that it shares with others in the plain
-            model, but not here (see ``compute.sharing``); empty if none does.
-        changes: names of memories that were changed in place on the way here, and where.
     """
 
-    memories: tuple[tuple[str, ...], ...] = ()
-    changes: tuple[tuple[str, str], ...] = ()
-
-    def sharing(
-        self, memories: tuple[tuple[str, ...], ...], changes: tuple[tuple[str, str], ...]
-    ) -> Flat:
-        """Set ``memories`` and ``changes``, and return itself."""
-        if memories or changes:
-            self.memories, self.changes = memories, changes
-        return self
+    tensors: list[Tensor]
+    structure: Structure
+    requires_grad: tuple[bool, ...]
 
     @property
     def value(self) -> Any:
@@ -118,9 +102,6 @@ def joined(parts: Sequence[Flat]) -> Flat:
         [tensor for part in parts for tensor in part.tensors],
         ("t", tuple(part.structure for part in parts)),
         tuple(flag for part in parts for flag in part.requires_grad),
-    ).sharing(
-        _joined_memories(parts),
-        tuple(dict.fromkeys(change for part in parts for change in part.changes)),
     )
 
 
@@ -130,23 +111,10 @@ def parted(whole: Flat, num_values: int) -> list[Flat]:
         return [whole]
     structures = whole.structure[1]
     sizes = [num_tensors(structure) for structure in structures]
-    memories = cut(whole.memories, sizes) if whole.memories else [[] for _ in sizes]
-    return [
-        Flat(tensors, structure, tuple(flags)).sharing(tuple(of_part), whole.changes)
-        for tensors, structure, flags, of_part in zip(
-            cut(whole.tensors, sizes),
-            structures,
-            cut(whole.requires_grad, sizes),
-            memories,
-            strict=True,
-        )
-    ]
-
-
-def _joined_memories(parts: Sequence[Flat]) -> tuple[tuple[str, ...], ...]:
-    if not any(part.memories for part in parts):
-        return ()
-    return tuple(names for part in parts for names in part.memories or ((),) * len(part.tensors))
+    pieces = zip(
+        cut(whole.tensors, sizes), structures, cut(whole.requires_grad, sizes), strict=True
+    )
+    return [Flat(tensors, structure, tuple(flags)) for tensors, structure, flags in pieces]
 
 
 def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.generators import Generators
 from procpipe.compute.graph import Enter, Entry
 from procpipe.compute.recompute import Ambient
 from procpipe.skip.tracker import tracking
@@ -219,9 +218,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _surroundings(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Enable gradients, whatever the caller's mode, and restore the random number generators."""
     drawn_on = torch.device("cpu") if device.type == "meta" else device
-    generators = Generators(drawn_on)
-    generators.begin(list(module.modules()))
-    ambient = Ambient.now(drawn_on, generators.sources())
+    ambient = Ambient.now(drawn_on)
     with ambient.restored(), torch.inference_mode(False), torch.enable_grad():
         yield
 

@@ -145,12 +145,10 @@ class Sender:
             [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors],
             repr(structure),
             requires_grad,
-            message.memories,
-            message.changes,
         )
         if what == self._last:
             return b""
-        meta = describe(Flat(tensors, structure, requires_grad).sharing(*what[3:]))
+        meta = describe(Flat(tensors, structure, requires_grad))
         self._last, self._size_bytes = what, meta.num_bytes
         return encode(meta)
 
@@ -315,8 +313,7 @@ class Receiver:
             except (OSError, RuntimeError):  # the peer is gone; its own failure says why
                 self._mesh.wait_failure()
                 raise
-        message = Flat(tensors, meta.structure, meta.requires_grad)
-        return message.sharing(meta.memories, meta.changes)
+        return Flat(tensors, meta.structure, meta.requires_grad)
 
     def _on_frame(self, meta_size: int, flags: int, body: memoryview) -> None:
         if meta_size:

@@ -97,8 +97,6 @@ class Meta:
 
     structure: Structure
     tensors: tuple[TensorMeta, ...]
-    memories: tuple[tuple[str, ...], ...] = ()
-    changes: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
@@ -124,8 +122,6 @@ def describe(message: Flat) -> Meta:
             TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad, is_channels_last(tensor))
             for tensor, requires_grad in zip(message.tensors, message.requires_grad, strict=True)
         ),
-        message.memories,
-        message.changes,
     )
 
 
@@ -171,19 +167,16 @@ def encode(meta: Meta) -> bytes:
         (t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad, t.is_channels_last)
         for t in meta.tensors
     ]
-    every = meta.structure, tensors, meta.memories, meta.changes
-    return json.dumps(every, separators=(",", ":")).encode()
+    return json.dumps((meta.structure, tensors), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Meta:
     """Decode what :func:`encode` wrote."""
-    structure, tensors, memories, changes = json.loads(data)
+    structure, tensors = json.loads(data)
     return Meta(
         from_json(structure),
         tuple(
             TensorMeta(tuple(shape), getattr(torch, dtype), *flags)
             for shape, dtype, *flags in tensors
         ),
-        tuple(map(tuple, memories)),
-        tuple(map(tuple, changes)),
     )

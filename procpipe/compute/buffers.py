@@ -89,13 +89,11 @@ class Buffers:
             for (module, name), buffer in owned.items():
                 module._buffers[name] = buffer
 
-    def versions(self) -> dict[BufferPlace, tuple[int, int]]:
-        """Return which tensor each buffer is now, and its version."""
-        return {place: (id(_buffer(place)), _version(place)) for place in self._names}
-
-    def name_of(self, place: BufferPlace) -> str:
-        """Return a buffer's name in the full model."""
-        return self._names[place]
+    def steady(self) -> Iterator[Tensor]:
+        """Yield the buffers that no forward has changed."""
+        for place in self._names:
+            if place not in self._changing and (buffer := _buffer(place)) is not None:
+                yield buffer
 
 
 def _buffer(place: BufferPlace) -> Tensor | None:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.digests import REPEATED, Digests, Look, difference
-from procpipe.compute.sharing import SharedInputs, Sharing
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
@@ -35,7 +33,6 @@ class PartitionLayers:
     Attributes:
         named: the names and layers.
         on_layer: called with the index of each layer that begins, and with -1 after the last.
-        digests: of what the layers return, for those that are recomputed.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class PartitionLayers:
     ) -> None:
         self.named = dict(layers)
         self.on_layer: Callable[[int], None] = lambda index: None
-        self.digests = Digests()
         self._calls: list[Callable[[Any], Any]] = [*layers.values()]
         self._current = -1
         self.device = device
@@ -72,33 +68,24 @@ class PartitionLayers:
         ``untouched`` are the tensors that recomputation needs as they are now.
         """
         value = unflatten(tensors, inputs.structure)
-        watch = SharedInputs(tensors, Sharing(inputs.memories, inputs.changes))
         entered: list[Any] = []
         if self._skips.sources:
             value, *entered = value
         tracker = self._skips.tracker(entered)
-        tracker.on_stash = lambda tensor: self.digests.add(self._current, tensor)
         with tracking(tracker):
-            value = self._run_layers(value, finish, untouched, watch)
+            value = self._run_layers(value, finish, untouched)
         self._skips.check(tracker)
         if self._skips.destinations:
             value = (value, *self._skips.messages(tracker))
         outputs, structure = flatten(value)
         for output in outputs:
             self._check_can_leave(output)
-        made = Flat(outputs, structure, tuple([output.requires_grad for output in outputs]))
-        if not self._is_last:
-            made.sharing(*watch.leaving(outputs, next(iter(self.named), "")))
         self._enter(-1)
-        return made
+        return Flat(outputs, structure, tuple([output.requires_grad for output in outputs]))
 
-    def _run_layers(
-        self, value: Any, finish: Finish | None, untouched: Sequence[Tensor], watch: SharedInputs
-    ) -> Any:
+    def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
         versions = self.versions(untouched)
         spread = self.is_first
-        must_look = watch.is_needed or self.digests.is_looking  # rarely
-        self.digests.add(-1, value)
         if spread and not self.named:  # passes its inputs on
             value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
@@ -110,9 +97,6 @@ class PartitionLayers:
                     error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
-            if must_look:
-                watch.look(self.where)
-                self.digests.add(self._current, value)
             if versions and versions != self.versions(untouched):
                 raise RecomputeError(
                     f"{self.where()} changed its partition's input in place, so recomputing it "
@@ -166,23 +150,6 @@ class PartitionLayers:
     def _enter(self, index: int) -> None:
         self._current = index
         self.on_layer(index)
-
-    def compare(self, i: int, first: Look | None, *, is_coarse: bool) -> None:
-        """Compare the recomputation that has run with its first forward, if both have digests.
-
-        Raises:
-            RecomputeError: a layer gave something else.
-        """
-        again = self.digests.stop()
-        if first is None or again is None:
-            return
-        if found := difference(first, again, is_coarse=is_coarse):
-            self._current = found.place  # which the error's notes name, too
-            raise RecomputeError(
-                f"{self.where()} gave {found.how} when micro-batch {i} was recomputed, so "
-                "gradients would be wrong: it depends on what recomputation does not repeat. "
-                f"{REPEATED}"
-            )
 
 
 def _passed_on(inputs: Any) -> Any:

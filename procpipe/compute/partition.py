@@ -24,7 +24,7 @@ Independent of other partitions and of the order of tasks, which the executor ta
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,17 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
-from procpipe.compute.digests import Look
-from procpipe.compute.generators import Generators
+from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, PartitionLayers
-from procpipe.compute.outside import OutsideChanges
+from procpipe.compute.outside import sum_of_versions
 from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
-from procpipe.compute.sharing import are_same
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.errors import RecomputeError
-from procpipe.torch_internals import is_compiled, run_backward
+from procpipe.torch_internals import is_compiled, pytree, run_backward
 from procpipe.tree import Flat, Structure
 
 _Form = tuple[Structure, tuple[torch.dtype, ...]]
@@ -60,7 +58,7 @@ class _Pass:
     entry: Entry = field(default_factory=Entry)
     ambient: Ambient | None = None
     buffers: BufferCopies | None = None
-    look: Look | None = None
+    digests: list[Digest] | None = None  # where they are compared: of F, then of R
     versions: list[int] = field(default_factory=list)
 
     def leaving(self, output: Flat, flags: tuple[bool, ...]) -> Flat:
@@ -82,8 +80,11 @@ class Partition:
         self.device = layers.device
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
-        self._outside = OutsideChanges(layers.named, self._buffers)
-        self._generators = Generators(self.device)
+        self._parameters: list[nn.Parameter] = []
+        self._noted: int | None = None  # the sum of versions after the last forward
+        self._num_compared = 0  # mini-batches so far in which anything was recomputed
+        self._is_compared: bool | None = None
+        self._modules: list[nn.Module] = []
         self._splitter = Splitter(layers.named.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
@@ -98,19 +99,21 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
         self._passes.clear()
         self._put_off.clear()
-        self.layers.digests.begin()
+        self._noted = self._is_compared = None
         # Read again, since a user may replace modules and parameters.
         modules = [module for layer in self.layers.named.values() for module in layer.modules()]
+        self._modules = modules
         types = list(map(type, modules))
         if types != self._types:
             check_not_data_parallel(self.layers.named.items())
             check_sharded_before(self._types or types, types)
             self._types = types
-        self._generators.begin(modules)
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
-        trainable = self._outside.begin(modules)
+        # A parameter that several modules have is there several times.
+        self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         if trainable != self._trainable:
             self._trainable = trainable
             self._learned.clear()
@@ -163,11 +166,12 @@ class Partition:
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
             output = self._forward_without_graph(this, is_left_out)
-            self._outside.note(is_repeated=True)
+            self._noted = self._versions()
             return output
         with self._splitter.into(this.put_off):
             output = self._run_with_graph(this)
-        self._outside.note(is_repeated=False)
+        if self._noted is not None:  # earlier micro-batches will be recomputed
+            self._noted = self._versions()
         return this.leaving(output, output.requires_grad)
 
     def recompute(self, i: int) -> None:
@@ -182,23 +186,28 @@ class Partition:
                 "recomputing it would start from the wrong values: leave a mini-batch's input "
                 "alone until its backward() is over, or use checkpoint='never'"
             )
-        if fault := self._outside.fault(this.buffers):
+        if self._noted != self._versions():
             raise RecomputeError(
-                f"{fault} after the first forward of micro-batch {i} and before its "
-                "recomputation, whose gradients would be wrong: change parameters and buffers "
-                "after backward() is over (optimizer.step(), load_state_dict())"
+                "a parameter or buffer was changed after the first forward of "
+                f"micro-batch {i} and before its recomputation, whose gradients would be wrong: "
+                "change parameters and buffers after backward() is over (optimizer.step(), "
+                "load_state_dict())"
             )
-        self.layers.digests.start_again(this.look)
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
             self._splitter.into(this.put_off),
         ):
             output = self._run_with_graph(this)
-        self._outside.note(is_repeated=True)
-        is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
-        self.layers.compare(i, this.look, is_coarse=is_coarse)
-        this.ambient = this.buffers = this.look = None
+        self._noted = self._versions()
+        if this.digests is not None:
+            is_coarse = this.ambient.is_autocast or self.device.type != "cpu"
+            if how := difference(*this.digests, is_coarse=is_coarse):
+                raise RecomputeError(
+                    f"the layers gave {how} when micro-batch {i} was recomputed, so gradients "
+                    f"would be wrong: one depends on what recomputation does not repeat. {REPEATED}"
+                )
+        this.ambient = this.buffers = this.digests = None
         flags, expected = output.requires_grad, this.requires_grad
         if len(flags) != len(expected) or any(map(operator.gt, flags, expected)):
             raise RecomputeError(
@@ -263,9 +272,11 @@ class Partition:
         ``x.data`` or NumPy raises no version.
         """
         inputs = this.inputs
-        this.look = self.layers.digests.start()
-        generators = self._generators
-        this.ambient = Ambient.now(self.device, generators.sources(), generators.modules)
+        if self._is_compared is None:  # the first of a mini-batch
+            self._num_compared += 1
+            self._is_compared = self._num_compared in MINI_BATCHES
+        this.digests = [] if self._is_compared else None
+        ambient = this.ambient = Ambient.now(self.device, self._modules)
         this.versions = self.layers.versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
@@ -275,7 +286,7 @@ class Partition:
                 before = [tensor.clone() for tensor in inputs.tensors] if learned is None else []
                 with torch.enable_grad():
                     output = self._run_with_graph(this)
-                if not all(map(are_same, before, inputs.tensors)):
+                if not all(map(_are_same, before, inputs.tensors)):
                     raise RecomputeError(
                         "a layer changed its partition's input past autograd (through x.data or "
                         "NumPy), so recomputing it would start from the wrong values: change a "
@@ -285,8 +296,8 @@ class Partition:
                 learned = self._learned.setdefault(kind, (_form(output), output.requires_grad))
             else:
                 given = self.layers.unshared(inputs.tensors)
-                output = self.layers.run(inputs, given, this.finish, inputs.tensors)
-        self.layers.digests.stop()
+                output = self._run(this, given, inputs.tensors)
+        this.ambient = ambient.after_forward()
         self._buffers.after_forward()
         form, flags = learned
         if form != _form(output):  # the output's form depends on the data
@@ -306,14 +317,39 @@ class Partition:
             for k, tensor in zip(entering, entered, strict=True):
                 inputs[k] = tensor
         untouched = tensors if this.ambient is not None else ()
-        output = self.layers.run(this.inputs, inputs, this.finish, untouched)
+        output = self._run(this, inputs, untouched)
         this.roots = output.tensors
         return output
+
+    def _run(self, this: _Pass, tensors: list[Tensor], untouched: Sequence[Tensor]) -> Flat:
+        """Run the layers, and keep a digest of their output, of the last ones before the loss."""
+        digests, finish = this.digests, this.finish
+        if digests is None:
+            return self.layers.run(this.inputs, tensors, finish, untouched)
+        if finish is None:
+            output = self.layers.run(this.inputs, tensors, None, untouched)
+            digests.append(digest_of(output.tensors))
+            return output
+
+        def noted(value: Any) -> Any:
+            leaves = pytree.tree_leaves(value)
+            digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+            return finish(value)
+
+        return self.layers.run(this.inputs, tensors, noted, untouched)
+
+    def _versions(self) -> int:
+        return sum_of_versions([*self._parameters, *self._buffers.steady()])
 
 
 def _with(output: Flat, tensors: list[Tensor], flags: tuple[bool, ...]) -> Flat:
     """Return an output with other tensors, and which of them require a gradient."""
-    return Flat(tensors, output.structure, flags).sharing(output.memories, output.changes)
+    return Flat(tensors, output.structure, flags)
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same values; NaN equals NaN here."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _form(output: Flat) -> _Form:

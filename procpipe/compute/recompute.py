@@ -1,8 +1,8 @@
 """Makes a recomputed forward task equal to the first one, and lets a layer distinguish the two.
 
 A forward task depends on more than inputs and parameters: on random number generators, autocast,
-training modes and buffers. ``Ambient`` keeps all but the last; ``compute.generators`` finds the
-generators, and ``compute.buffers`` copies the buffers.
+training modes and buffers. ``Ambient`` keeps all but the last; ``compute.buffers`` copies the
+buffers.
 
 ``torch.utils.checkpoint`` does the same for one function call; here forward, recomputation and
 backward are three tasks of a plan, with tasks of other micro-batches between them.
@@ -13,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from procpipe.compute.generators import RandomSource, generators_of_torch
+from procpipe.compute.generators import (
+    RandomSource,
+    generators_of_libraries,
+    generators_of_torch,
+)
 
 _phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
@@ -90,7 +94,8 @@ class Ambient:
     """The state of random number generators, of autocast and of modules at one moment."""
 
     device: torch.device
-    random_states: tuple[tuple[RandomSource, Any], ...]  # generators and their states
+    random_states: list[tuple[RandomSource, Any]]  # torch's generators and their states
+    library_states: list[tuple[RandomSource, Any]]  # Python's and NumPy's
     modes: tuple[Sequence[nn.Module], list[bool]]  # modules, and whether each is in training mode
     #: ``(device type, enabled, dtype, cache enabled)`` of the CPU and the device.
     autocasts: tuple[tuple[str, bool, torch.dtype, bool], ...]
@@ -101,22 +106,29 @@ class Ambient:
         return any(enabled for _, enabled, _, _ in self.autocasts)
 
     @classmethod
-    def now(
-        cls,
-        device: torch.device,
-        sources: Iterable[RandomSource] | None = None,
-        modules: Sequence[nn.Module] = (),
-    ) -> Ambient:
-        """Return the present state, of the generators of torch if no others are given."""
-        if sources is None:
-            sources = generators_of_torch(device)
-        states = tuple((source, source.get()) for source in sources)
-        return cls(device, states, (modules, _modes(modules)), _autocasts(device))
+    def now(cls, device: torch.device, modules: Sequence[nn.Module] = ()) -> Ambient:
+        """Return the present state."""
+        return cls(
+            device,
+            _states(generators_of_torch(device)),
+            _states(generators_of_libraries()),
+            (modules, _modes(modules)),
+            _autocasts(device),
+        )
+
+    def after_forward(self) -> Ambient:
+        """Forget the states of Python's and NumPy's generators that the forward left as they were.
+
+        To read and set these takes longer than for torch's, and few layers draw from them.
+        """
+        drawn = [(source, state) for source, state in self.library_states if source.get() != state]
+        return replace(self, library_states=drawn)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore this state for a while; afterwards everything is as before."""
-        present = [(source, source.get()) for source, _ in self.random_states]
+        states = [*self.random_states, *self.library_states]
+        present = _states(source for source, _ in states)
         modules, modes = self.modes
         present_modes = _modes(modules)
         with ExitStack() as stack:
@@ -131,13 +143,16 @@ class Ambient:
                         )
                     )
             try:
-                for (source, state), (_, now) in zip(self.random_states, present, strict=True):
-                    if state is not now:
-                        source.set(state)
+                for source, state in states:
+                    source.set(state)
                 yield
             finally:
                 for source, state in present:
                     source.set(state)
+
+
+def _states(sources: Iterable[RandomSource]) -> list[tuple[RandomSource, Any]]:
+    return [(source, source.get()) for source in sources]
 
 
 def _modes(modules: Iterable[nn.Module]) -> list[bool]:

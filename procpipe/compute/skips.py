@@ -10,7 +10,7 @@ pop   <── stashed in this partition
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -81,12 +81,10 @@ class StageTracker(PlainTracker):
     Attributes:
         leaving: what later partitions will pop.
         needed_later: what later partitions pop too, and its version when it entered.
-        on_stash: called with whatever a layer stashes.
     """
 
     def __init__(self, num_pops_elsewhere: Counter[SkipKey]) -> None:
         super().__init__()
-        self.on_stash: Callable[[Tensor | None], None] = lambda tensor: None
         self.leaving: dict[SkipKey, Tensor | None] = {}
         self._num_pops_elsewhere = num_pops_elsewhere
         self.needed_later: dict[SkipKey, tuple[Tensor, int]] = {}
@@ -101,7 +99,6 @@ class StageTracker(PlainTracker):
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the layers of this partition that will pop it, and for later ones."""
-        self.on_stash(tensor)
         num_elsewhere = self._num_pops_elsewhere[key]
         if num_elsewhere:
             self.leaving[key] = tensor

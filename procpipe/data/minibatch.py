@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.graph import Enter
-from procpipe.compute.sharing import shared
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather
 from procpipe.tree import Flat, cut, flatten, joined, map_tensors, unflatten
@@ -103,9 +102,8 @@ class Ingoing:
         for part in parts:
             tensors, structure = flatten(part)
             wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
-            memories = shared(tensors, "input")
             moved = [uploaded(tensor.detach(), device) for tensor in tensors]
-            flats.append(Flat(moved, structure, wants).sharing(memories, ()))
+            flats.append(Flat(moved, structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         return cls(tuple(sizes), flats, requiring)
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from procpipe.channel.link import Receiver, Sender
 from procpipe.compute.earlier import Earlier
 from procpipe.compute.partition import Partition
-from procpipe.compute.sharing import check_fresh
 from procpipe.compute.tied import Part, Tied
 from procpipe.data.mean_loss import LossPart, mean_of
 from procpipe.data.minibatch import MiniBatch, Outcome
@@ -208,7 +207,6 @@ class Executor:
                 target = message.value
             else:
                 inputs.append(message)
-        check_fresh(inputs)
         loss = batch.loss if is_last else None
         self._log.begin_layers(task)
         output = self.partitions[j].forward(  # step 4

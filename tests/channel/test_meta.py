@@ -21,4 +21,4 @@ def test_a_message_is_described():
     assert meta.requires_grad == (True, False)
     assert meta.num_bytes == 2 * 3 * 4 + 1
     tensors = b'[[[2,3],"float32",true,false],[[],"bool",false,false]]'
-    assert encode(meta) == b'[["t",["*","*"]],' + tensors + b",[],[]]"
+    assert encode(meta) == b'[["t",["*","*"]],' + tensors + b"]"
