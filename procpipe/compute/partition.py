@@ -84,6 +84,7 @@ class Partition:
         self._noted: int | None = None  # the sum of versions after the last forward
         self._num_compared = 0  # mini-batches so far in which anything was recomputed
         self._is_compared: bool | None = None
+        self._newest: Ambient | None = None  # of the newest micro-batch to be recomputed
         self._modules: list[nn.Module] = []
         self._splitter = Splitter(layers.named.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
@@ -99,7 +100,7 @@ class Partition:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
         self._passes.clear()
         self._put_off.clear()
-        self._noted = self._is_compared = None
+        self._noted = self._is_compared = self._newest = None
         # Read again, since a user may replace modules and parameters.
         modules = [module for layer in self.layers.named.values() for module in layer.modules()]
         self._modules = modules
@@ -193,6 +194,9 @@ class Partition:
                 "change parameters and buffers after backward() is over (optimizer.step(), "
                 "load_state_dict())"
             )
+        if this.ambient is self._newest:
+            this.ambient.forget_undrawn()
+            self._newest = None
         with (
             recomputing(this.ambient),
             self._buffers.lent(this.buffers),
@@ -277,6 +281,9 @@ class Partition:
             self._is_compared = self._num_compared in MINI_BATCHES
         this.digests = [] if self._is_compared else None
         ambient = this.ambient = Ambient.now(self.device, self._modules)
+        if self._newest is not None:
+            self._newest.forget_undrawn(ambient)
+        self._newest = ambient
         this.versions = self.layers.versions(inputs.tensors)
         this.buffers = self._buffers.before_forward()
         kind = (inputs.structure, inputs.requires_grad, this.finish is not None, is_left_out)
@@ -297,7 +304,6 @@ class Partition:
             else:
                 given = self.layers.unshared(inputs.tensors)
                 output = self._run(this, given, inputs.tensors)
-        this.ambient = ambient.after_forward()
         self._buffers.after_forward()
         form, flags = learned
         if form != _form(output):  # the output's form depends on the data

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from procpipe.compute.generators import (
     RandomSource,
+    are_equal,
     generators_of_libraries,
     generators_of_torch,
 )
@@ -89,7 +90,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ambient:
     """The state of random number generators, of autocast and of modules at one moment."""
 
@@ -116,13 +117,18 @@ class Ambient:
             _autocasts(device),
         )
 
-    def after_forward(self) -> Ambient:
+    def forget_undrawn(self, later: Ambient | None = None) -> None:
         """Forget the states of Python's and NumPy's generators that the forward left as they were.
 
-        To read and set these takes longer than for torch's, and few layers draw from them.
+        To read and set these takes longer than for torch's, and few layers draw from them. So they
+        are compared with those that a ``later`` forward has read, or else with the present ones.
         """
-        drawn = [(source, state) for source, state in self.library_states if source.get() != state]
-        return replace(self, library_states=drawn)
+        then = _states(generators_of_libraries()) if later is None else later.library_states
+        self.library_states = [
+            (source, state)
+            for (source, state), (_, left) in zip(self.library_states, then, strict=False)
+            if not are_equal(state, left)  # then NumPy may have been loaded, as the last
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
