@@ -8,8 +8,8 @@ model n times as large. Measured on two stages that run side by side:
     transfer_s               half of what two stages add to a step of one message down and one up,
                              of a boundary's size, between layers that do nothing; less host_s
 
-and then, for n stages and m micro-batches, ``procpipe.plan.simulate`` of fill and drain. The same
-costs predict other runs of this machine, which are measured to check the predictions.
+and then, for n stages and m micro-batches, ``procpipe.planner.simulate`` of fill and drain. The
+same costs predict other runs of this machine, which are measured to check the predictions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure
 from benchmarks.workloads import WORKLOADS, Job
 from procpipe import Stage, StageStatistics, TimedTask
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.plan.simulate import simulate
 from procpipe.plan.verify import verify
+from procpipe.planner import Costs, simulate
 
 _WORKLOAD = "transformer"
 

@@ -2,7 +2,7 @@
 
 The count is by the stage's program, not by the clock: a received message counts from the step
 that allows its buffer, whether it arrives at once or late. So the peak is the most the stage can
-hold whatever the timing, and equals what ``plan.simulate`` predicts from sizes alone:
+hold whatever the timing, and equals what ``planner.simulate`` predicts from sizes alone:
 
     Receive activation i+1    + message           (the tensor that waits)
     Run F(i)                  + output            (a root of the backward pass)

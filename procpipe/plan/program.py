@@ -42,9 +42,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from procpipe.plan.all_reduce import last_additions
 from procpipe.plan.routes import GRADIENT, Routes, Transfer
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,19 @@ def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Progra
         behind = map(Run, gradient.makers) if is_made_here else [Send(gradient)]
         ahead_of |= dict.fromkeys(behind, Send(hop))
     return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)
+
+
+def last_additions(tasks: Sequence[Task]) -> dict[int, Task]:
+    """Return the last task that adds to each partition's gradients, the last of all first.
+
+    Args:
+        tasks: those of a stage, in order.
+    """
+    found: dict[int, Task] = {}
+    for task in reversed(tasks):
+        if task.kind in (BACKWARD, WEIGHT_GRADIENT):
+            found.setdefault(task.j, task)
+    return found
 
 
 def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:

@@ -23,7 +23,6 @@ class Trace(Observer):
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
-        self.last_step_s = 0.0
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
         self.all_reduce_bytes = self.all_reduce_ns = self.exposed_ns = 0
         self._events: list[tuple[Task, int, int]] = []
@@ -57,9 +56,7 @@ class Trace(Observer):
         """Add the step to the sums."""
         self.num_steps += 1
         self._ended_ns = time.perf_counter_ns()
-        taken_ns = self._ended_ns - self._begun_ns
-        self.step_ns += taken_ns
-        self.last_step_s = taken_ns / 1e9
+        self.step_ns += self._ended_ns - self._begun_ns
         for task, start_ns, end_ns in self._events:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns

@@ -101,7 +101,7 @@ def test_settings_are_scaled_down_to_micro_batches_of_one_size():
 
 
 def test_a_step_is_simulated_from_the_costs_of_layers():
-    """The picture of ``procpipe.plan.simulate``: F takes 1 s, B 2 s; 9 s on 2 stages."""
+    """The picture of ``procpipe.planner.simulate``: F takes 1 s, B 2 s; 9 s on 2 stages."""
     costs = LayerCosts([1.0, 2.0, 3.0], forward_share=1 / 3)
 
     assert costs.step_s([2, 1], 2, "never") == pytest.approx(9.0)

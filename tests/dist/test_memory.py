@@ -16,10 +16,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from procpipe import is_recomputing
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
-from procpipe.plan.simulate import simulate
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import pairs
 from tests.dist.stages import MODES, stage_of
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import schedule_of
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.devices import some_of
 from tests.dist.stages import (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
 from procpipe.plan.program import Send, program
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 

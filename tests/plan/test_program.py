@@ -15,13 +15,14 @@ from procpipe.plan.program import (
     all_fenced,
     bare_program,
     fences,
+    last_additions,
     program,
     programs,
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan
+from procpipe.plan.task import Plan, Task
 from tests.cases import for_each
 
 SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
@@ -199,3 +200,22 @@ def test_a_program_marks_the_last_task_that_adds_to_gradients_and_the_forward_ta
     assert marks(of("zb-h1"), 1) == (["W3@1"], [])
     assert marks(forward_plan(3, 2), 0) == ([], [])
     assert marks(backward_plan(3, 2), 0) == (["B0@0"], [])
+
+
+def test_the_last_task_that_adds_to_gradients_is_found_for_every_schedule() -> None:
+    for name, schedule in SCHEDULES.items():
+        for n, m in ((n, m) for n in range(1, 5) for m in range(1, 6)):
+            p = schedule.count(n)
+            plan = schedule.plan(m, schedule.place(p, n), ())
+            for stage in range(n):
+                tasks = plan.tasks_of(stage)
+                last = last_additions(tasks)
+                where = f"{name}, stage {stage} of {n}, {m} micro-batches"
+                assert sorted(last) == [j for j in range(p) if plan.placement[j] == stage], where
+                places = [tasks.index(task) for task in last.values()]
+                assert places == sorted(places, reverse=True), where
+                for j, task in last.items():
+                    later = tasks[tasks.index(task) + 1 :]
+                    assert not [t for t in later if t.j == j and t.kind in "BW"], where
+                    assert task.kind in "BW", where
+    assert last_additions([Task("F", 0, 0)]) == {}

@@ -9,15 +9,15 @@ from itertools import combinations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import held_bytes
 from procpipe.plan.program import Run, Send, program, programs
 from procpipe.plan.routes import TIED_GRADIENT, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import BACKWARD, WEIGHT_GRADIENT
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import held_bytes
+from procpipe.planner.simulation import simulate
 
 
 def plans():

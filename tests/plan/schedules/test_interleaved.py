@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
-from procpipe.plan.simulate import simulate
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 

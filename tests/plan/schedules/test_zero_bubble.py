@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import all_peak_bytes, held_bytes, message_bytes, peak_bytes
 from procpipe.plan.program import Receive, Run, program
 from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import all_peak_bytes, held_bytes, message_bytes, peak_bytes
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 
 COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4), target_bytes=1000)

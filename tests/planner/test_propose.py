@@ -9,8 +9,8 @@ import pytest
 
 from procpipe.balance import divide
 from procpipe.plan.verify import verify
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
-from procpipe.tuning.propose import (
+from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.planner.propose import (
     Proposal,
     Question,
     alone_s,

@@ -45,10 +45,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from procpipe.plan.all_reduce import Bucket, last_additions
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.program import Fenced, Receive, Run, Send, all_fenced, bare_program
+from procpipe.plan.program import (
+    Fenced,
+    Receive,
+    Run,
+    Send,
+    all_fenced,
+    bare_program,
+    last_additions,
+)
 from procpipe.plan.routes import (
     ACTIVATION,
     GRADIENT,
@@ -60,6 +66,8 @@ from procpipe.plan.routes import (
     Transfer,
 )
 from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT, Plan, Task
+from procpipe.planner.all_reduce import Bucket
+from procpipe.planner.costs import Costs
 
 
 def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
