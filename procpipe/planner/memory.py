@@ -44,6 +44,7 @@ outputs ``y`` of 4, and no target:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.program import (
@@ -51,7 +52,6 @@ from procpipe.plan.program import (
     Receive,
     Run,
     Send,
-    all_fenced,
     bare_program,
     last_additions,
 )
@@ -98,6 +98,18 @@ def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
         max(held_bytes(plan, costs, routes, stage, fenced))
         for stage, fenced in enumerate(all_fenced(plan, routes))
     )
+
+
+def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
+    """List what each stage sends and receives: for ``bare_program`` of all stages."""
+    found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
+    for stage in range(plan.num_stages):
+        for fenced in routes.sent(plan, stage):
+            found[stage].append(fenced)
+            found[routes.placement[fenced[1].destination]].append(fenced)
+    for of_stage in found:
+        of_stage.sort(key=itemgetter(0))  # by cycle
+    return [*found]
 
 
 def held_bytes(

@@ -12,11 +12,11 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
-from procpipe.plan.verify import verify
 from procpipe.planner.costs import Costs
 from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -60,7 +60,7 @@ def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
         p, routes = plan.num_partitions, Routes(n, placement=plan.placement)
         costs = replace(equal(plan), saved_bytes=(3,) * p, put_off_bytes=(2,) * p)
         made = fused(plan)
-        verify(made, routes)
+        prove(made, routes)
         before, after = simulate(plan, costs), simulate(made, costs)
         assert after.total_s <= before.total_s + 1e-9
         peaks = (all_peak_bytes(one, costs, routes) for one in (made, plan))
