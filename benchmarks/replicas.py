@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.report import Report, Table, bars
 from benchmarks.rounds import Step, Times, launch, measure
 from procpipe import Stage
-from procpipe.plan import all_reduce
+from procpipe.plan import buckets
 
 NUM_STAGES, REPLICAS, NUM_MICRO_BATCHES = 2, 2, 8
 
@@ -95,7 +95,7 @@ def measure_all(
     schedule: str, num_layers: int, forward_s: float, sums_s: float, num_rounds: int
 ) -> Times:
     """Measure each contender; every rank calls it."""
-    all_reduce.BUCKET_BYTES = _LAYER_BYTES
+    buckets.BUCKET_BYTES = _LAYER_BYTES
     steps = {
         name: step_of(schedule, num_layers, forward_s / num_layers, link_s / num_layers, name)
         for name, link_s in ((_FREE, 0.0), (_BESIDE, sums_s), (_AFTER, sums_s))

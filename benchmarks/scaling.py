@@ -8,8 +8,8 @@ model n times as large. Measured on two stages that run side by side:
     transfer_s               half of what two stages add to a step of one message down and one up,
                              of a boundary's size, between layers that do nothing; less host_s
 
-and then, for n stages and m micro-batches, ``procpipe.plan.simulate`` of fill and drain. The same
-costs predict other runs of this machine, which are measured to check the predictions.
+and then, for n stages and m micro-batches, ``procpipe.planner.simulate`` of fill and drain. The
+same costs predict other runs of this machine, which are measured to check the predictions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from benchmarks.report import Report, Table
 from benchmarks.rounds import Step, Times, launch, measure
 from benchmarks.workloads import WORKLOADS, Job
 from procpipe import Stage, StageStatistics, TimedTask
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.plan.simulate import simulate
 from procpipe.plan.verify import verify
+from procpipe.planner import Costs, simulate
 
 _WORKLOAD = "transformer"
 
@@ -43,8 +42,8 @@ _NUM_STAGES = 2
 #: Micro-batches of the run in which the costs are measured, and of the predicted runs.
 _M_OF_COSTS, _MS_OF_CHECK = 12, (2, 4, 12)
 
-#: Proving a plan of more tasks takes minutes.
-_MAX_PROOF_TASKS = 1 << 16
+#: A plan of more tasks is not verified: some in the table have a hundred times as many.
+_MAX_TASKS_TO_VERIFY = 1 << 16
 
 #: The number of micro-batches for n stages, by its text in the table.
 _NUM_MICRO_BATCHES: dict[str, Callable[[int], int]] = {
@@ -90,7 +89,7 @@ class Prediction:
         throughput: work done in a second, relative to one stage with the same micro-batches.
         bubble: share of its time that a stage is idle.
         simulate_s: seconds of making and simulating the plan.
-        verify_s: seconds of making the plan and proving that it runs; None if not tried.
+        verify_s: seconds of making the plan and verifying it; None if not tried.
     """
 
     m: int
@@ -130,13 +129,13 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def predict(measured: Measured, m: int, n: int) -> Prediction:
-    """Simulate n stages, and prove their plan unless that takes minutes."""
+    """Simulate n stages, and verify their plan unless that takes long."""
     costs = measured.costs(n)
     start_s = time.perf_counter()
     timeline = simulate(gpipe(m, n), costs)
     simulate_s = time.perf_counter() - start_s
     verify_s = None
-    if 2 * m * n <= _MAX_PROOF_TASKS:
+    if 2 * m * n <= _MAX_TASKS_TO_VERIFY:
         start_s = time.perf_counter()
         verify(gpipe(m, n), Routes(n))
         verify_s = time.perf_counter() - start_s
@@ -208,7 +207,7 @@ def tabulate_curve(name: str, curve: Sequence[Prediction]) -> Table:
             "throughput: relative to one stage; efficiency: throughput / n; m / (m + n - 1): if "
             "messages took no time",
             "simulate, verify: with making the plan; a plan is verified once a job, on rank 0",
-            f"-: more than {_MAX_PROOF_TASKS} tasks; verify's time grows with their number",
+            f"-: more than {_MAX_TASKS_TO_VERIFY} tasks; verify's time grows with their number",
         ],
     )
 

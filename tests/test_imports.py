@@ -1,12 +1,12 @@
 """The rules for which part may import which, checked by reading every source file.
 
-    launch  examples  benchmarks         public names; plan, timeline and tuning
+    launch  examples  benchmarks         public names; plan, planner and timeline
                  |
         stage.py  __init__.py            anything
                  |
         build.py                         anything; the optional only where a user selects it
                  |
-    balance  tuning  timeline  state     optional: nothing above loads them, see OPTIONAL; hf uses
+    balance  planner  timeline  state    optional: nothing above loads them, see OPTIONAL; hf uses
     hf  replicas  sharded                state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
@@ -66,8 +66,8 @@ MAY_IMPORT = {
         *("compute", "data", "job", "run", "skip"),
         *("errors", "torch_internals", "tree", "words"),
     },
-    "tuning": {"compute", "plan", "run", "errors", "words"},
-    "timeline": {"channel", "compute", "plan", "run", "errors", "notes", "words"},
+    "planner": {"plan", "words"},
+    "timeline": {"channel", "compute", "plan", "planner", "run", "errors", "notes", "words"},
     "replicas": {
         *("channel", "compute", "data", "job", "plan", "run"),
         *("batchnorm", "forks", "torch_internals"),
@@ -80,7 +80,7 @@ MAY_IMPORT = {
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
     f"procpipe.{name}"
-    for name in ("balance", "tuning", "timeline", "replicas", "sharded", "state", "hf", "launch")
+    for name in ("balance", "planner", "timeline", "replicas", "sharded", "state", "hf", "launch")
 )
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -90,10 +90,17 @@ USERS = ("procpipe.launch", "examples", "benchmarks")
 COMMANDS = ("run", "doctor", "timeline", "plan")
 
 #: Packages whose __all__ has the names for users.
-PUBLIC = ("procpipe", "procpipe.skip", "procpipe.balance", "procpipe.state", "procpipe.hf")
+PUBLIC = (
+    "procpipe",
+    "procpipe.skip",
+    "procpipe.balance",
+    "procpipe.planner",
+    "procpipe.state",
+    "procpipe.hf",
+)
 
 #: Packages whose modules benchmarks, examples and the launcher may import, too.
-OPEN = ("procpipe.plan", "procpipe.timeline", "procpipe.tuning")
+OPEN = ("procpipe.plan", "procpipe.planner", "procpipe.timeline")
 
 #: What the launcher may import, too: none is for users.
 FOR_LAUNCHER = (
@@ -130,9 +137,7 @@ PURE = (
     "procpipe.timeline.palette",
     "procpipe.timeline.pictures",
     "procpipe.timeline.recording",
-    "procpipe.tuning.costs_file",
-    "procpipe.tuning.model",
-    "procpipe.tuning.propose",
+    "procpipe.planner",
     "procpipe.balance.blocks",
     "procpipe.state.pickles",
 )
@@ -238,7 +243,7 @@ BAD_EXAMPLES = {
     "an example imports a private module": (
         {"examples.train": "from procpipe.stage import Stage", "procpipe.stage": ""},
         "examples.train:1 imports procpipe.stage.Stage: "
-        "use public names, procpipe.plan, timeline and tuning",
+        "use public names, procpipe.plan, planner and timeline",
     ),
     "the launcher imports a private name": (
         {"procpipe": "__all__ = ['Stage']", "procpipe.launch.main": "from procpipe import World"},
@@ -367,7 +372,7 @@ def fault_of_user(module: str, an_import: Import, public: dict[str, set[str]]) -
     if within(module, ("benchmarks",)) and within(target, FOR_BENCHMARKS):
         return None
     if an_import.module not in PUBLIC:
-        return f"imports {target}: use public names, procpipe.plan, timeline and tuning"
+        return f"imports {target}: use public names, procpipe.plan, planner and timeline"
     if an_import.name not in public.get(an_import.module, ()):
         return f"imports {target}, which is not in {an_import.module}.__all__"
     return None

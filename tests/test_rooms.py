@@ -12,7 +12,7 @@ from tests.dist.script import run_script
 ROOT = Path(__file__).parents[1]
 
 OPTIONAL = (
-    *("balance", "tuning", "timeline", "replicas", "sharded", "state", "hf"),
+    *("balance", "planner", "timeline", "replicas", "sharded", "state", "hf"),
     *("launch/run", "launch/doctor", "launch/plan", "launch/timeline"),
     *("channel/nccl.py", "channel/cuda_ipc.py"),
 )

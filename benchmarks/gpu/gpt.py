@@ -29,8 +29,8 @@ from procpipe.balance import divide, profile_layers
 from procpipe.job.world import World
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import simulate
-from procpipe.tuning.model import Layer, Link, Model
+from procpipe.planner import simulate
+from procpipe.planner.model import Layer, Link, Model
 
 _SCHEDULE, _MODE = "1f1b", "never"
 

@@ -28,9 +28,8 @@ from benchmarks.rounds import Step, launch, measure, ratio
 from examples.models.unet import unet
 from procpipe import Stage
 from procpipe.job.world import World
-from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
-from procpipe.plan.simulate import simulate
+from procpipe.planner import Costs, simulate
 
 NUM_STAGES = 4
 

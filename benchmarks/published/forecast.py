@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.published.experiment import Experiment, Scale, Setting
 from procpipe.balance import balance_by_time, layer_times
-from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
-from procpipe.plan.simulate import simulate
+from procpipe.planner import Costs, simulate
 
 _NUM_FORWARDS = 3
 

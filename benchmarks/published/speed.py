@@ -216,7 +216,7 @@ def _notes(experiment: Experiment, results: Results) -> list[str]:
     notes = [
         "samples/s, speed-up: measured here, median of rounds; speed-ups compare turns of one "
         "launch, which samples/s of different rows are not",
-        "simulated: procpipe.plan.simulate with the layers' times measured here, a device a stage",
+        "simulated: procpipe.planner with the layers' times measured here, a device a stage",
         "ideal: n m / (m + n - 1), without recomputation",
         "all pipelines recompute, as published, and the baseline does not; "
         f"published: {TORCHGPIPE}",

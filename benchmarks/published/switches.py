@@ -9,15 +9,15 @@ With a component off:
 
     ordered     the backward pass is in the order of the forward pass, and a micro-batch is
                 recomputed once its gradient is there (``unordered``)
-    beside      each end of a transfer waits until it is over (``_WaitingSender`` and
-                ``_WaitingReceiver``), at the fence of the cycle that made the tensor: as there is
-                one order of transfers for all stages, no stage waits for ever
+    beside      the sender waits until a transfer is over (``_WaitingSender``), and the receiver
+                posts no buffer before it needs the message (``_WaitingReceiver``): under the plans
+                of the ablation no stage then waits for ever
     direct      each layer passes the skip tensors on to the next (``carrying``)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +67,6 @@ class SwitchedStage(Stage):
     def _connect(self) -> Any:
         pipeline: Any = super()._connect()
         if not self._components.beside:
-            pipeline.coordinator.ahead = 0
             senders, receivers = pipeline.channels.senders, pipeline.channels.receivers
             for key in senders:
                 if key[0] in _BESIDE_COMPUTE:
@@ -139,21 +138,20 @@ class _WaitingSender:
 
 
 class _WaitingReceiver:
-    """The receiving end of a channel; waits for each message when a buffer is allowed for it."""
+    """The receiving end of a channel; allows a buffer for each message when it waits for it."""
 
     def __init__(self, receiver: Any) -> None:
         self._receiver = receiver
-        self._messages: deque[Any] = deque()
 
     def expect(self) -> None:
-        self._receiver.expect()
-        self._messages.append(self._receiver.take())
+        """Do nothing: the buffer is allowed later."""
 
     def forgo(self) -> None:
         raise NotImplementedError("every tensor that a stage passes on has to require a gradient")
 
     def take(self) -> Any:
-        return self._messages.popleft()
+        self._receiver.expect()
+        return self._receiver.take()
 
 
 # -- direct ---------------------------------------------------------------------------------------

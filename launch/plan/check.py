@@ -24,7 +24,7 @@ import torch
 from procpipe import Stage
 from procpipe.launch.plan.subject import MistakeError, Named, load
 from procpipe.launch.start_ranks import start_ranks
-from procpipe.tuning.propose import Proposal
+from procpipe.planner.propose import Proposal
 
 #: How long processes may take to start, and how many times the predicted time to run their steps.
 _START_TIMEOUT_S = 120.0

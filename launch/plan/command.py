@@ -5,7 +5,7 @@
 1  measure the layers of the model here, one by one (measure.py), or read saved costs;
    estimate those of a folder of Hugging Face (folder.py)
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
-   (procpipe.tuning)
+   (procpipe.planner)
 3  print the best of each, and of the chosen one its stages, timeline and the line to paste
 4  with --check, run it and compare (check.py)
 """
@@ -47,10 +47,9 @@ from procpipe.launch.plan.report import (
     ties_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, SizeError, Subject, load
-from procpipe.timeline.pictures import render_timeline_text
-from procpipe.tuning.costs_file import Measured, from_text, to_text
-from procpipe.tuning.model import Link, Model
-from procpipe.tuning.propose import (
+from procpipe.planner.costs_file import Measured, from_text, to_text
+from procpipe.planner.model import Link, Model
+from procpipe.planner.propose import (
     Proposal,
     Question,
     alone_s,
@@ -58,6 +57,7 @@ from procpipe.tuning.propose import (
     leanest,
     propose,
 )
+from procpipe.timeline.pictures import render_timeline_text
 from procpipe.words import bytes_text, counted, seconds_text
 
 

@@ -23,8 +23,8 @@ from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, SizeError, Subject
 from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
+from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
 from procpipe.replicas.gloo import GlooGroup
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
 
 #: For each size; longer if three rounds take longer.
 _BUDGET_S = 0.5

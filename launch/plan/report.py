@@ -11,9 +11,9 @@ from procpipe.launch.console import Table
 from procpipe.launch.plan.check import Rehearsal
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
+from procpipe.planner.model import Model, TiedLayers
+from procpipe.planner.propose import Proposal
 from procpipe.timeline.palette import LOOKS
-from procpipe.tuning.model import Model, TiedLayers
-from procpipe.tuning.propose import Proposal
 from procpipe.words import bytes_text, seconds_text
 
 

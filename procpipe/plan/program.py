@@ -18,11 +18,11 @@ ring. With fences they cannot. Take the first transfer, in the total order, that
 each of its ends has done all that comes before it, so both are at this transfer.
 
 **Why receives are hoisted.** A receive that is posted no sooner than its fence leaves the sender
-waiting and the link idle while the receiver computes. So it moves up, past ``ahead`` tasks of its
-own stage, and the tensor arrives while the task before its use is running:
+waiting and the link idle while the receiver computes. So it moves up, past one task of its own
+stage, and the tensor arrives while the task before its use is running:
 
-    ahead = 0    run F0@1   receive activation 1: 0->1   send activation 0: 1->2   run F1@1
-    ahead = 1    receive activation 1: 0->1   run F0@1   send activation 0: 1->2   run F1@1
+    at its fence    run F0@1   receive activation 1: 0->1   send activation 0: 1->2   run F1@1
+    hoisted         receive activation 1: 0->1   run F0@1   send activation 0: 1->2   run F1@1
 
 Posting does not block, so posting sooner makes no stage wait that did not wait before:
 the argument above still holds. It costs one more buffer, and no more than that; a receive
@@ -42,9 +42,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from procpipe.plan.all_reduce import last_additions
 from procpipe.plan.routes import GRADIENT, Routes, Transfer
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, Plan, Task
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+    Task,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,44 +112,21 @@ _CYCLE = _PLACE = itemgetter(0)
 Fenced = Sequence[tuple[int, Transfer]]
 
 
-def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
-    """List the transfers after each cycle: by the stage that sends, then as its task sends them."""
-    found: list[list[Transfer]] = [[] for _ in plan.cycles]
-    for stage in range(plan.num_stages):
-        for k, transfer in routes.sent(plan, stage):
-            found[k].append(transfer)
-    return [tuple(fence) for fence in found]
-
-
-def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
-    """List what each stage sends and receives: for ``bare_program`` of all stages."""
-    found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
-    for stage in range(plan.num_stages):
-        for fenced in routes.sent(plan, stage):
-            found[stage].append(fenced)
-            found[routes.placement[fenced[1].destination]].append(fenced)
-    for of_stage in found:
-        of_stage.sort(key=_CYCLE)
-    return [*found]
-
-
 def program(
     plan: Plan,
     routes: Routes,
     stage: int,
     *,
-    ahead: int = 1,
     recompute: Collection[int] = (),
     has_loss: bool = False,
 ) -> Program:
     """Make the program of one stage, with all that its executor needs to know.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
-    A receive is moved up by ``ahead`` tasks of this stage; 0 leaves it at its fence. ``recompute``
-    has the micro-batches that a later plan recomputes, if this one has no backward. ``has_loss``:
-    whether the loss passes the stages.
+    ``recompute`` has the micro-batches that a later plan recomputes, if this one has no backward.
+    ``has_loss``: whether the loss passes the stages.
     """
-    steps = bare_program(plan, routes, stage, ahead=ahead)
+    steps = bare_program(plan, routes, stage)
     if has_loss:
         steps = _with_loss(steps, plan, routes, stage)
     runs = [step.task for step in steps if isinstance(step, Run)]
@@ -155,15 +139,12 @@ def program(
 
 
 def bare_program(
-    plan: Plan, routes: Routes, stage: int, *, ahead: int = 1, fenced: Fenced | None = None
+    plan: Plan, routes: Routes, stage: int, *, fenced: Fenced | None = None
 ) -> Program:
     """Make the same program without what its executor needs: to count and to compare steps.
 
-    ``fenced`` is what ``all_fenced`` lists for the stage, for a caller that makes the programs of
-    all stages.
+    ``fenced`` is what the stage sends and receives, for a caller that has listed it for all stages.
     """
-    if ahead < 0:
-        raise ValueError(f"a receive can be posted 0 or more tasks ahead, not {ahead}")
     if fenced is None:
         fenced = _fenced(plan, routes, stage)
     row = plan.row(stage)
@@ -178,11 +159,11 @@ def bare_program(
     for k, transfer in fenced:
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
-        at_fence = num_done - 1, 2
+        before = num_done - 1  # the task that precedes the fence
         if routes.placement[transfer.source] == stage:
-            placed.append((at_fence, Send(transfer)))
+            placed.append(((before, 2), Send(transfer)))
         else:
-            placed.append(((num_done - ahead, 0) if ahead else at_fence, Receive(transfer)))
+            placed.append(((before, 0), Receive(transfer)))
     placed.sort(key=_PLACE)
     return tuple([step for _, step in placed])
 
@@ -214,6 +195,19 @@ def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Progra
     return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)
 
 
+def last_additions(tasks: Sequence[Task]) -> dict[int, Task]:
+    """Return the last task that adds to each partition's gradients, the last of all first.
+
+    Args:
+        tasks: those of a stage, in order.
+    """
+    found: dict[int, Task] = {}
+    for task in reversed(tasks):
+        if task.kind in (BACKWARD, WEIGHT_GRADIENT):
+            found.setdefault(task.j, task)
+    return found
+
+
 def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:
     """Add what the executor needs to a task; ``tasks`` are all of its stage."""
     kind, i, j = task
@@ -227,8 +221,3 @@ def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: 
         adds_last=task == last.get(j),
         precedes_last=kind == FORWARD and not is_recomputed and last.get(j) == (BACKWARD, i, j),
     )
-
-
-def programs(plan: Plan, routes: Routes, *, ahead: int = 1) -> tuple[Program, ...]:
-    """Make the programs of all stages, of a call without a loss."""
-    return tuple(program(plan, routes, stage, ahead=ahead) for stage in range(plan.num_stages))

@@ -1,36 +1,23 @@
-"""Proves that a plan runs to its end, or lists every fault.
+"""Checks that a plan can run, or lists every fault.
 
     1. tasks        each task once, for an existing partition and micro-batch, one a stage and
                     cycle; every forward has its backward, whole or split, so that no tensor is
                     held after the plan (unless the plan has no backward at all)
     2. order        the inputs of a task were made in an earlier cycle
-    3. transfers    the programs run the plan's tasks; every tensor is sent once and received once,
-                    in the same order at both ends of its channel
-    4. deadlock     the programs end on channels without buffers
 
-A plan with only backward tasks follows one with only forward tasks, which count as done. Deadlocks
-are checked only if there is no other fault, since other faults cause deadlocks.
+A plan with only backward tasks follows one with only forward tasks, which count as done. The
+programs of a plan without faults run to their end on any transport, as ``program.py`` argues;
+``tests/plan/proof.py`` proves it of each plan in the tests.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from procpipe.errors import PlanError
 from procpipe.plan.placement import placement_faults
-from procpipe.plan.program import (
-    Program,
-    Receive,
-    Run,
-    Send,
-    Step,
-    all_fenced,
-    bare_program,
-    fences,
-)
-from procpipe.plan.routes import Channel, Routes, Transfer
+from procpipe.plan.routes import Routes
 from procpipe.plan.task import (
     BACKWARD,
     FORWARD,
@@ -47,19 +34,15 @@ from procpipe.plan.task import (
 _Cycles = Mapping[Task, Sequence[int]]
 
 
-def verify(
-    plan: Plan, routes: Routes, programs: Sequence[Program] | None = None, *, ahead: int = 1
-) -> None:
-    """Prove that a plan runs to its end on any transport.
+def verify(plan: Plan, routes: Routes) -> None:
+    """Check that a plan can run.
 
     Args:
         plan: the plan.
         routes: where its tensors go.
-        programs: the program of each stage; by default those of the plan.
-        ahead: how many tasks ahead the default programs post a receive.
 
     Raises:
-        PlanError: the plan or its programs have faults; lists all of them.
+        PlanError: the plan has faults; lists all of them.
     """
     if routes.num_stages != plan.num_stages:
         counts = f"{plan.num_stages} stages and the routes {routes.num_stages}"
@@ -70,16 +53,7 @@ def verify(
     if misplaced := list(placement_faults(plan.placement, plan.num_stages)):
         raise PlanError(misplaced)
     cycles = _cycles_of(plan)
-    faults = [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]
-    if programs is None and not faults:
-        programs = [
-            bare_program(plan, routes, stage, ahead=ahead, fenced=fenced)
-            for stage, fenced in enumerate(all_fenced(plan, routes))
-        ]
-    if programs is not None:
-        faults += _program_faults(plan, routes, programs)
-        faults = faults or deadlocks(programs, routes)
-    if faults:
+    if faults := [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]:
         raise PlanError(faults)
 
 
@@ -178,195 +152,3 @@ def _local_needs(task: Task) -> Sequence[Task]:
     if task.kind == WEIGHT_GRADIENT:
         return (Task(INPUT_GRADIENT, i, j),)
     return ()
-
-
-# 3. Transfers -------------------------------------------------------------------------------
-
-
-def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> Iterator[str]:
-    if len(programs) != plan.num_stages:
-        yield f"there are {len(programs)} programs for {plan.num_stages} stages"
-        return
-    out, into = defaultdict(list), defaultdict(list)
-    for fence in fences(plan, routes):
-        for transfer in fence:
-            source, destination = routes.stages_of(transfer)
-            out[source].append(transfer)
-            into[destination].append(transfer)
-    for stage, program in enumerate(programs):
-        yield from _run_faults(stage, program, plan.tasks_of(stage))
-        yield from _differences(stage, "send", out[stage], _transfers(program, Send))
-        yield from _differences(stage, "receive", into[stage], _transfers(program, Receive))
-        yield from _place_faults(stage, program, plan, routes)
-    yield from _channel_faults(programs)
-
-
-def _run_faults(stage: int, program: Program, tasks: Sequence[Task]) -> Iterator[str]:
-    runs = [step.task for step in program if isinstance(step, Run)]
-    yield from _differences(stage, "run", tasks, runs)
-    if runs != tasks and Counter(runs) == Counter(tasks):
-        for run, task in zip(runs, tasks, strict=True):
-            if run != task:
-                yield f"stage {stage} runs {run} where the plan has {task}"
-
-
-def _differences(
-    stage: int, verb: str, expected: Sequence[object], found: Sequence[object]
-) -> Iterator[str]:
-    """Describe the steps that a program lacks, adds or repeats."""
-    if found == expected:
-        return
-    right, real = Counter(expected), Counter(found)
-    for thing in right | real:
-        if not real[thing]:
-            yield f"stage {stage} does not {verb} '{thing}'"
-        elif not right[thing]:
-            yield f"stage {stage} would {verb} '{thing}', which the plan does not have there"
-        elif real[thing] != right[thing]:
-            yield f"stage {stage} would {verb} '{thing}' {real[thing]} times, not {right[thing]}"
-
-
-def _place_faults(stage: int, program: Program, plan: Plan, routes: Routes) -> Iterator[str]:
-    """Find sends before the task that makes the tensor, and receives after the one that uses it."""
-    # The first place of each step.
-    runs: dict[Task, int] = {}
-    sends: dict[Transfer, int] = {}
-    receives: dict[Transfer, int] = {}
-    for index, step in reversed([*enumerate(program)]):
-        if isinstance(step, Run):
-            runs[step.task] = index
-        else:
-            (sends if isinstance(step, Send) else receives)[step.transfer] = index
-    for transfer, index in sends.items():
-        for maker in transfer.makers:
-            if index < runs.get(maker, -1):
-                yield f"stage {stage} sends '{transfer}' before {maker} has made it"
-    for task, index in runs.items():
-        for transfer in routes.needed(task):
-            if index < receives.get(transfer, -1):
-                yield f"stage {stage} posts '{transfer}' only after {task}, which needs it"
-    for _, task, transfer in routes.tied_gradients(plan, stage):
-        if sends.get(transfer, len(program)) < runs.get(task, -1):
-            yield f"stage {stage} sends '{transfer}' before {task} has added to it"
-
-
-def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
-    sent = _by_channel(t for program in programs for t in _transfers(program, Send))
-    received = _by_channel(t for program in programs for t in _transfers(program, Receive))
-    for channel in sorted(sent.keys() & received.keys()):
-        out, into = sent[channel], received[channel]
-        if out != into and sorted(out) == sorted(into):
-            payload, source, destination = channel
-            yield (
-                f"the channel {payload} {source}->{destination} carries micro-batches"
-                f" {' '.join(map(str, out))} as sent and {' '.join(map(str, into))} as received"
-            )
-
-
-def _by_channel(transfers: Iterable[Transfer]) -> Mapping[Channel, list[int]]:
-    channels: defaultdict[Channel, list[int]] = defaultdict(list)
-    for transfer in transfers:
-        channels[transfer.channel].append(transfer.i)
-    return channels
-
-
-def _transfers(program: Program, kind: type[Send | Receive]) -> list[Transfer]:
-    return [step.transfer for step in program if isinstance(step, kind)]
-
-
-# 4. Deadlock ---------------------------------------------------------------------------------
-
-
-class _Wait(NamedTuple):
-    """A stage waits at its own step until another stage has done the awaited step."""
-
-    step: Step
-    awaited: Send | Receive
-
-
-def deadlocks(programs: Sequence[Program], routes: Routes) -> list[str]:
-    """Describe every ring of stages that wait for each other forever, one sentence each.
-
-    No transport is stricter than channels without buffers:
-
-        receive t    posts a buffer and goes on
-        send t       waits until ``receive t`` has been posted at the other end
-        run task     waits until ``send t`` is done for every ``t`` that the task needs
-
-    A step waits only for steps of other stages, so stages that never continue wait for each other
-    in a ring.
-
-    Args:
-        programs: the program of each stage, in which every transfer has its send and its receive.
-        routes: what each task needs.
-    """
-    waits = _run_unbuffered(programs, routes)
-    return [_story(ring, waits, routes) for ring in _rings(waits, routes)]
-
-
-def _run_unbuffered(programs: Sequence[Program], routes: Routes) -> Mapping[int, _Wait]:
-    """Run programs as far as possible; return the waits of the stages that did not end."""
-    sent: set[Transfer] = set()
-    posted: set[Transfer] = set()
-    sleepers: dict[tuple[type[Step], Transfer], int] = {}  # the stage that waits for this step
-    waits: dict[int, _Wait] = {}
-    places = [0] * len(programs)
-    ready = deque(range(len(programs)))
-    while ready:
-        stage = ready.popleft()
-        waits.pop(stage, None)
-        while places[stage] < len(programs[stage]):
-            step = programs[stage][places[stage]]
-            awaited = _awaited(step, routes, sent, posted)
-            if awaited is not None:
-                waits[stage] = _Wait(step, awaited)
-                sleepers[type(awaited), awaited.transfer] = stage
-                break
-            places[stage] += 1
-            if not isinstance(step, Run):
-                (sent if isinstance(step, Send) else posted).add(step.transfer)
-                if (key := (type(step), step.transfer)) in sleepers:
-                    ready.append(sleepers.pop(key))
-    return waits
-
-
-def _awaited(
-    step: Step, routes: Routes, sent: Collection[Transfer], posted: Collection[Transfer]
-) -> Send | Receive | None:
-    """Return a step of another stage that must be done before this one, and is not; if any."""
-    if isinstance(step, Run):
-        for transfer in routes.needed(step.task):
-            if transfer not in sent:
-                return Send(transfer)
-    elif isinstance(step, Send) and step.transfer not in posted:
-        return Receive(step.transfer)
-    return None
-
-
-def _rings(waits: Mapping[int, _Wait], routes: Routes) -> list[list[int]]:
-    rings = []
-    seen: set[int] = set()
-    for first in sorted(waits):
-        path: list[int] = []
-        stage = first
-        while stage in waits and stage not in seen:
-            seen.add(stage)
-            path.append(stage)
-            stage = _owner(waits[stage].awaited, routes)
-        if stage in path:
-            rings.append(path[path.index(stage) :])
-    return rings
-
-
-def _owner(step: Send | Receive, routes: Routes) -> int:
-    source, destination = routes.stages_of(step.transfer)
-    return source if isinstance(step, Send) else destination
-
-
-def _story(ring: Sequence[int], waits: Mapping[int, _Wait], routes: Routes) -> str:
-    parts = [
-        f"stage {stage} waits at '{waits[stage].step}' until stage "
-        f"{_owner(waits[stage].awaited, routes)} reaches '{waits[stage].awaited}'"
-        for stage in ring
-    ]
-    return "deadlock: " + "; ".join(parts)

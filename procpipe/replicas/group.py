@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore
 
 from procpipe.channel.mesh import Mesh
 from procpipe.job.grid import Grid
-from procpipe.plan.all_reduce import bucketed
+from procpipe.plan.buckets import bucketed
 from procpipe.replicas.gloo import GlooGroup
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from procpipe.compute.partition import Partition
 from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
-from procpipe.plan.all_reduce import bucketed
+from procpipe.plan.buckets import bucketed
 from procpipe.plan.program import Run
 from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation

@@ -32,9 +32,6 @@ class Coordinator:
     """Issues orders on rank 0 and follows them elsewhere.
 
     ``schedule`` makes, on rank 0, the plan of a ``step`` with its backward.
-
-    Attributes:
-        ahead: how many tasks ahead a receive is posted, the same on every rank; set by benchmarks.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Coordinator:
         routes: Routes,
         schedule: Schedule = SCHEDULES["gpipe"],
     ) -> None:
-        self.ahead = 1
         self._control = control
         self._grid = grid
         self._routes = routes
@@ -102,12 +98,11 @@ class Coordinator:
         if key not in self._programs:
             plan, routes = self.plan(order), self._routes_of(order)
             if self._grid.rank == 0:
-                verify(plan, routes, ahead=self.ahead)
+                verify(plan, routes)
             self._programs[key] = program(  # step 2
                 plan,
                 routes,
                 self._grid.stage,
-                ahead=self.ahead,
                 recompute=order.recompute,
                 has_loss=has_loss,
             )

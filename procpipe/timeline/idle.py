@@ -22,7 +22,7 @@ replayed by itself; the longest replay counts for all.
     replayed     stage 0  [F0][F1]···[─B1─][─B0─]              T less communication
                  stage 1  ···[F0][F1][─B1─][─B0─]····
 
-``simulate.py`` does the same for plans, with one number for each partition and kind.
+``planner.simulate`` does the same for plans, with one number for each partition and kind.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from procpipe.plan.simulate import Timeline
 from procpipe.plan.task import Plan, Task
+from procpipe.planner.simulation import Timeline
 from procpipe.timeline.palette import ALL_REDUCE, LOOKS, Look, element, tick_distance
 from procpipe.words import bytes_text, counted
 

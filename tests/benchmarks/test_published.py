@@ -35,12 +35,12 @@ from examples.models.unet import unet
 from procpipe.plan.routes import SKIP, Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.task import Task
-from procpipe.plan.verify import verify
 from procpipe.skip.skippable import declared
 from procpipe.timeline.pictures import render_text
 from tests.dist.stages import plain_step, world_of
 from tests.dist.worker import BareWorld
 from tests.examples.shapes import shapes_only
+from tests.plan.proof import prove
 
 SPEED = [UNET_SPEED, AMOEBANET_SPEED, RESNET_SPEED]
 MEMORY = [UNET_MEMORY, AMOEBANET_MEMORY]
@@ -101,7 +101,7 @@ def test_settings_are_scaled_down_to_micro_batches_of_one_size():
 
 
 def test_a_step_is_simulated_from_the_costs_of_layers():
-    """The picture of ``procpipe.plan.simulate``: F takes 1 s, B 2 s; 9 s on 2 stages."""
+    """The picture of ``procpipe.planner.simulate``: F takes 1 s, B 2 s; 9 s on 2 stages."""
     costs = LayerCosts([1.0, 2.0, 3.0], forward_share=1 / 3)
 
     assert costs.step_s([2, 1], 2, "never") == pytest.approx(9.0)
@@ -243,7 +243,7 @@ def test_unordered_plans_run_and_recompute_late(mode):
     for m in range(1, 5):
         for n in range(1, 5):
             plan = unordered(m, n, recomputed(mode, m))
-            verify(plan, Routes(n, target=True))
+            prove(plan, Routes(n, target=True))
             cycle_of = {task: k for k, cycle in enumerate(plan.cycles) for task in cycle}
             for (kind, i, j), k in cycle_of.items():
                 assert kind != "R" or j == n - 1 or cycle_of[Task("B", i, j + 1)] < k
@@ -265,7 +265,7 @@ class Recorder:
         return note
 
 
-def test_waiting_ends_of_a_channel_wait_at_once():
+def test_waiting_ends_of_a_channel_do_nothing_beside():
     sender, receiver = Recorder(), Recorder()
 
     _WaitingSender(sender).send("x")
@@ -273,8 +273,9 @@ def test_waiting_ends_of_a_channel_wait_at_once():
     waiting.expect()
 
     assert sender.calls == [("send", "x"), ("settle",)]
-    assert receiver.calls == [("expect",), ("take",)]
+    assert receiver.calls == []
     assert waiting.take() == "take"
+    assert receiver.calls == [("expect",), ("take",)]
     assert _WaitingSender(sender).num_bytes == 8
 
 

@@ -35,8 +35,8 @@ def test_transfers_delay_what_fills_and_drains():
     assert predict(COSTLY, 4, 3).step_s == 3.0 * 6 + 2 * 2 * 0.5
 
 
-def test_a_proof_of_millions_of_tasks_is_left_out(monkeypatch):
-    monkeypatch.setattr("benchmarks.scaling._MAX_PROOF_TASKS", 100)
+def test_verifying_millions_of_tasks_is_left_out(monkeypatch):
+    monkeypatch.setattr("benchmarks.scaling._MAX_TASKS_TO_VERIFY", 100)
 
     assert predict(FREE, 10, 5).verify_s is not None
     assert predict(FREE, 10, 6).verify_s is None

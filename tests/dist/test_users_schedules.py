@@ -54,6 +54,8 @@ def valid_for_one(m: int, n: int) -> Plan:
     if m == 2:
         raise ZeroDivisionError("no plan for two")
     plan = two_at_a_time(m, n)
+    if m == 6:
+        return Plan(m, n, plan.cycles[:-1])
     return plan if m == 1 else Plan(m, n, tuple(reversed(plan.cycles)))
 
 
@@ -73,6 +75,7 @@ def fail_later(bare: Any, size: int) -> tuple[str, str]:
     [
         (2, "ZeroDivisionError", "no plan for two"),
         (3, "PlanError", "F0@1 in cycle"),
+        (6, "PlanError", "B5@0 is missing"),
     ],
 )
 def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, message):

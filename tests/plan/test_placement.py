@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
 from procpipe.plan.program import Send, program
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -104,14 +105,14 @@ def test_all_micro_batches_pass_one_partition_before_the_next() -> None:
 
 
 @for_each(("m", "n"), SIZES)
-def test_forward_plans_and_backward_plans_verify(m: int, n: int) -> None:
+def test_forward_plans_and_backward_plans_run_to_their_end(m: int, n: int) -> None:
     for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
         p = len(placement)
         skips = tuple({(0, p - 1), (0, p // 2)})
         routes = Routes(n, skips, target=True, placement=placement)
-        verify(forward_plan(m, n, placement), routes)
-        verify(backward_plan(m, n, range(m), placement), routes)
-        verify(gpipe(m, n, placement=placement), routes)
+        prove(forward_plan(m, n, placement), routes)
+        prove(backward_plan(m, n, range(m), placement), routes)
+        prove(gpipe(m, n, placement=placement), routes)
 
 
 def test_a_hop_within_a_stage_takes_no_time() -> None:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
-
 from procpipe.plan.program import (
     Program,
     Receive,
     Run,
     Send,
     Step,
-    all_fenced,
-    bare_program,
-    fences,
+    last_additions,
     program,
-    programs,
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan
+from procpipe.plan.task import Plan, Task
 from tests.cases import for_each
+from tests.plan.proof import fences, programs
 
 SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
 
@@ -89,30 +85,6 @@ def test_the_program_of_the_last_stage() -> None:
     """)
 
 
-@for_each(
-    ("ahead", "expected"),
-    [
-        (0, "R0 F0 R1 S0 F1 R2 S1 F2 S2"),
-        (1, "R0 R1 F0 S0 R2 F1 S1 F2 S2"),
-        (2, "R0 R1 R2 F0 S0 F1 S1 F2 S2"),
-        (9, "R0 R1 R2 F0 S0 F1 S1 F2 S2"),
-    ],
-)
-def test_a_receive_moves_up_by_so_many_tasks(ahead: int, expected: str) -> None:
-    steps = program(forward_plan(3, 3), Routes(3), 1, ahead=ahead)
-    letters = {Run: "F", Send: "S", Receive: "R"}
-    short = [
-        f"{letters[type(step)]}{(step.task if isinstance(step, Run) else step.transfer).i}"
-        for step in steps
-    ]
-    assert " ".join(short) == expected
-
-
-def test_a_receive_cannot_be_posted_late() -> None:
-    with pytest.raises(ValueError, match="0 or more tasks ahead, not -1"):
-        program(forward_plan(1, 2), Routes(2), 1, ahead=-1)
-
-
 def test_a_send_and_a_receive_of_one_transfer_differ() -> None:
     (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()))
     steps: set[Step] = {Send(transfer), Receive(transfer)}
@@ -123,13 +95,12 @@ def all_skips(n: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in range(n) for b in range(a + 1, n))
 
 
-@for_each("ahead", [0, 1, 2])
 @for_each(("m", "n"), SIZES)
-def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, ahead: int) -> None:
+def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True)
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
         order = [transfer for fence in fences(plan, routes) for transfer in fence]
-        made = programs(plan, routes, ahead=ahead)
+        made = programs(plan, routes)
         for stage, steps in enumerate(made):
             runs = [step.task for step in steps if isinstance(step, Run)]
             sends = [step.transfer for step in steps if isinstance(step, Send)]
@@ -137,34 +108,6 @@ def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int, 
             assert runs == plan.tasks_of(stage)
             assert sends == [transfer for transfer in order if transfer.source == stage]
             assert receives == [transfer for transfer in order if transfer.destination == stage]
-
-
-@for_each(("m", "n"), SIZES)
-def test_programs_of_all_stages_are_those_of_each(m: int, n: int) -> None:
-    """Made from one list of all transfers, as ``verify`` does, or for a stage alone."""
-    ties = ((0, n - 1),) if n > 1 else ()
-    routes = Routes(n, all_skips(n), target=True, ties=ties)
-    plan = gpipe(m, n, recompute={0})
-    for stage, fenced in enumerate(all_fenced(plan, routes)):
-        alone = bare_program(plan, routes, stage)
-        assert bare_program(plan, routes, stage, fenced=fenced) == alone
-        assert alone == program(plan, routes, stage)
-
-
-@for_each(("m", "n"), SIZES)
-def test_with_no_receive_ahead_a_program_follows_the_fences(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True)
-    plan = gpipe(m, n, recompute={0})
-    for stage, steps in enumerate(programs(plan, routes, ahead=0)):
-        expected: list[object] = []
-        for cycle, fence in zip(plan.cycles, fences(plan, routes), strict=True):
-            expected += [Run(task) for task in cycle if task.j == stage]
-            for transfer in fence:
-                if transfer.source == stage:
-                    expected.append(Send(transfer))
-                if transfer.destination == stage:
-                    expected.append(Receive(transfer))
-        assert list(steps) == expected
 
 
 @for_each(("m", "n"), SIZES)
@@ -199,3 +142,22 @@ def test_a_program_marks_the_last_task_that_adds_to_gradients_and_the_forward_ta
     assert marks(of("zb-h1"), 1) == (["W3@1"], [])
     assert marks(forward_plan(3, 2), 0) == ([], [])
     assert marks(backward_plan(3, 2), 0) == (["B0@0"], [])
+
+
+def test_the_last_task_that_adds_to_gradients_is_found_for_every_schedule() -> None:
+    for name, schedule in SCHEDULES.items():
+        for n, m in ((n, m) for n in range(1, 5) for m in range(1, 6)):
+            p = schedule.count(n)
+            plan = schedule.plan(m, schedule.place(p, n), ())
+            for stage in range(n):
+                tasks = plan.tasks_of(stage)
+                last = last_additions(tasks)
+                where = f"{name}, stage {stage} of {n}, {m} micro-batches"
+                assert sorted(last) == [j for j in range(p) if plan.placement[j] == stage], where
+                places = [tasks.index(task) for task in last.values()]
+                assert places == sorted(places, reverse=True), where
+                for j, task in last.items():
+                    later = tasks[tasks.index(task) + 1 :]
+                    assert not [t for t in later if t.j == j and t.kind in "BW"], where
+                    assert task.kind in "BW", where
+    assert last_additions([Task("F", 0, 0)]) == {}

@@ -9,15 +9,15 @@ from itertools import combinations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import held_bytes
-from procpipe.plan.program import Run, Send, program, programs
+from procpipe.plan.program import Run, Send, program
 from procpipe.plan.routes import TIED_GRADIENT, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import BACKWARD, WEIGHT_GRADIENT
-from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import held_bytes
+from procpipe.planner.simulation import simulate
+from tests.plan.proof import programs, prove
 
 
 def plans():
@@ -37,7 +37,7 @@ def plans():
 
 def test_every_small_plan_sends_each_gradient_once_and_runs_to_its_end():
     for name, plan, routes in plans():
-        verify(plan, routes)
+        prove(plan, routes)
         all_programs = programs(plan, routes)
         sent: Counter[tuple[int, int]] = Counter()
         for stage, steps in enumerate(all_programs):
@@ -83,7 +83,7 @@ def test_sending_too_early_is_found():
     early = (*rest[:last], tied, *rest[last:])
 
     with pytest.raises(PlanError, match=r"stage 1 sends 'tied gradient 0: 1->0' before B0@1 has"):
-        verify(plan, routes, (first, early))
+        prove(plan, routes, (first, early))
 
 
 def test_a_gradient_counts_until_the_end():

@@ -112,9 +112,9 @@ def test_an_order_is_followed_as_it_was_issued(ranks):
 def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
     verified = []
 
-    def note(plan, routes, ahead):
+    def note(plan, routes):
         verified.append(plan.digest)
-        verify(plan, routes, ahead=ahead)
+        verify(plan, routes)
 
     monkeypatch.setattr(coordinator_module, "verify", note)
     orders = [
@@ -210,17 +210,3 @@ def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
     meshes[1].poll()
 
     assert received == []
-
-
-def test_a_receive_can_be_posted_at_its_fence(ranks):
-    for rank in ranks:
-        rank.ahead = 0
-
-    ranks[0].issue(step())
-    followed = ranks[1].follow(Order("step"))
-
-    assert [str(instruction) for instruction in ranks[1].program(followed)][:3] == [
-        "receive activation 0: 0->1",
-        "run F0@1",
-        "receive activation 1: 0->1",
-    ]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from procpipe.balance.blocks import blocks
-from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from procpipe.timeline.advice import advise, basis
 from procpipe.timeline.recording import Hop, Ran, Step
 from tests.timeline.recordings import (

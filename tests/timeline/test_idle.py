@@ -8,11 +8,11 @@ from statistics import fmean
 
 import pytest
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Task
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from procpipe.run.statistics import Split, split_table
 from procpipe.timeline.idle import replay, seconds_by, split
 from tests.cases import for_each

@@ -7,12 +7,12 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from procpipe.plan.all_reduce import Bucket
-from procpipe.plan.costs import Costs
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.zero_bubble import zb_v
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
+from procpipe.planner.all_reduce import Bucket
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from procpipe.timeline.palette import ALL_REDUCE, LOOKS
 from procpipe.timeline.pictures import render_svg, render_text, render_timeline_text
 from tests.cases import for_each

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from procpipe.errors import BalanceError, PlanError
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.schedules.fuse import fused
 from procpipe.plan.schedules.gpipe import gpipe
@@ -66,7 +65,7 @@ def _at(make: Callable[..., Plan], *, is_split: bool = False) -> PlanAt:
 
     def plan_at(m: int, placement: tuple[int, ...], recompute: Collection[int]) -> Plan:
         plan = make(m, max(placement) + 1, recompute=recompute)
-        return fused(plan, Costs.uniform(plan.num_partitions)) if is_split else plan
+        return fused(plan) if is_split else plan
 
     return plan_at
 

@@ -24,10 +24,10 @@ from procpipe.launch.plan.measure import measure_model
 from procpipe.launch.plan.options import parse_bytes
 from procpipe.launch.plan.report import check_table
 from procpipe.launch.plan.subject import Subject, stand_in_loss
+from procpipe.planner.costs_file import from_text
+from procpipe.planner.model import Link
+from procpipe.planner.propose import Proposal, Question, propose
 from procpipe.replicas.reduction import _bucketed
-from procpipe.tuning.costs_file import from_text
-from procpipe.tuning.model import Link
-from procpipe.tuning.propose import Proposal, Question, propose
 from procpipe.words import bytes_text, seconds_text
 
 MYMODEL = """
@@ -276,7 +276,7 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
 
 
 def test_planned_buckets_are_those_that_replicas_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("procpipe.plan.all_reduce", "procpipe.tuning.model"):
+    for module in ("procpipe.plan.buckets", "procpipe.planner.model"):
         monkeypatch.setattr(f"{module}.BUCKET_BYTES", 300)
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)), nn.Linear(6, 2))
     model.append(nn.Linear(2, 2, bias=False))  # a layer has one tensor of at most 300 bytes, or two

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.fuse import fused
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
-from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import all_peak_bytes
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -36,7 +38,7 @@ def test_a_half_that_the_stage_before_waits_for_is_not_fused() -> None:
         I2  W1
         W2  W2
     """)
-    assert grid(fused(plan, equal(plan))) == read("""
+    assert grid(fused(plan)) == read("""
         F0  --
         F1  F0
         --  I0
@@ -56,23 +58,15 @@ def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
         mode = ("never", "except_last")[(m + n) % 2]
         plan = make(m, n, recompute=recomputed(mode, m))
         p, routes = plan.num_partitions, Routes(n, placement=plan.placement)
-        unequal = Costs(
-            tuple(1.0 + j % 3 for j in range(p)),
-            tuple(2.0 + j % 2 for j in range(p)),
-            (1.0,) * p,
-            transfer_s=0.25,
-            saved_bytes=(3,) * p,
-            put_off_bytes=(2,) * p,
-        )
-        for costs in (equal(plan), unequal):
-            made = fused(plan, costs)
-            verify(made, routes)
-            before, after = simulate(plan, costs), simulate(made, costs)
-            assert after.total_s <= before.total_s + 1e-9
-            peaks = (all_peak_bytes(one, costs, routes) for one in (made, plan))
-            for stage, (now, then) in enumerate(zip(*peaks, strict=True)):
-                assert now <= then
-                assert after.busy_s(stage) == pytest.approx(before.busy_s(stage))
+        costs = replace(equal(plan), saved_bytes=(3,) * p, put_off_bytes=(2,) * p)
+        made = fused(plan)
+        prove(made, routes)
+        before, after = simulate(plan, costs), simulate(made, costs)
+        assert after.total_s <= before.total_s + 1e-9
+        peaks = (all_peak_bytes(one, costs, routes) for one in (made, plan))
+        for stage, (now, then) in enumerate(zip(*peaks, strict=True)):
+            assert now <= then
+            assert after.busy_s(stage) == pytest.approx(before.busy_s(stage))
 
 
 def test_the_schedules_split_backward_only_where_it_helps() -> None:

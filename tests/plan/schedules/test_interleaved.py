@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
-from procpipe.plan.simulate import simulate
-from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -69,7 +69,7 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int, v: int) -> None:
     skips = tuple(dict.fromkeys(skips))
     for mode in ("always", "never"):
         plan = interleaved(m, n, v, recompute=recomputed(mode, m))
-        verify(plan, Routes(n, skips, target=n > 1, placement=plan.placement))
+        prove(plan, Routes(n, skips, target=n > 1, placement=plan.placement))
 
 
 @for_each(("m", "n"), SIZES)

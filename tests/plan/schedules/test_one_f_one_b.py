@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import BACKWARD, FORWARD, Task
-from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 MODES = ["always", "except_last", "never"]
@@ -68,7 +68,7 @@ def test_a_recomputation_is_right_before_its_backward() -> None:
 def test_every_small_plan_runs_to_its_end(m: int, n: int, mode: str) -> None:
     skips = tuple((a, b) for a in range(n) for b in range(a + 1, n))
     plan = one_f_one_b(m, n, recompute=recomputed(mode, m))
-    verify(plan, Routes(n, skips=skips, target=n > 1))
+    prove(plan, Routes(n, skips=skips, target=n > 1))
 
 
 @for_each(("m", "n"), SIZES)

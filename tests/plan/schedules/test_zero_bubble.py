@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import folded
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -89,7 +90,7 @@ def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
             skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
             skips = tuple(dict.fromkeys(skips))
             target = plan.placement[-1] != 0
-            verify(plan, Routes(n, skips, target=target, placement=plan.placement))
+            prove(plan, Routes(n, skips, target=target, placement=plan.placement))
 
 
 @for_each(("m", "n"), SIZES)
@@ -147,7 +148,7 @@ def test_an_incomplete_backward_is_reported(text: str, fault: str) -> None:
 def test_the_gradient_may_come_from_either_kind_of_backward() -> None:
     text = "plan m=1 n=2\nF0@0\nF0@1\n{}\n{}\n{}\n"
     for lines in (("I0@1", "B0@0", "W0@1"), ("B0@1", "I0@0", "W0@0")):
-        verify(Plan.from_text(text.format(*lines)), Routes(2))
+        prove(Plan.from_text(text.format(*lines)), Routes(2))
     with pytest.raises(PlanError, match="B0@0 in cycle 2 needs 'gradient 0: 1->0', which I0@1"):
         verify(Plan.from_text(text.format("B0@0", "I0@1", "W0@1")), Routes(2))
 

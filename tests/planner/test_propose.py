@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from procpipe.balance import divide
-from procpipe.plan.verify import verify
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
-from procpipe.tuning.propose import (
+from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.planner.propose import (
     Proposal,
     Question,
     alone_s,
@@ -19,6 +18,7 @@ from procpipe.tuning.propose import (
     leanest,
     propose,
 )
+from tests.plan.proof import prove
 
 
 def model(*seconds: float, kept: float = 0.0, parameters: int = 0, **more: Any) -> Model:
@@ -87,7 +87,7 @@ def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned
     assert folded.total_s == untied.total_s
     assert folded.static_bytes == (8000 - 4 * 400, 8000)
     for proposal in proposals:
-        verify(proposal.plan, proposal.routes)
+        prove(proposal.plan, proposal.routes)
 
 
 def test_layers_are_divided_by_seconds() -> None:

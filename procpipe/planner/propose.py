@@ -21,16 +21,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from procpipe.plan.all_reduce import in_a_row
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import all_peak_bytes
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan
-from procpipe.tuning.model import Link, Model
+from procpipe.planner.all_reduce import in_a_row
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import all_peak_bytes
+from procpipe.planner.model import Link, Model
+from procpipe.planner.simulation import Timeline, simulate
 from procpipe.words import counted
 
 #: Divides costs of layers into parts: ``procpipe.balance.blocks``.

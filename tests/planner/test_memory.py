@@ -8,14 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import all_peak_bytes, held_bytes, message_bytes, peak_bytes
-from procpipe.plan.program import Receive, Run, program
+from procpipe.plan.program import Receive, Run, bare_program, program
 from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
-from procpipe.plan.simulate import simulate
 from procpipe.plan.task import Plan, Task
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import (
+    all_fenced,
+    all_peak_bytes,
+    held_bytes,
+    message_bytes,
+    peak_bytes,
+)
+from procpipe.planner.simulation import simulate
 from tests.cases import for_each
+from tests.plan.schedules.grids import SIZES
 
 COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4), target_bytes=1000)
 
@@ -158,3 +165,14 @@ def test_every_stage_ends_with_nothing_held(mode: str) -> None:
             costs = Costs.uniform(n, input_bytes=3, output_bytes=5)
             plan = gpipe(m, n, recompute=recomputed(mode, m))
             assert all(list(held_bytes(plan, costs, Routes(n), j))[-1] == 0 for j in range(n))
+
+
+@for_each(("m", "n"), SIZES)
+def test_what_stages_exchange_is_listed_for_all_as_for_each(m: int, n: int) -> None:
+    pairs = tuple((a, b) for a in range(n) for b in range(a + 1, n))
+    routes = Routes(n, pairs, target=True, ties=((0, n - 1),) if n > 1 else ())
+    plan = gpipe(m, n, recompute={0})
+    for stage, fenced in enumerate(all_fenced(plan, routes)):
+        alone = bare_program(plan, routes, stage)
+        assert bare_program(plan, routes, stage, fenced=fenced) == alone
+        assert alone == program(plan, routes, stage)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.costs import Costs
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
-from procpipe.plan.simulate import Timeline, simulate
 from procpipe.plan.task import Plan, Task
+from procpipe.planner.costs import Costs
+from procpipe.planner.simulation import Timeline, simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES
 

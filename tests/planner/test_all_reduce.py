@@ -8,21 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from procpipe.plan.all_reduce import (
-    BUCKET_BYTES,
-    AllReduce,
-    Bucket,
-    bucketed,
-    in_a_row,
-    last_additions,
-)
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import held_bytes
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe
-from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.simulate import simulate
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Plan
+from procpipe.planner.all_reduce import AllReduce, Bucket, in_a_row
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import held_bytes
+from procpipe.planner.simulation import simulate
 
 
 def spans(plan: Plan, costs: Costs, routes: Routes | None = None) -> list[tuple[int, float, float]]:
@@ -77,29 +69,10 @@ def test_gradients_of_tied_parameters_come_last() -> None:
     assert simulate(gpipe(2, 2), costs, routes).exposed_s == 2
 
 
-def test_the_last_task_that_adds_to_gradients_is_found_for_every_schedule() -> None:
-    for name, schedule in SCHEDULES.items():
-        for n, m in ((n, m) for n in range(1, 5) for m in range(1, 6)):
-            p = schedule.count(n)
-            plan = schedule.plan(m, schedule.place(p, n), ())
-            for stage in range(n):
-                tasks = plan.tasks_of(stage)
-                last = last_additions(tasks)
-                where = f"{name}, stage {stage} of {n}, {m} micro-batches"
-                assert sorted(last) == [j for j in range(p) if plan.placement[j] == stage], where
-                places = [tasks.index(task) for task in last.values()]
-                assert places == sorted(places, reverse=True), where
-                for j, task in last.items():
-                    later = tasks[tasks.index(task) + 1 :]
-                    assert not [t for t in later if t.j == j and t.kind in "BW"], where
-                    assert task.kind in "BW", where
-
-
 def test_a_call_without_backward_adds_up_nothing() -> None:
     costs = replace(Costs.uniform(2), buckets=((Bucket(1, 9.0, ((0, 1.0),)),), ()))
 
     assert simulate(forward_plan(2, 2), costs).all_reduces == ()
-    assert last_additions([Task("F", 0, 0)]) == {}
 
 
 def test_buckets_must_fit_the_plan() -> None:
@@ -110,14 +83,6 @@ def test_buckets_must_fit_the_plan() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             simulate(gpipe(1, 2), replace(Costs.uniform(2), buckets=buckets))
-
-
-def test_gradients_fill_buckets_in_their_order() -> None:
-    half = BUCKET_BYTES // 2
-    sizes = [("a", half), ("b", 1), ("a", half), ("a", 1), ("b", 2), ("a", 2 * BUCKET_BYTES)]
-
-    assert bucketed(sizes) == [[0, 2], [3], [5], [1, 4]]
-    assert bucketed([]) == []
 
 
 def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from procpipe.plan.all_reduce import Bucket
 from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT
+from procpipe.planner.all_reduce import Bucket
 
 
 @dataclass(frozen=True)

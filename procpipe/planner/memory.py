@@ -44,11 +44,17 @@ outputs ``y`` of 4, and no target:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 
-from procpipe.plan.all_reduce import Bucket, last_additions
-from procpipe.plan.costs import Costs
 from procpipe.plan.placement import partitions_of
-from procpipe.plan.program import Fenced, Receive, Run, Send, all_fenced, bare_program
+from procpipe.plan.program import (
+    Fenced,
+    Receive,
+    Run,
+    Send,
+    bare_program,
+    last_additions,
+)
 from procpipe.plan.routes import (
     ACTIVATION,
     GRADIENT,
@@ -60,6 +66,8 @@ from procpipe.plan.routes import (
     Transfer,
 )
 from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT, Plan, Task
+from procpipe.planner.all_reduce import Bucket
+from procpipe.planner.costs import Costs
 
 
 def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
@@ -90,6 +98,18 @@ def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
         max(held_bytes(plan, costs, routes, stage, fenced))
         for stage, fenced in enumerate(all_fenced(plan, routes))
     )
+
+
+def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
+    """List what each stage sends and receives: for ``bare_program`` of all stages."""
+    found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
+    for stage in range(plan.num_stages):
+        for fenced in routes.sent(plan, stage):
+            found[stage].append(fenced)
+            found[routes.placement[fenced[1].destination]].append(fenced)
+    for of_stage in found:
+        of_stage.sort(key=itemgetter(0))  # by cycle
+    return [*found]
 
 
 def held_bytes(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from procpipe.tuning.costs_file import Measured, from_text, to_text
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.planner.costs_file import Measured, from_text, to_text
+from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
 from tests.cases import for_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.tuning.model import Layer, Link, Model, Skip, TiedLayers
+from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
 from tests.cases import for_each
 
 

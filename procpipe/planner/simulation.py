@@ -30,9 +30,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from procpipe.plan.all_reduce import AllReduce, last_additions
-from procpipe.plan.costs import Costs
-from procpipe.plan.memory import peak_bytes
+from procpipe.plan.program import last_additions
 from procpipe.plan.routes import Routes
 from procpipe.plan.task import (
     BACKWARD,
@@ -43,6 +41,9 @@ from procpipe.plan.task import (
     Plan,
     Task,
 )
+from procpipe.planner.all_reduce import AllReduce
+from procpipe.planner.costs import Costs
+from procpipe.planner.memory import peak_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import operator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from procpipe.tuning.model import Layer, Link, Model, TiedLayers
+from procpipe.planner.model import Layer, Link, Model, TiedLayers
 
 FORMAT = "procpipe layer costs"
 VERSION = 1

@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from procpipe.plan.all_reduce import BUCKET_BYTES, Bucket, bucketed
-from procpipe.plan.costs import Costs
+from procpipe.plan.buckets import BUCKET_BYTES, bucketed
+from procpipe.planner.all_reduce import Bucket
+from procpipe.planner.costs import Costs
 
 
 @dataclass(frozen=True)
