@@ -301,8 +301,7 @@ def test_the_mini_batches_that_are_compared():
         for i in range(2):
             try:
                 run(partition, received(torch.ones(2)), recompute=True, i=i)
-            except RecomputeError as error:
-                assert "the layers gave values that differ" in str(error)
+            except RecomputeError:
                 found.append((number, i))
     assert found == [(number, i) for number in (1, 2, 4, 8) for i in range(2)]
 
@@ -438,7 +437,7 @@ def test_a_change_of_weights_between_a_forward_and_its_recomputation_is_an_error
     for i in (0, 1):
         partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
     OUTSIDE[change](layers)
-    with pytest.raises(RecomputeError, match="^a parameter or buffer was changed after the first"):
+    with pytest.raises(RecomputeError, match=r"^a parameter or buffer was changed after the first"):
         partition.recompute(1)
 
 
