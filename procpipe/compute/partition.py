@@ -229,7 +229,7 @@ class Partition:
         this = self._passes.pop(i)
         if this.put_off is None:
             return self._backward(i, this, gradients)
-        with self._splitter.into(this.put_off):
+        with self._splitter.into(this.put_off, is_backward=True):
             input_gradients = self._backward(i, this, gradients)
         self._put_off[i] = this.put_off
         return input_gradients
