@@ -3,7 +3,7 @@
     F(i)   ── note ────────────>  as the layers left them: parameters, buffers
            stage(x) has returned: optimizer.step(), load_state_dict(); or a hook of another
            micro-batch's backward pass has run an optimizer
-    R(i)   <── have_changed ────  as they are now
+    R(i)   <── compare ─────────  as they are now
 
 Without recomputation autograd refuses such a backward pass, as what it saved was written to; with
 it, the gradients would be those of another function. Changes by layers in their own forwards
