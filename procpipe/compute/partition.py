@@ -36,8 +36,13 @@ from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference,
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, PartitionLayers
 from procpipe.compute.ledger import num_bytes
-from procpipe.compute.outside import sum_of_versions
-from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
+from procpipe.compute.recompute import (
+    Ambient,
+    checkpointing,
+    recomputing,
+    sum_of_versions,
+    without_autocast,
+)
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.errors import RecomputeError

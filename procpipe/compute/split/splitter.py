@@ -43,12 +43,12 @@ class _Call(NamedTuple):
 
     rule: Rule
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # if it requires a gradient
 
-    def trained(self) -> list[Tensor]:
-        """Return the parameters that get a gradient from it."""
-        has_bias = self.bias is not None and self.bias.requires_grad
-        return [self.weight, self.bias] if has_bias and self.bias is not None else [self.weight]
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that get a gradient from it."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class _Waiting(NamedTuple):
@@ -73,15 +73,9 @@ class PutOff:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are kept; what several layers share counts once, of larger memory the part."""
-        parts: dict[int, dict[int, int]] = {}  # by memory and place in it
-        whole: dict[int, int] = {}
-        for waiting in self._waiting:
-            for tensor in (waiting.x, waiting.gradient):
-                memory = tensor.untyped_storage()
-                whole[memory.data_ptr()] = memory.nbytes()
-                parts.setdefault(memory.data_ptr(), {})[tensor.data_ptr()] = tensor.nbytes
-        return sum(min(whole[memory], sum(of.values())) for memory, of in parts.items())
+        """Bytes that are kept; what several layers share counts once."""
+        kept = [tensor for _, x, gradient, _ in self._waiting for tensor in (x, gradient)]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
 
     @torch.no_grad()
     def run(self) -> None:
@@ -91,7 +85,7 @@ class PutOff:
         a parameter in several calls are added up first, so that its hooks run once.
         """
         waiting = self._waiting
-        to_come = Counter(leaf for call, *_ in waiting for leaf in call.trained())
+        to_come = Counter(leaf for call, *_ in waiting for leaf in call.leaves)
         totals: dict[Tensor, Tensor] = {}
         while waiting:
             call, x, gradient, versions = waiting.popleft()
@@ -103,15 +97,13 @@ class PutOff:
                     "have a tensor of its own for each micro-batch, or use a schedule that does "
                     "not split backward"
                 )
-            rule, weight, bias = call
-            bias = bias if bias is not None and bias.requires_grad else None
-            gradients = rule.weight_gradients(x, gradient, weight, bias)
-            for leaf, of_leaf in zip(call.trained(), gradients, strict=False):
-                assert of_leaf is not None, "computed of all that are trained"
+            gradients = call.rule.weight_gradients(x, gradient, call.weight, call.bias)
+            for leaf, of_leaf in zip(call.leaves, gradients, strict=False):
+                assert of_leaf is not None, "computed of all leaves"
                 made = of_leaf.to(leaf.dtype)
                 totals[leaf] = totals[leaf] + made if leaf in totals else made
-            to_come.subtract(call.trained())
-            ended = tuple(leaf for leaf in call.trained() if not to_come[leaf])
+            to_come.subtract(call.leaves)
+            ended = tuple(leaf for leaf in call.leaves if not to_come[leaf])
             if ended:
                 run_backward(ended, tuple(map(totals.pop, ended)))
 
@@ -164,9 +156,8 @@ def _forward(switch: _Switch, layer: Any, input: Tensor) -> Tensor:
     is_autocast = torch.is_autocast_enabled(device_type)
     if is_autocast and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device_type))  # in the graph: _Node.forward is not
-    call = _Call(rule_of(layer), layer.weight, layer.bias)  # type: ignore[arg-type]
     output: Tensor = _Node.apply(  # type: ignore[no-untyped-call]
-        call, switch.put_off, switch.anchor, x, is_autocast
+        layer, switch.put_off, switch.anchor, x, is_autocast
     )
     return output
 
@@ -176,11 +167,13 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, put_off: PutOff, anchor: Tensor, x: Tensor, is_autocast: bool
+        ctx: Any, layer: Any, put_off: PutOff, anchor: Tensor, x: Tensor, is_autocast: bool
     ) -> Tensor:
-        ctx.call, ctx.put_off = call, put_off
+        rule, weight, bias = rule_of(layer), layer.weight, layer.bias
+        assert rule is not None, "checked by suited"
+        is_trained = bias is not None and bias.requires_grad
+        ctx.call, ctx.put_off = _Call(rule, weight, bias if is_trained else None), put_off
         ctx.set_materialize_grads(False)
-        rule, weight, bias = call
         ctx.save_for_backward(x, weight)
         if is_autocast:
             # Autocast caches the cast of a parameter, here without a graph, and would reuse it for
@@ -229,19 +222,19 @@ def _can_be_put_off(layer: Any, input: Tensor) -> bool:
 def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with a rule that share no parameter with other modules.
 
-    A shared one (of an embedding and the head, say) would get its gradient in two parts. Modules in
+    A shared one (of an embedding and the head, say) could get its gradient in two parts. Modules in
     compiled ones are left out, too: another forward would only make torch compile them again.
     """
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
     inside = {part for module in modules if is_compiled(module) for part in module.modules()}
-    suited = [module for module in modules if module not in inside and _has_rule(module)]
-    while True:  # sharing with a module that was just left out leaves a module out too
-        others = modules.keys() - set(suited)
-        elsewhere = {id(p) for module in others for p in module._parameters.values()} - {id(None)}
-        still = [m for m in suited if elsewhere.isdisjoint(map(id, m._parameters.values()))]
-        if len(still) == len(suited):
-            return suited
-        suited = still
+    uses = Counter(p for module in modules for p in module.parameters(recurse=False))
+    return [
+        module
+        for module in modules
+        if module not in inside
+        and _has_rule(module)
+        and all(uses[parameter] == 1 for parameter in module.parameters(recurse=False))
+    ]
 
 
 def _has_rule(module: nn.Module) -> bool:
