@@ -2,10 +2,7 @@
 
     name                                            where torch lacks it
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
-    _C._will_engine_execute_node                    weight gradients are not deferred
-    _C._are_functorch_transforms_active             likewise
-    nn.Conv1d._conv_forward, also of 2d and 3d      those of convolutions are not deferred
-    F._in_projection, F._in_projection_packed       those of attention are not: split/attention.py
+    _C._are_functorch_transforms_active             weight gradients are not deferred
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
@@ -22,10 +19,9 @@
     _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
     utils._pytree                                   ImportError
 
-A name may stay while its behaviour changes. Where no check could detect that (the engine, the
-copies of attention's functions), it is used in tested releases only.
-``tests/test_torch_internals.py`` lists the releases in which each was seen, and finds private names
-used elsewhere.
+A name may stay while its behaviour changes. Where no check could detect that (the engine), it is
+used in tested releases only. ``tests/test_torch_internals.py`` lists the releases in which each
+was seen, and finds private names used elsewhere.
 
 Not here: attributes that exist since torch 1.0 and that torch's own notes name (``_version`` of
 tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules), and the names in files that
@@ -63,17 +59,10 @@ pytree = _pytree
 #: Whether the tests have run with this release of torch.
 IS_TESTED = is_tested(torch.__version__)
 
-#: The functions of ``torch.nn.functional`` that apply an attention's weights to its inputs.
-IN_PROJECTIONS = ("_in_projection", "_in_projection_packed")
-
 
 # -- autograd ------------------------------------------------------------------------------------
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-#: Returns, within a backward pass, whether it runs a node of its graph.
-#: Source: ``torch.autograd.graph.register_multi_grad_hook``,
-#: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py
-will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
 #: Returns whether this is within a transformation of ``torch.func``.
 #: Source: ``torch.autograd.Function.apply``,
@@ -102,11 +91,6 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
     )
 
 
-def can_split_backward() -> bool:
-    """Return whether ``will_run`` and ``are_functions_transformed`` can be called."""
-    return None not in (will_run, are_functions_transformed)
-
-
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called with a parameter's gradient during a backward pass."""
     return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
@@ -115,17 +99,6 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called when a gradient has been added to a parameter's."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-# -- layers --------------------------------------------------------------------------------------
-
-
-def conv_forward_of(layer_type: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """Return what a convolution calls with its input, weight and bias; None for other layers.
-
-    ``forward`` uses the layer's own weight, which a parametrization would compute once more.
-    """
-    return getattr(layer_type, "_conv_forward", None)
 
 
 # -- scaling of gradients ------------------------------------------------------------------------

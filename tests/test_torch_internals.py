@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from procpipe import torch_internals
-from procpipe.compute.split import attention
-from procpipe.compute.split.splitter import PutOff, Splitter
+from procpipe.compute.split import splitter
 from procpipe.torch_versions import TESTED, is_tested, release_of
 from tests.sources import nodes_of, tree_of
 
@@ -41,12 +39,7 @@ def options_of_nccl() -> Any:
 #: How to find each name, and the releases that have it.
 NAMES = {
     "_engine_run_backward": (lambda: torch.autograd.graph, TESTED),
-    "_will_engine_execute_node": (lambda: torch._C, TESTED),
     "_are_functorch_transforms_active": (lambda: torch._C, TESTED),
-    "_conv_forward": (lambda: nn.Conv2d, TESTED),
-    "_in_projection": (lambda: F, TESTED),
-    "_in_projection_packed": (lambda: F, TESTED),
-    "multi_head_attention_forward": (lambda: F, TESTED),
     "_call_impl": (lambda: nn.Module, TESTED),
     "_compiled_call_impl": (lambda: nn.Module, TESTED),
     "_forward_hooks": (lambda: nn.Module(), TESTED),
@@ -219,22 +212,12 @@ def test_gradients_are_right_without_the_engines_function_or_under_an_unknown_to
             assert all(map(torch.equal, gradients_of(model), expected))
 
 
-@pytest.mark.parametrize("name", ["will_run", "are_functions_transformed"])
-def test_without_the_functions_of_autograd_nothing_is_put_off(monkeypatch, name):
-    put_off = PutOff()
+def test_without_a_function_of_autograd_nothing_is_put_off(monkeypatch):
     layer = nn.Linear(2, 2)
-    for is_there in (True, False):
-        if not is_there:
-            monkeypatch.setattr(torch_internals, name, None)
-        splitter = Splitter([layer], torch.zeros((), requires_grad=True))
-        with splitter.into(put_off):
-            assert ("forward" in layer.__dict__) == is_there
-
-
-def test_the_copies_of_attention_are_off_under_an_unknown_torch(monkeypatch):
-    assert attention.is_known() == is_tested(torch.__version__)
-    monkeypatch.setattr(attention, "IS_TESTED", False)
-    assert not attention.is_known()
+    for name in ("stays", "are_functions_transformed"):
+        monkeypatch.setattr(splitter, name, None, raising=False)
+        layers = splitter.suited([layer])
+        assert layers == ([layer] if name == "stays" else [])
 
 
 def test_other_options_of_process_groups_are_one_clear_error():

@@ -212,7 +212,7 @@ def _all_seconds(
         with splitter.into(put_off):
             forward_s = seconds_of(layer.forward, device, clock)
         gradients = layer.output_gradients()
-        with splitter.into(put_off):
+        with splitter.into(put_off, is_backward=True):
             return forward_s, seconds_of(lambda: layer.backward(gradients), device, clock)
 
     def time_first_half(layer: LayerAlone) -> float:
@@ -304,39 +304,24 @@ class _Counts:
 def _counting_put_off(module: nn.Module) -> Iterator[Memories]:
     """Collect what the weights' gradients of a module will need, during a forward.
 
-    That is the input and the gradient of the output, which is as large as the output; of an
-    attention, those of the projections of query, key and value, and of the last one. A stage splits
-    backward with its own nodes in the graph (``procpipe.compute.split``), which tensors without
-    values cannot go through; so here the stock layers run, with hooks.
+    That is the input and the gradient of the output, which is as large as the output. A stage
+    splits backward with its own nodes in the graph (``procpipe.compute.split``), which tensors
+    without values cannot go through; so here the stock layers run, with hooks.
     """
     found = Memories(())
 
-    def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        names = ("input", "query", "key", "value")
-        inputs = [*given[:3], *(named[name] for name in names if name in named)]
-        for tensor in inputs:
+    def note(layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        for tensor in (*given, *named.values()):
             found.add(tensor)
-        outputs = [output]
-        if isinstance(layer, nn.MultiheadAttention):
-            last, _ = output
-            projected = (x[..., :1].expand(*x.shape[:-1], last.shape[-1]) for x in inputs)
-            outputs = [*projected, last, last]
-        for tensor in outputs:
-            found.add(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        found.add(torch.empty(output.shape, dtype=output.dtype, device="meta"))
 
     hooks = [
         layer.register_forward_hook(note, with_kwargs=True)
         for layer in suited([module])
-        if _weight_of(layer).requires_grad
+        if layer.get_parameter("weight").requires_grad
     ]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _weight_of(layer: Any) -> Tensor:
-    of = layer.out_proj if isinstance(layer, nn.MultiheadAttention) else layer
-    weight: Tensor = of.weight
-    return weight

@@ -35,8 +35,13 @@ from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, PartitionLayers
-from procpipe.compute.outside import sum_of_versions
-from procpipe.compute.recompute import Ambient, checkpointing, recomputing, without_autocast
+from procpipe.compute.recompute import (
+    Ambient,
+    checkpointing,
+    recomputing,
+    sum_of_versions,
+    without_autocast,
+)
 from procpipe.compute.split.splitter import PutOff, Splitter
 from procpipe.compute.wrappers import check_not_data_parallel, check_sharded_before
 from procpipe.errors import RecomputeError
@@ -231,7 +236,7 @@ class Partition:
         this = self._passes.pop(i)
         if this.put_off is None:
             return self._backward(i, this, gradients)
-        with self._splitter.into(this.put_off):
+        with self._splitter.into(this.put_off, is_backward=True):
             input_gradients = self._backward(i, this, gradients)
         self._put_off[i] = this.put_off
         return input_gradients

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe.compute.generators import (
     RandomSource,
@@ -74,6 +74,17 @@ def recomputing(ambient: Ambient) -> Iterator[None]:
             yield
     finally:
         _phase.reset(token)
+
+
+def sum_of_versions(tensors: Iterable[Tensor]) -> int:
+    """Return a number that rises with each change in place of any of these tensors.
+
+    Parameters and buffers must be at R as the last forward left them. Without recomputation
+    autograd refuses such a backward pass; with it, the gradients would be those of another
+    function. Changes by layers in their own forwards (``nn.Embedding(max_norm=…)``) are allowed. A
+    change past autograd (``weight.data``, the fused optimizers of torch 2.13) raises no version.
+    """
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -43,9 +43,6 @@ TARGET = "target"
 LOSS = "loss"
 TIED_GRADIENT = "tied gradient"
 
-#: Not a message: names the bytes of a partition's output that are kept for backward.
-ROOTS = "output"
-
 #: A FIFO of transfers: payload, source and destination, which are partitions.
 Channel = tuple[str, int, int]
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from procpipe.balance import Inputs, Profile, profile_layers
 from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import Flat
-from tests.balance.test_profile import Calling, Clock, Taking, float32
+from tests.balance.test_profile import Clock, Taking, float32
 
 
 def profiled(*layers: nn.Module, sample: object, **more: Any) -> Profile:
@@ -169,7 +168,10 @@ class Linear(nn.Linear):
         super().__init__(2, 2)
         self.clock = clock
         self.register_forward_pre_hook(lambda _, x: Slow.for_one(clock, 1.0)(x[0]))
-        parametrize.register_parametrization(self, "weight", Calling(Slow.for_one(clock, 2.0)))
+        self.weight.register_hook(self._take_2s)
+
+    def _take_2s(self, gradient: Tensor) -> None:
+        self.clock.now += 2.0
 
     def __deepcopy__(self, memo: object) -> Linear:
         return self
@@ -252,37 +254,6 @@ def test_the_first_layer_has_gradients_within() -> None:
     (layer,) = profiled(block, sample=torch.ones(1, 2), clock=clock).layers
 
     assert (layer.backward_s, layer.input_gradient_s) == (9.0, 5.0)
-
-
-def test_the_first_half_of_an_attention_without_a_gradient_of_its_input() -> None:
-    clock = Clock()
-
-    class Attention(nn.MultiheadAttention):
-        forward = nn.MultiheadAttention.forward
-
-        def __deepcopy__(self, memo: object) -> Attention:
-            return self
-
-    attention = Attention(2, 1)
-    parametrize.register_parametrization(
-        attention.out_proj, "weight", Calling(Slow.for_one(clock, 2.0))
-    )
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention
-
-        def __deepcopy__(self, memo: object) -> First:
-            return self
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = Slow.for_one(clock, 1.0)(self.attention(x, x, x)[0])
-            return output
-
-    (layer,) = profiled(First(), sample=torch.ones(3, 1, 2), clock=clock).layers
-
-    assert (layer.backward_s, layer.input_gradient_s) == (3.0, 1.0)
 
 
 @skippable(pop=["skip"])

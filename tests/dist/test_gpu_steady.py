@@ -29,7 +29,7 @@ from tests.dist.stages import assert_same, plain_step
 from tests.held import hold_for
 
 #: Recomputation is checked (``compute.digests``) in mini-batches 1, 2, 4 and 8.
-NUM_CHECKED, NUM_STEPS = 8, 23
+NUM_CHECKED, NUM_STEPS = 8, 17
 
 #: A sender's host is at most this many steps ahead of a receiver's (``run.pipeline``), so slots
 #: hold messages of at most this many steps.

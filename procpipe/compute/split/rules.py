@@ -60,26 +60,9 @@ class Convolution:
     dilation: tuple[int, ...]
     groups: int
 
-    @classmethod
-    def of(cls, layer: _ConvolutionLayer, x: Tensor) -> tuple[Convolution, Tensor]:
-        """Return the rule of a layer and its input, padded if not by zeros on both sides."""
-        padding: tuple[int, ...] = (0,) * len(layer.stride)
-        if layer.padding_mode != "zeros":
-            x = F.pad(x, _pads(layer), mode=layer.padding_mode)
-        elif layer.padding == "same":
-            # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp
-            # (_convolution_same): pads by one at the end first, where the total is odd.
-            totals = _same_padding(layer)
-            padding = tuple(total // 2 for total in totals)
-            if any(total % 2 for total in totals):
-                x = F.pad(x, [p for total in reversed(totals) for p in (0, total % 2)])
-        elif not isinstance(layer.padding, str):
-            padding = layer.padding
-        return cls(layer.stride, padding, layer.dilation, layer.groups), x
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output, ``(batch, channels, …)``; no view, so it may be changed in place."""
-        convolve = _CONVOLVE[len(self.stride)]
+        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         output: Tensor = convolve(
             x, weight, bias, self.stride, self.padding, self.dilation, self.groups
         )
@@ -125,28 +108,15 @@ class Convolution:
 Rule = _Linear | Convolution
 
 
-def _pads(layer: _ConvolutionLayer) -> list[int]:
-    """Return the padding of both ends of each dimension, the last dimension first.
-
-    Of an odd "same" padding the end gets one more:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/conv.py (_ConvNd.__init__)
-    """
-    if layer.padding == "same":
-        ends = [(total // 2, total - total // 2) for total in _same_padding(layer)]
-    elif isinstance(layer.padding, str):  # "valid"
-        ends = [(0, 0) for _ in layer.kernel_size]
-    else:
-        ends = [(int(pad), int(pad)) for pad in layer.padding]
-    return [pad for pair in reversed(ends) for pad in pair]
-
-
-def _same_padding(layer: _ConvolutionLayer) -> list[int]:
-    return [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-
-
-_ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-_CONVOLVE: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+def rule_of(layer: nn.Module) -> Rule | None:
+    """Return the rule of a layer with a stock forward, if there is one."""
+    of: Any = layer
+    if type(layer).forward is nn.Linear.forward:
+        return LINEAR
+    is_convolution = type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if is_convolution and of.padding_mode == "zeros" and not isinstance(of.padding, str):
+        return Convolution(of.stride, of.padding, of.dilation, of.groups)
+    return None
 
 
 def _rows(tensor: Tensor) -> Tensor:
