@@ -296,7 +296,7 @@ def log_of(
         from procpipe.timeline.collect import Tracing
         from procpipe.timeline.recorder import Recorder
     tracing = Tracing(settings.trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
-    return Recorder(world.board, world.device, partitions, tracing)
+    return Recorder(tracing, world.board, world.device, partitions)
 
 
 def connect_replicas(

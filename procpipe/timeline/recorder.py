@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.compute.partition import Partition
 from procpipe.compute.sizes import num_bytes
-from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.log import Log
@@ -31,20 +29,14 @@ from procpipe.timeline.collect import Tracing
 class Recorder(Log):
     """Records all that happens on one stage, one step at a time."""
 
-    def __init__(
-        self,
-        board: Board,
-        device: torch.device,
-        partitions: Mapping[int, Partition],
-        tracing: Tracing,
-    ) -> None:
-        super().__init__(board, device, partitions)
+    def __init__(self, tracing: Tracing, *of_log: Any) -> None:
+        super().__init__(*of_log)
         self.tracing = tracing
         self._takes: list[list[Any]] = []
         self._sends: list[list[Any]] = []
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda = self._device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
-        self._beside = torch.cuda.Stream(device) if self._is_cuda else None
+        self._beside = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._begun_sums: dict[str, list[torch.cuda.Event | None]] = {}  # began, ended, asked for
         self._marks_of_sums: list[list[torch.cuda.Event]] = []
         self._layer, self._layer_begun_ns = -1, 0

@@ -55,10 +55,10 @@ def test_a_schedule_is_the_one_that_it_draws(schedule):
     rows = re.findall(r"^ *stage (\d)  ( *[FB].*)$", schedule.__doc__, re.MULTILINE)
     times: dict[str, list[int]] = {}
     for j, row in rows:
-        drawn = list(re.finditer(r"([FB])(\d)", row))
-        assert [(task[1], int(task[2])) for task in drawn] == schedule(4, 3, int(j))
-        for task in drawn:
-            times.setdefault(task[0], []).append(task.start() // 4)
+        found = list(re.finditer(r"([FB])(\d)", row))
+        assert [(task[1], int(task[2])) for task in found] == schedule(4, 3, int(j))
+        for match in found:
+            times.setdefault(match[0], []).append(match.start() // 4)
     assert len(times) == 8
     for task, of_stages in times.items():  # each stage's input is made before
         assert of_stages == sorted(set(of_stages), reverse=task.startswith("B"))

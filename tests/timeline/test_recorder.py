@@ -44,7 +44,7 @@ def recorder_on():
         partitions = {3: Partition(PartitionLayers(layers, CPU, is_first=False))}
         boards.append(Board.create(0, 1))
         sent: Any = Sent()
-        return Recorder(boards[-1], device, partitions, sent)
+        return Recorder(sent, boards[-1], device, partitions)
 
     yield make
     for board in boards:
