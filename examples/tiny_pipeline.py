@@ -116,7 +116,7 @@ def one_f_one_b(m: int, n: int, j: int) -> list[Task]:
     stage 2           F0  B0  F1  B1  F2  B2  F3  B3
 
     The bubble is as in GPipe, but less memory is needed. From F to B of a micro-batch, a stage
-    holds what backward needs: in GPipe at last that of all m micro-batches, here of n-j at most.
+    holds what backward needs. In GPipe this grows to m micro-batches, here to n-j at most.
 
     Source: Narayanan et al. (2021), who call it PipeDream-Flush, https://arxiv.org/abs/2006.09503.
     """
@@ -137,16 +137,16 @@ class Messages:
     sends a gradient back. If each send waited for the receive of the other side, neither stage
     would reach its receive: a deadlock. So ``isend`` starts a send and returns; only receives wait.
 
-    A message needs no name. From a stage to the next go only activations, and back come only
-    gradients. They arrive in the order in which they are sent, which is the order of the tasks; and
-    the forward tasks have the same order on every stage, as have the backward tasks.
+    A message needs no name. From one stage to the next go only activations, and back come only
+    gradients. They arrive in the order in which they are sent, that of the tasks that make them.
+    All stages run the forward tasks in one order, and the backward tasks in one order.
     """
 
     MAX_DIMS = 8
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype  # of every message; the processes agree, since all know the model
-        self.sends: list[Any] = []  # torch's handles of what is under way
+        self.sends: list[Any] = []  # torch's handles, which keep the tensors until the wait
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Start to send a tensor, which must not change before ``wait_until_sent``.
@@ -185,8 +185,8 @@ class TinyStage:
         model: the whole model, with equal parameters on every process.
         balance: the number of layers of each stage; one entry for each process.
         loss_fn: the loss of a micro-batch, called on the last stage.
-        recompute: keep only the input of a micro-batch, and run forward again right before
-            backward. That takes time, and saves what autograd would keep for each layer.
+        recompute: hold only input and output of a micro-batch, and run forward again in backward.
+            That takes time, and saves the memory of what autograd keeps between the layers.
     """
 
     def __init__(

@@ -397,6 +397,23 @@ def test_every_row_of_the_checklist_names_a_test_or_a_reason() -> None:
     assert "`WithDevice` | none: a process has one device" in without[0]
 
 
+def test_what_is_in_one_file_and_where_procpipe_has_it_exists() -> None:
+    file = (TESTS.parent / "examples" / "tiny_pipeline.py").read_text()
+    section = ARCHITECTURE.read_text().partition("## From one file")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", section, re.MULTILINE)[2:]
+    assert len(rows) > 10
+    for in_file, in_procpipe in rows:
+        names = re.findall(r"`([\w.]+)`", in_file)
+        assert [name for name in names if name.rpartition(".")[2] not in file] == []
+        places = re.findall(r"`([\w/.]+)`", in_procpipe)
+        assert places
+        places = [place for place in places if place != "Mesh.wait"]
+        assert [place for place in places if not (TESTS.parent / "procpipe" / place).exists()] == []
+    listed = re.findall(r"procpipe/[\w/.]*\w/?", ast.get_docstring(ast.parse(file)) or "")
+    assert len(listed) > 8
+    assert [place for place in listed if not (TESTS.parent / place).exists()] == []
+
+
 def test_the_reading_path_takes_an_hour() -> None:
     rows = re.findall(r"^\| \d+ \| `(procpipe/\S+)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
     num_lines = sum(len((TESTS.parent / row).read_text().splitlines()) for row in rows)

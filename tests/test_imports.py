@@ -154,6 +154,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.launch.run.engine",
     "procpipe.launch.doctor.facts",
     "procpipe.launch.plan.measure",
+    "examples.tiny_pipeline",
     "benchmarks",
 )
 

@@ -60,8 +60,8 @@ def test_a_schedule_is_the_one_that_it_draws(schedule):
         for match in found:
             times.setdefault(match[0], []).append(match.start() // 4)
     assert len(times) == 8
-    for task, of_stages in times.items():  # each stage's input is made before
-        assert of_stages == sorted(set(of_stages), reverse=task.startswith("B"))
+    for name, of_stages in times.items():  # each stage's input is made before
+        assert of_stages == sorted(set(of_stages), reverse=name.startswith("B"))
 
 
 @for_each(("schedule", "plan_of"), [(gpipe, plan_of_gpipe), (one_f_one_b, plan_of_1f1b)])
