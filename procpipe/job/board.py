@@ -17,21 +17,24 @@ next reading shows it whole. A reading as a whole is not of a single moment.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import time
 from ctypes import Structure, c_char, c_double, c_int64, sizeof
-from typing import Any
 
 _NAME = "procpipe-board"
-_SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
 
-_MAX_CALL, _MAX_WAIT = 128, 640  # bytes
+_MAX_TEXT, _MAX_WAIT = 128, 640  # bytes
 
 
 class Page(Structure):
-    """What is in the file, before the facts; times are of the monotonic clock, 0 for never."""
+    """What is in the file; times are of the monotonic clock, 0 for never.
+
+    Attributes:
+        now_ns: of what was read, the moment from which durations are counted.
+    """
+
+    now_ns: int
 
     _fields_ = (
         ("pid", c_int64),  # written last; 0 before
@@ -46,38 +49,27 @@ class Page(Structure):
         ("letter", c_int64),  # of the task; 0 between tasks
         ("micro_batch", c_int64),  # of the newest task
         ("since_ns", c_int64),  # when the task began
-        ("layer_index", c_int64),  # among all of the process; -1 for none
         ("wait_since_ns", c_int64),
         ("busy_s", c_double),  # in tasks, over all mini-batches done
         ("step_s", c_double),  # in mini-batches
         ("device_bytes", c_int64),  # memory of the device in use by tensors; 0 on a CPU
         ("reported_ns", c_int64),  # when it reported a stall
         ("has_failed", c_int64),  # whether a call has failed
-        ("facts_bytes", c_int64),  # the length of the facts, which follow as JSON
-        ("call_text", c_char * _MAX_CALL),
+        ("device_text", c_char * _MAX_TEXT),  # what it computes on; "" before its first call
+        ("call_text", c_char * _MAX_TEXT),
+        ("layer_text", c_char * _MAX_TEXT),
         ("wait_text", c_char * _MAX_WAIT),
     )
 
-
-#: Where the facts begin.
-_FACTS_AT = sizeof(Page)
-
-
-class BoardReading(Page):
-    """What a board shows.
-
-    Attributes:
-        facts: "device", "layers" (name and class of each), "shards" (ranks).
-        now_ns: the moment from which durations are counted.
-    """
-
-    facts: dict[str, Any]
-    now_ns: int
+    @property
+    def device(self) -> str:
+        """What it computes on; "" before its first call."""
+        return _text(self.device_text)
 
     @property
     def call(self) -> str:
         """The name of the call, "step"; "" between calls."""
-        return str(self.call_text, "utf-8", "ignore")  # its last character may be cut
+        return _text(self.call_text)
 
     @property
     def task(self) -> str:
@@ -87,13 +79,12 @@ class BoardReading(Page):
     @property
     def layer(self) -> str:
         """The layer, "layer 'conv2' (Conv2d)"; "" outside of layers."""
-        layers = self.facts.get("layers", ())
-        return layers[self.layer_index] if 0 <= self.layer_index < len(layers) else ""
+        return _text(self.layer_text)
 
     @property
     def waits_for(self) -> str:
         """What the process waits for, if that has lasted for more than a moment; else ""."""
-        return str(self.wait_text, "utf-8", "ignore") if self.wait_since_ns else ""
+        return _text(self.wait_text) if self.wait_since_ns else ""
 
     def seconds_since(self, at_ns: int) -> float:
         """Return the time from then to this reading."""
@@ -148,20 +139,20 @@ class Board:
         ``place`` is the rank within the pipeline, if that has not all ranks of the job.
         """
         descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, _SIZE_BYTES)
-        board = cls(mmap.mmap(descriptor, _SIZE_BYTES))  # has a descriptor of its own
+        os.ftruncate(descriptor, sizeof(Page))
+        board = cls(mmap.mmap(descriptor, sizeof(Page)))  # has a descriptor of its own
         board.descriptor = descriptor
         page = board.page = Page.from_buffer(board._memory)
         page.rank, page.num_ranks, page.num_replicas = rank, num_ranks, 1
         page.place = rank if place is None else place
-        page.layer_index, page.written_ns = -1, time.monotonic_ns()
+        page.written_ns = time.monotonic_ns()
         page.pid = os.getpid()
         return board
 
     @classmethod
     def opened(cls, descriptor: int) -> Board:
         """Map the board of another process, which has passed its descriptor."""
-        return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
+        return cls(mmap.mmap(descriptor, sizeof(Page), access=mmap.ACCESS_READ))
 
     @classmethod
     def of_process(cls, pid: int) -> Board | None:
@@ -183,30 +174,14 @@ class Board:
         return max(found, key=lambda each: each[0], default=(0, None))[1]
 
     def close(self) -> None:
-        """Hide the board from other processes, and keep its content for this one.
-
-        Frees its descriptor, and the one that ``mmap`` keeps for as long as the memory.
-        """
+        """Pass it on no more; it stays readable for as long as the object lives."""
         os.close(self.descriptor)
-        shared, self._memory = self._memory, mmap.mmap(-1, _SIZE_BYTES)
-        num_bytes = _FACTS_AT + self.page.facts_bytes
-        self._memory[:num_bytes] = shared[:num_bytes]
-        self.page = Page.from_buffer(self._memory)
-        shared.close()
-
-    def write_facts(self, facts: dict[str, Any]) -> None:
-        """Write facts about this process as JSON; without "layers", if it takes more than 1 MiB."""
-        data = json.dumps(facts).encode()
-        if len(data) > _SIZE_BYTES - _FACTS_AT:
-            data = json.dumps({**facts, "layers": []}).encode()
-        self._memory[_FACTS_AT : _FACTS_AT + len(data)] = data
-        self.page.facts_bytes = len(data)
 
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
         page = self.page
-        page.letter, page.layer_index, page.wait_since_ns = 0, -1, 0
-        page.call_text = name.encode()[:_MAX_CALL]
+        page.letter, page.layer_text, page.wait_since_ns = 0, b"", 0
+        page.call_text = as_text(name)
         page.written_ns = time.monotonic_ns()
 
     def end_call(self) -> None:
@@ -222,7 +197,7 @@ class Board:
     def start_task(self, letter: str, micro_batch: int) -> None:
         """Note that a task begins."""
         page = self.page
-        page.letter, page.micro_batch, page.layer_index = ord(letter), micro_batch, -1
+        page.letter, page.micro_batch, page.layer_text = ord(letter), micro_batch, b""
         page.since_ns = page.written_ns = time.monotonic_ns()
 
     def start_wait(self, what: str, since_ns: int) -> None:
@@ -235,10 +210,17 @@ class Board:
         self.page.wait_since_ns = 0
         self.page.written_ns = time.monotonic_ns()
 
-    def read(self) -> BoardReading:
+    def read(self) -> Page:
         """Read the board as it is now, or as it was when its process ended."""
-        reading = BoardReading.from_buffer_copy(self._memory)
+        reading = Page.from_buffer_copy(self._memory)
         reading.now_ns = time.monotonic_ns()
-        data = self._memory[_FACTS_AT : _FACTS_AT + reading.facts_bytes]
-        reading.facts = json.loads(data) if data else {}
         return reading
+
+
+def as_text(text: str) -> bytes:
+    """Return what a page can hold of a text."""
+    return text.encode()[:_MAX_TEXT]
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "ignore")  # its last character may be cut

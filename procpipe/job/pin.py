@@ -20,15 +20,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from procpipe.notes import write_note
 
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
-
-#: Torchrun's engine sets it for the processes it starts.
-_RUN_ID = "TORCHELASTIC_RUN_ID"
 
 #: The logical CPUs of a physical core; two with SMT.
 Core = tuple[int, ...]
@@ -73,12 +68,12 @@ def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
     child may run on all cores again: a loader's workers would take those of rank 0's layers.
 
     Does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind their
-    processes themselves), in one that is pinned already (``torchrun --numa-binding``,
-    ``numactl``), and if PROCPIPE_PIN is 0.
+    processes themselves), in one that may not run on all CPUs of its parent, as something has
+    pinned it (``torchrun --numa-binding``, ``numactl``), and if PROCPIPE_PIN is 0.
     """
     try:
-        run_id, before = os.environ.get(_RUN_ID), os.sched_getaffinity(0)
-        if run_id is None or before != _cpus_of_launcher(run_id):
+        before = os.sched_getaffinity(0)
+        if "TORCHELASTIC_RUN_ID" not in os.environ or before != os.sched_getaffinity(os.getppid()):
             return
         share = shares(int(os.environ["LOCAL_WORLD_SIZE"]), pcis)[int(os.environ["LOCAL_RANK"])]
         if cpus := [cpu for core in share for cpu in core]:
@@ -88,19 +83,6 @@ def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
             os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, before))
     except Exception as error:  # hosts differ, and a run must not fail because of pinning
         write_note(f"procpipe: this process is not pinned to cores: {error!r} ({SWITCH}=0: never)")
-
-
-def _cpus_of_launcher(run_id: str) -> set[int]:
-    """Return where the first ancestor that is not of the run itself may run.
-
-    It need not be the parent: the script of ``torchrun --no-python start.sh`` may pin itself.
-    """
-    for ancestor in psutil.Process().parents():
-        with contextlib.suppress(psutil.AccessDenied):  # of another user
-            if ancestor.environ().get(_RUN_ID) == run_id:
-                continue
-        return set(ancestor.cpu_affinity())
-    return os.sched_getaffinity(0)
 
 
 def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:

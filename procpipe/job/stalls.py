@@ -19,7 +19,7 @@ import psutil
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Reports
 from procpipe.errors import ProcpipeError
-from procpipe.job.board import Board, BoardReading
+from procpipe.job.board import Board
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.job.grid import Grid
 from procpipe.job.open_transports import OpenTransports
@@ -87,8 +87,7 @@ class StallReports(Reports):
             who = f"  {grid.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
-                state = _state_of(reading.pid)
-                lines.append(f"{who} {reading.where()}{state or _shards_of(reading)}")
+                lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
             else:
                 lines.append(f"{who} on another host")
         write_note("\n".join(lines))
@@ -108,17 +107,6 @@ class StallReports(Reports):
         line = line_of(error, self._board.read())
         ours = self.grid.rank_name(self.grid.rank)
         end_at_once(line or f"procpipe: {ours} ends, because {error}")
-
-
-def _shards_of(reading: BoardReading) -> str:
-    """Say what a rank may wait for within its layers, as the end of a sentence; "" for nothing."""
-    ranks = reading.facts.get("shards")
-    if not ranks or reading.waits_for or not reading.call:
-        return ""
-    return (
-        f"; it may wait for another of ranks {ranks}, over which its layers are sharded, and which "
-        "must make the same calls"
-    )
 
 
 def _state_of(pid: int) -> str:
