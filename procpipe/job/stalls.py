@@ -22,7 +22,7 @@ from procpipe.errors import ProcpipeError
 from procpipe.job.board import Board
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.job.grid import Grid
-from procpipe.job.open_transports import OpenTransports
+from procpipe.job.transports import Transports
 from procpipe.notes import write_note
 
 #: Each rank waits this long for every lower one to be the first to print.
@@ -36,7 +36,7 @@ class StallReports(Reports):
         transports: the rank's, on whose device transfers may be queued.
     """
 
-    transports: OpenTransports
+    transports: Transports
 
     def __init__(self, board: Board, grid: Grid) -> None:
         self.grid = grid

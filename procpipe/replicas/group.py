@@ -68,7 +68,7 @@ class Group:
             from procpipe.channel.nccl import NcclGroup
 
             self._nccl = NcclGroup(ranks, grid.rank, world.device)
-            world.transports.add_of_device(self._nccl)
+            world.transports.add(self._nccl)
             self._nccl.connect(store)
         self._gloo = GlooGroup(
             store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address
