@@ -20,15 +20,16 @@ import contextlib
 import mmap
 import os
 import time
-from ctypes import Structure, c_char, c_double, c_int64, sizeof
+from ctypes import Structure, c_double, c_int64, c_wchar, sizeof
 
 _NAME = "procpipe-board"
 
-_MAX_TEXT, _MAX_WAIT = 128, 640  # bytes
+#: The longest texts, in characters; longer ones are cut.
+_MAX_TEXT, _MAX_WAIT = 128, 640
 
 
 class Page(Structure):
-    """What is in the file; times are of the monotonic clock, 0 for never.
+    """What is in the file; times are of the monotonic clock, 0 for never, and texts "" for none.
 
     Attributes:
         now_ns: of what was read, the moment from which durations are counted.
@@ -46,7 +47,6 @@ class Page(Structure):
         ("num_steps", c_int64),  # mini-batches done
         ("num_samples", c_int64),  # in them, of all replicas
         ("num_micro_batches", c_int64),  # of the newest mini-batch
-        ("letter", c_int64),  # of the task; 0 between tasks
         ("micro_batch", c_int64),  # of the newest task
         ("since_ns", c_int64),  # when the task began
         ("wait_since_ns", c_int64),
@@ -55,36 +55,12 @@ class Page(Structure):
         ("device_bytes", c_int64),  # memory of the device in use by tensors; 0 on a CPU
         ("reported_ns", c_int64),  # when it reported a stall
         ("has_failed", c_int64),  # whether a call has failed
-        ("device_text", c_char * _MAX_TEXT),  # what it computes on; "" before its first call
-        ("call_text", c_char * _MAX_TEXT),
-        ("layer_text", c_char * _MAX_TEXT),
-        ("wait_text", c_char * _MAX_WAIT),
+        ("device", c_wchar * _MAX_TEXT),  # what it computes on; "" before its first call
+        ("call", c_wchar * _MAX_TEXT),  # "step"
+        ("task", c_wchar * _MAX_TEXT),  # "F3"
+        ("layer", c_wchar * _MAX_TEXT),  # "layer 'conv2' (Conv2d)"
+        ("waits_for", c_wchar * _MAX_WAIT),  # if that has lasted for more than a moment
     )
-
-    @property
-    def device(self) -> str:
-        """What it computes on; "" before its first call."""
-        return _text(self.device_text)
-
-    @property
-    def call(self) -> str:
-        """The name of the call, "step"; "" between calls."""
-        return _text(self.call_text)
-
-    @property
-    def task(self) -> str:
-        """The task, "F3"; "" between tasks."""
-        return f"{chr(self.letter)}{self.micro_batch}" if self.letter else ""
-
-    @property
-    def layer(self) -> str:
-        """The layer, "layer 'conv2' (Conv2d)"; "" outside of layers."""
-        return _text(self.layer_text)
-
-    @property
-    def waits_for(self) -> str:
-        """What the process waits for, if that has lasted for more than a moment; else ""."""
-        return _text(self.wait_text) if self.wait_since_ns else ""
 
     def seconds_since(self, at_ns: int) -> float:
         """Return the time from then to this reading."""
@@ -177,16 +153,20 @@ class Board:
         """Pass it on no more; it stays readable for as long as the object lives."""
         os.close(self.descriptor)
 
+    def enter(self, layer: str) -> None:
+        """Note which layer of the task runs; "" for none."""
+        self.page.layer = layer[:_MAX_TEXT]
+
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
         page = self.page
-        page.letter, page.layer_text, page.wait_since_ns = 0, b"", 0
-        page.call_text = as_text(name)
+        page.task = page.layer = page.waits_for = ""
+        page.call = name[:_MAX_TEXT]
         page.written_ns = time.monotonic_ns()
 
     def end_call(self) -> None:
         """Note that the call is over."""
-        self.page.call_text = b""
+        self.page.call = ""
         self.page.written_ns = time.monotonic_ns()
 
     def fail(self) -> None:
@@ -197,17 +177,16 @@ class Board:
     def start_task(self, letter: str, micro_batch: int) -> None:
         """Note that a task begins."""
         page = self.page
-        page.letter, page.micro_batch, page.layer_text = ord(letter), micro_batch, b""
+        page.task, page.micro_batch, page.layer = f"{letter}{micro_batch}", micro_batch, ""
         page.since_ns = page.written_ns = time.monotonic_ns()
 
     def start_wait(self, what: str, since_ns: int) -> None:
         """Note what this process waits for, and since when on the monotonic clock."""
-        self.page.wait_text = what.encode()[:_MAX_WAIT]
-        self.page.wait_since_ns = since_ns
+        self.page.wait_since_ns, self.page.waits_for = since_ns, what[:_MAX_WAIT]
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
-        self.page.wait_since_ns = 0
+        self.page.waits_for = ""
         self.page.written_ns = time.monotonic_ns()
 
     def read(self) -> Page:
@@ -215,12 +194,3 @@ class Board:
         reading = Page.from_buffer_copy(self._memory)
         reading.now_ns = time.monotonic_ns()
         return reading
-
-
-def as_text(text: str) -> bytes:
-    """Return what a page can hold of a text."""
-    return text.encode()[:_MAX_TEXT]
-
-
-def _text(data: bytes) -> str:
-    return str(data, "utf-8", "ignore")  # its last character may be cut

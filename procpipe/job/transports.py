@@ -52,16 +52,8 @@ class Offer(NamedTuple):
     forced: str | None = None  # the only transport, in tests
 
 
-class TransportChoice(NamedTuple):
-    """What was agreed; plain JSON."""
-
-    within: str  # the transport between ranks of one place
-    across: str  # that between ranks of different places
-    places: Sequence[str]  # each rank's: its GPU, or on CPUs its host
-
-    def between(self, a: int, b: int) -> str:
-        """Return the name of the transport between two ranks."""
-        return self.within if self.places[a] == self.places[b] else self.across
+#: The name of the transport between any two ranks: ``choice[a][b]``.
+TransportChoice = list[list[str]]
 
 
 def choose(offers: Sequence[Offer]) -> TransportChoice:
@@ -72,21 +64,23 @@ def choose(offers: Sequence[Offer]) -> TransportChoice:
         ValueError: some ranks compute on GPUs and others on CPUs, or ranks of different hosts (or
             containers) on one GPU.
     """
-    forced = offers[0].forced
     on_gpus = [rank for rank, offer in enumerate(offers) if offer.gpu]
-    if not on_gpus:
-        hosts = [offer.host for offer in offers]
-        return TransportChoice(forced or "shm", forced or "sockets", hosts)
-    if len(on_gpus) < len(offers):
-        on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
+    on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
+    if on_gpus and on_cpus:
         raise ValueError(
             f"ranks {on_gpus} compute on GPUs and ranks {on_cpus} on CPUs: give all ranks devices "
             "of one kind"
         )
-    _check_shared(offers)
-    by_nccl = all(offer.shares_by_nccl for offer in offers)
-    within = forced or ("nccl" if by_nccl else "cuda_ipc")
-    return TransportChoice(within, forced or "nccl", [offer.gpu for offer in offers])
+    if on_gpus:
+        _check_shared(offers)
+    on_one_gpu = "nccl" if all(offer.shares_by_nccl for offer in offers) else "cuda_ipc"
+
+    def between(a: Offer, b: Offer) -> str:
+        if not a.gpu:
+            return "shm" if a.host == b.host else "sockets"
+        return on_one_gpu if a.gpu == b.gpu else "nccl"
+
+    return [[a.forced or between(a, b) for b in offers] for a in offers]
 
 
 def _check_shared(offers: Sequence[Offer]) -> None:
@@ -144,7 +138,7 @@ class Transports:
         """
         by_name: dict[str, list[tuple[int, int, int]]] = {}
         for channel in channels:
-            by_name.setdefault(choice.between(*channel[:2]), []).append(channel)
+            by_name.setdefault(choice[channel[0]][channel[1]], []).append(channel)
         found: dict[int, Transport | None] = {}
         for name in sorted(by_name):  # all ranks build them in one order
             transport = None if name == "sockets" else self._new(name, by_name[name])

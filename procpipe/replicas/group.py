@@ -64,7 +64,7 @@ class Group:
         self._nccl: NcclGroup | None = None
         self.num_replicas = len(ranks)
         store = PrefixStore(f"stage-{grid.stage}", world.transports.store)
-        if all(choice.between(a, b) == "nccl" for a, b in combinations(ranks, 2)):
+        if all(choice[a][b] == "nccl" for a, b in combinations(ranks, 2)):
             from procpipe.channel.nccl import NcclGroup
 
             self._nccl = NcclGroup(ranks, grid.rank, world.device)

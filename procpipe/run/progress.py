@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from procpipe.compute.partition import Partition
-from procpipe.job.board import Board, as_text
+from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.messages import Order
 from procpipe.run.observer import Observer
@@ -34,7 +34,7 @@ class Progress(Observer):
         self._device = device
         self._trace = trace
         self._device_read_s = 0.0
-        board.page.device_text = as_text(str(device))
+        board.page.device = str(device)
 
     def begin_step(self, order: Order) -> None:
         """Write the number of micro-batches."""
@@ -46,17 +46,12 @@ class Progress(Observer):
 
     def end_task(self, task: Task) -> None:
         """Write that none does."""
-        self._board.page.letter = 0
+        self._board.page.task = ""
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Write which layer runs; index -1 is none."""
-        page = self._board.page
-        texts = [*map(as_text, self._partitions[j].layers.places), b""]
-
-        def enter(index: int) -> None:
-            page.layer_text = texts[index]
-
-        return enter
+        places = [*self._partitions[j].layers.places, ""]
+        return lambda index: self._board.enter(places[index])
 
     def end_step(self, order: Order) -> None:
         """Write the sums up to now."""

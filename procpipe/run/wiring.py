@@ -111,8 +111,10 @@ def agree_on_transports(control: Control, ours: Offer) -> TransportChoice:
 
     Raises on rank 0 as :func:`choose` does.
     """
-    chosen = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all]))
-    return TransportChoice(*chosen)
+    choice: TransportChoice = control.agree(
+        ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all])
+    )
+    return choice
 
 
 def _open_channels(

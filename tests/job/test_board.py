@@ -12,7 +12,7 @@ from ctypes import sizeof
 
 import pytest
 
-from procpipe.job.board import Board, Page, as_text
+from procpipe.job.board import Board, Page
 from tests.test_forks import in_child
 
 pytestmark = pytest.mark.dist
@@ -34,19 +34,19 @@ def found():
 
 
 def test_a_process_reads_what_is_written(board):
-    board.page.device_text = as_text("cpu")
+    board.page.device = "cpu"
     reader = found()
     new = reader.read()
     board.start_call("step")
     board.page.num_micro_batches = 8
     in_step = reader.read()
     board.start_task("F", 3)
-    board.page.layer_text, board.page.device_bytes = as_text("b"), 5
+    board.page.layer, board.page.device_bytes = "b", 5
     in_layer = reader.read()
     board.start_wait("activation 3", time.monotonic_ns() - 2 * 10**9)
     waiting = reader.read()
     board.end_wait()
-    board.page.letter = 0
+    board.page.task = ""
     board.end_call()
     board.page.busy_s, board.page.num_steps = 3, 1
     board.fail()
@@ -80,10 +80,10 @@ def test_a_process_without_a_board():
     assert in_child(look) == "(None, None)"
 
 
-def test_texts_that_are_too_long_are_cut_at_a_character(board):
+def test_texts_that_are_too_long_are_cut(board):
     board.start_call("x" + "ä" * 1000)
 
-    assert found().read().call == "x" + "ä" * 63
+    assert found().read().call == "x" + "ä" * 127
 
 
 def test_a_closed_board_keeps_its_content_for_its_process():

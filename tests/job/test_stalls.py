@@ -35,7 +35,7 @@ def theirs(process):
     board.page.pid = process.pid
     board.start_call("step")
     board.start_task("F", 3)
-    board.page.layer_text = b"layer 'b' (Conv2d)"
+    board.page.layer = "layer 'b' (Conv2d)"
     return board
 
 

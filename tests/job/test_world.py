@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from procpipe.job.devices import pci_addresses
-from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World, _made, _raise_file_limit
 from tests.cases import for_each
 from tests.test_forks import in_child
@@ -42,7 +41,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.transports.open(TransportChoice("shm", "sockets", [""]), []) == {}
+    assert world.transports.open([["shm"]], []) == {}
     world.give_up("without peers", ValueError())
     world.close()
 
