@@ -11,9 +11,9 @@ higher ones; so no two wait for each other. Only where a rank listens differs:
                             set. Ranks of one host use unix sockets here, too.
 
     connector                                          acceptor
+    rank, data or alarm  [files]               ──────>
     over TCP: challenge A                      <─────> over TCP: challenge B
               HMAC(key, B)                     <─────>           HMAC(key, A)
-    rank, data or alarm  [files]               ──────>
                                                <────── welcome  [files]
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
@@ -29,17 +29,15 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import math
 import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
@@ -47,8 +45,6 @@ from procpipe.job.grid import Grid
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-_Made = TypeVar("_Made")
 
 #: The job's key, where the user gives one; and this host's address for its peers.
 _KEY_VARIABLE, _ADDRESS_VARIABLE = "PROCPIPE_KEY", "PROCPIPE_ADDRESS"
@@ -62,8 +58,8 @@ _PROOF_BYTES = 32
 #: How long the other side may take for its part of the handshake, once it has begun.
 _HANDSHAKE_TIMEOUT_S = 5.0
 
-#: Until the next attempt: at first, and at most.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+#: Until the next attempt, and how long one waits for the other side before the mesh is polled.
+_PAUSE_S, _LOOK_EVERY_S = 0.005, 0.02
 
 #: A host that no longer answers (power, network) is treated as dead after about this time.
 _VANISHED_AFTER_S = 20
@@ -128,13 +124,11 @@ class Start:
         self._grid = grid
         self._meeting = meeting
         self._files = files
-        self._deadline_s = time.monotonic() + mesh.timeout_s
         self._listeners: list[socket.socket] = []
         self._links: dict[tuple[int, int], socket.socket] = {}
         self._store: Store | None = None  # where all ranks are on one host
         self._users_key = os.environ.get(_KEY_VARIABLE, "")
         self._key = self._users_key or (secrets.token_hex(32) if grid.rank == 0 else "")
-        self._waits_for = ""  # for reports of a stall
 
     def connect(self) -> None:
         """Connect to every other rank; every rank calls it, and it waits for all of them.
@@ -143,17 +137,21 @@ class Start:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        monitor = self._mesh.monitor
-        monitor.start()
-        monitor.start_wait(lambda: self._waits_for, time.monotonic())
+        self._mesh.monitor.start()
         try:
             self._listen()
             for peer in range(self._grid.rank):
                 for kind in (_DATA, _ALARM):
-                    what = f"rank {self._grid.numbers[peer]} to start"
-                    self._retry(what, partial(self._connect, peer, kind))
-            self._accept_higher()
-            monitor.end_wait()
+                    self._wait(
+                        partial(self._connect, peer, kind), lambda peer=peer: self._of([peer])
+                    )
+            self._wait(self._accept_higher, lambda: self._of(self._missing()))
+        except WaitTimeoutError as error:
+            error.add_note(
+                "procpipe: did every process reach its Stage(), and can the hosts reach one "
+                f"another (a firewall; {_ADDRESS_VARIABLE} gives a host's address)?"
+            )
+            raise
         except RuntimeError as error:  # torch's, of the store
             if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
                 raise
@@ -184,7 +182,8 @@ class Start:
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
-        self._retry("an older process of this job to end", partial(listener.bind, address))
+        what = "an older process of this job to end"
+        self._wait(lambda: listener.bind(address) is None, lambda: what)
         listener.listen(4 * self._grid.num_ranks)
         listener.setblocking(False)
         return listener
@@ -219,9 +218,9 @@ class Start:
         is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         holds = os.environ["RANK"] == "0" and not is_launchers
         if not holds:  # torch's own wait ignores signals and prints a lot
-            self._retry(
-                f"the job's store at {address[0]} port {address[1]}",
-                lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close(),
+            self._wait(
+                lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close() is None,
+                lambda: f"the job's store at {address[0]} port {address[1]}",
             )
         # The user's group may use it, too.
         store = TCPStore(*address, is_master=holds, wait_for_workers=False, multi_tenant=True)
@@ -231,29 +230,36 @@ class Start:
 
     # -- connecting -----------------------------------------------------------------------------
 
-    def _connect(self, peer: int, kind: int) -> None:
-        """Connect to another rank; ``OSError`` if it does not listen yet, or is not of this job."""
-        family, address = self._address_of(peer)
-        link = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            link.settimeout(_HANDSHAKE_TIMEOUT_S)
-            link.connect(address)
-            self._check_other(link, peer)  # which may be busy with other ranks
-            files = self._files_for(link, kind)
-            socket.send_fds(link, [_HELLO.pack(self._grid.rank, kind)], files)
-            _, files_of_peer = self._read(link, len(_WELCOME))
-        except BaseException:
-            link.close()
-            raise
-        self._keep(peer, kind, link, files_of_peer)
+    def _connect(self, peer: int, kind: int) -> bool:
+        """Connect to another rank as far as possible without waiting for it.
 
-    def _accept_higher(self) -> None:
-        """Accept both connections of each higher rank."""
-        grid = self._grid
-        while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
-            self._mesh.poll()  # not after the last: an error of this rank's own may come first
-            self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
-            for listener in wait(self._listeners, _LONGEST_PAUSE_S):
+        Returns whether that is done; ``OSError`` if it does not listen yet, or is not of this job.
+        """
+        link = self._links.get((peer, kind))
+        try:
+            if link is None:
+                family, address = self._address_of(peer)
+                link = self._links[peer, kind] = socket.socket(family, socket.SOCK_STREAM)
+                link.settimeout(_HANDSHAKE_TIMEOUT_S)
+                link.connect(address)
+                self._check_user(link, f"what listens for rank {self._grid.numbers[peer]}")
+                hello = _HELLO.pack(self._grid.rank, kind)
+                socket.send_fds(link, [hello], self._files_for(link, kind))
+            if not wait([link], _LOOK_EVERY_S):  # it may be busy with other ranks
+                return False
+            self._check_key(link, self._grid.rank, peer)
+            _, files = self._read(link, len(_WELCOME))
+        except OSError:
+            if link is not None:
+                self._links.pop((peer, kind)).close()
+            raise
+        self._keep(peer, kind, link, files)
+        return True
+
+    def _accept_higher(self) -> bool:
+        """Accept what connects now; return whether all higher ranks have."""
+        while self._missing() and (ready := wait(self._listeners, _LOOK_EVERY_S)):
+            for listener in ready:
                 assert isinstance(listener, socket.socket), "they are listeners"
                 with contextlib.suppress(BlockingIOError):  # it has gone
                     link, _ = listener.accept()
@@ -261,53 +267,57 @@ class Start:
                         self._accept(link)
                     except OSError:  # not of this job
                         link.close()
+        return not self._missing()
 
     def _accept(self, link: socket.socket) -> None:
         """Accept a connection that has come; ``OSError`` if it is not of this job."""
-        until_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        self._check_other(link, None, until_s)
-        hello, files = self._read(link, _HELLO.size, until_s)
+        link.settimeout(_HANDSHAKE_TIMEOUT_S)
+        self._check_user(link, "what connects")
+        hello, files = self._read(link, _HELLO.size)
         peer, kind = _HELLO.unpack(hello)
         if not self._grid.rank < peer < self._grid.num_ranks or kind > _ALARM:
             raise ConnectionRefusedError("not of this job")
+        self._check_key(link, peer, self._grid.rank)
         socket.send_fds(link, [_WELCOME], self._files_for(link, kind))
         self._keep(peer, kind, link, files)
 
-    def _check_other(
-        self, link: socket.socket, acceptor: int | None, until_s: float = math.inf
-    ) -> None:
-        """Check that the other side is of this job; ``OSError`` if not.
+    def _missing(self) -> list[int]:
+        return [
+            peer
+            for peer in range(self._grid.rank + 1, self._grid.num_ranks)
+            if peer not in self._mesh.peers
+        ]
 
-        ``acceptor`` is the rank that this one connects to, or None where this one accepts.
-        """
-        ours = self._grid.job_rank
-        link.settimeout(_LONGEST_PAUSE_S)
-        who = "" if acceptor is None else f"what listens for rank {self._grid.numbers[acceptor]}"
+    def _check_user(self, link: socket.socket, who: str) -> None:
+        """Check that the process at the other end of a unix socket is of this one's user."""
+        if link.family == socket.AF_UNIX and _other_end(link)[1] != os.geteuid():
+            raise PermissionError(
+                f"{who} on this host belongs to another user than rank {self._grid.job_rank}: run "
+                "all ranks of a host as one user"
+            )
+
+    def _check_key(self, link: socket.socket, connector: int, acceptor: int) -> None:
+        """Check that both sides of a TCP connection know the key."""
         if link.family == socket.AF_UNIX:
-            if _other_end(link)[1] != os.geteuid():
-                raise PermissionError(
-                    f"{who} on this host belongs to another user than rank {ours}: run all ranks "
-                    "of a host as one user"
-                )
             return
+        ranks = {connector, acceptor}
+        (other,) = ranks - {self._grid.rank}
+        text = f"{self._entry_name(acceptor)} from {connector}, known to"
         challenge = secrets.token_bytes(_PROOF_BYTES)
         link.sendall(challenge)
-        theirs, _ = self._read(link, _PROOF_BYTES, until_s)
-        link.sendall(self._proof(acceptor, theirs, is_ours=True))
-        proof, _ = self._read(link, _PROOF_BYTES, until_s)
-        if not hmac.compare_digest(proof, self._proof(acceptor, challenge, is_ours=False)):
+        theirs, _ = self._read(link, _PROOF_BYTES)
+        link.sendall(self._proof(f"{text} {self._grid.rank}", theirs))
+        proof, _ = self._read(link, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, self._proof(f"{text} {other}", challenge)):
             # A key that rank 0 made may be of an older round, one of the user's not.
             is_final = self._users_key or not self._key
             raise (PermissionError if is_final else ConnectionRefusedError)(
-                f"{who} does not know the key of rank {ours}: give every rank of the job the same "
-                f"{_KEY_VARIABLE}, or none"
+                f"what listens for rank {self._grid.numbers[other]} does not know the key of rank "
+                f"{self._grid.job_rank}: give every rank of the job the same {_KEY_VARIABLE}, or "
+                "none"
             )
 
-    def _proof(self, acceptor: int | None, challenge: bytes, *, is_ours: bool) -> bytes:
-        """Return what shows that one side knows the key, and which rank is meant to accept."""
-        accepts = (acceptor is None) == is_ours
-        rank = self._grid.rank if acceptor is None else acceptor
-        text = f"{self._entry_name(rank)} {'accepts' if accepts else 'connects'} "
+    def _proof(self, text: str, challenge: bytes) -> bytes:
         return hmac.digest(self._key.encode(), text.encode() + challenge, "sha256")
 
     def _files_for(self, link: socket.socket, kind: int) -> Sequence[int]:
@@ -329,53 +339,37 @@ class Start:
             data, alarm = self._links.pop((peer, _DATA)), self._links.pop((peer, _ALARM))
             self._mesh.add(peer, data, alarm, _open_process(data))
 
-    # -- waiting --------------------------------------------------------------------------------
-
-    def _read(
-        self, link: socket.socket, size: int, until_s: float = math.inf
-    ) -> tuple[bytes, list[int]]:
-        """Wait for bytes of the other side, and descriptors; ``OSError`` if it ends or is late."""
+    def _read(self, link: socket.socket, size: int) -> tuple[bytes, list[int]]:
+        """Read bytes of the other side, and descriptors; ``OSError`` if it ends or is late."""
         data, files = b"", list[int]()
         while len(data) < size:
-            try:
-                part, passed, _, _ = socket.recv_fds(
-                    link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
-                )
-            except TimeoutError:
-                if time.monotonic() > until_s:
-                    raise
-                self._check_time("another rank, which is connected, to answer")
-                self._mesh.poll()
-            else:
-                if not part:
-                    raise ConnectionResetError("the other side closed the connection")
-                data, files = data + part, files + passed
+            part, passed, _, _ = socket.recv_fds(
+                link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
+            )
+            if not part:
+                raise ConnectionResetError("the other side closed the connection")
+            data, files = data + part, files + passed
         return data, files
 
-    def _retry(self, what: str, attempt: Callable[[], _Made]) -> _Made:
-        """Try something until it raises no ``OSError``, with pauses that grow longer.
+    def _wait(self, attempt: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until an attempt succeeds; an ``OSError`` is of this attempt, and in reports."""
+        newest = ""
 
-        Raises the error of a peer that fails, and ``WaitTimeoutError``; ``what`` is waited for.
-        """
-        pause_s, self._waits_for = _FIRST_PAUSE_S, what
-        while True:
+        def ready() -> bool:
+            nonlocal newest
             try:
                 return attempt()
             except PermissionError:
                 raise
             except OSError as error:
-                self._check_time(f"{what} ({error})")
-            self._mesh.poll(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                newest = f" ({error})"
+                return False
 
-    def _check_time(self, what: str) -> None:
-        self._waits_for = what
-        if time.monotonic() > self._deadline_s:
-            raise WaitTimeoutError(
-                f"rank {self._grid.job_rank} waited {self._mesh.timeout_s:.1f} s for {what}: did "
-                "every process reach its Stage(), and can the hosts reach one another (a firewall; "
-                f"{_ADDRESS_VARIABLE} gives a host's address)?"
-            )
+        self._mesh.wait(ready, lambda: f"{what()}{newest}", every_s=_PAUSE_S)
+
+    def _of(self, ranks: Sequence[int]) -> str:
+        numbers = ", ".join(str(self._grid.numbers[rank]) for rank in ranks)
+        return f"rank{'s' if len(ranks) > 1 else ''} {numbers} to start"
 
 
 def host_identity() -> str:
@@ -454,7 +448,3 @@ def _notice_vanished_host(link: socket.socket) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_AFTER_S // 4)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_AFTER_S // 4)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
