@@ -150,8 +150,12 @@ class Board:
         return max(found, key=lambda each: each[0], default=(0, None))[1]
 
     def close(self) -> None:
-        """Pass it on no more; it stays readable for as long as the object lives."""
+        """Free its descriptors: of the file and of its mapping; keep its content for this process."""
         os.close(self.descriptor)
+        shared, self._memory = self._memory, mmap.mmap(-1, sizeof(Page))
+        self._memory[:] = shared[:]
+        self.page = Page.from_buffer(self._memory)
+        shared.close()
 
     def enter(self, layer: str) -> None:
         """Note which layer of the task runs; "" for none."""

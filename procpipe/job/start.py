@@ -142,9 +142,7 @@ class Start:
             self._listen()
             for peer in range(self._grid.rank):
                 for kind in (_DATA, _ALARM):
-                    self._wait(
-                        partial(self._connect, peer, kind), lambda peer=peer: self._of([peer])
-                    )
+                    self._wait(partial(self._connect, peer, kind), partial(self._of, [peer]))
             self._wait(self._accept_higher, lambda: self._of(self._missing()))
         except WaitTimeoutError as error:
             error.add_note(
@@ -182,8 +180,7 @@ class Start:
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
-        what = "an older process of this job to end"
-        self._wait(lambda: listener.bind(address) is None, lambda: what)
+        self._wait(partial(listener.bind, address), lambda: "an older process of this job to end")
         listener.listen(4 * self._grid.num_ranks)
         listener.setblocking(False)
         return listener
@@ -219,7 +216,7 @@ class Start:
         holds = os.environ["RANK"] == "0" and not is_launchers
         if not holds:  # torch's own wait ignores signals and prints a lot
             self._wait(
-                lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close() is None,
+                lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close(),
                 lambda: f"the job's store at {address[0]} port {address[1]}",
             )
         # The user's group may use it, too.
@@ -351,14 +348,17 @@ class Start:
             data, files = data + part, files + passed
         return data, files
 
-    def _wait(self, attempt: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until an attempt succeeds; an ``OSError`` is of this attempt, and in reports."""
+    def _wait(self, attempt: Callable[[], bool | None], what: Callable[[], str]) -> None:
+        """Wait until an attempt neither returns False nor raises ``OSError``.
+
+        Reports have the newest error; ``PermissionError`` is raised.
+        """
         newest = ""
 
         def ready() -> bool:
             nonlocal newest
             try:
-                return attempt()
+                return attempt() is not False
             except PermissionError:
                 raise
             except OSError as error:

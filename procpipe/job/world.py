@@ -44,6 +44,9 @@ _MEMORY_BYTES = 1 << 20
 #: Numbers the pipelines of the same ranks, which make them in the same order.
 _made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(count)
 
+#: Boards of closed stages: a launcher may read them until there is a newer one.
+_closed_boards: list[Board] = []
+
 
 class World:
     """This process's place in the job.
@@ -81,6 +84,8 @@ class World:
         self.is_launched = is_launched
         self._may_share = may_share
         self._meeting = meeting
+        while _closed_boards:
+            _closed_boards.pop().close()
         self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
         self._stalls = StallReports(self.board, grid)
         self.mesh = Mesh(
@@ -216,8 +221,8 @@ class World:
         for descriptor in chain([self.memory], *self._files_of.values()):
             os.close(descriptor)
         self._stalls.close()
-        self.board.close()
         self._is_closed = True
+        _closed_boards.append(self.board)
 
 
 def _raise_file_limit() -> None:
