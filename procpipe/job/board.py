@@ -150,7 +150,7 @@ class Board:
         return max(found, key=lambda each: each[0], default=(0, None))[1]
 
     def close(self) -> None:
-        """Free its descriptors: of the file and of its mapping; keep its content for this process."""
+        """Free the descriptors of its file and mapping; keep its content for this process."""
         os.close(self.descriptor)
         shared, self._memory = self._memory, mmap.mmap(-1, sizeof(Page))
         self._memory[:] = shared[:]

@@ -43,7 +43,6 @@ class StallReports(Reports):
         self._board = board
         self._boards: dict[int, Board] = {grid.rank: board}
         self._peers: tuple[int, ...] = ()
-        self._has_reported = False
 
     def open_boards(self, mesh: Mesh, files_of: Mapping[int, Sequence[int]]) -> None:
         """Open the boards of the peers on this host, once they are connected."""
@@ -59,12 +58,7 @@ class StallReports(Reports):
         self._board.start_wait(what, int(since_s * 1e9))
 
     def end_wait(self) -> None:
-        """Clear the wait from the board; print it, too, if a stall was printed."""
-        if self._has_reported:
-            self._has_reported = False
-            reading = self._board.read()
-            name = self.grid.name_of(self.grid.rank)
-            write_note(f"procpipe: {name} continues after {reading.waited_s:.1f} s")
+        """Clear the wait from the board."""
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
@@ -78,7 +72,6 @@ class StallReports(Reports):
             if rank != ours
         ):
             return
-        self._has_reported = True
         self._board.page.reported_ns = time.monotonic_ns()
         lines = [
             f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"

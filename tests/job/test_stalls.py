@@ -1,6 +1,6 @@
 """What reports of stalls say of ranks that are elsewhere or have ended.
 
-Who prints them, when, and that the end of a stall is printed, too: tests/dist/test_stalls.py.
+Who prints them, and when: tests/dist/test_stalls.py.
 """
 
 from __future__ import annotations
