@@ -297,8 +297,7 @@ class Start:
         """Check that both sides of a TCP connection know the key."""
         if link.family == socket.AF_UNIX:
             return
-        ranks = {connector, acceptor}
-        (other,) = ranks - {self._grid.rank}
+        other = connector + acceptor - self._grid.rank
         text = f"{self._entry_name(acceptor)} from {connector}, known to"
         challenge = secrets.token_bytes(_PROOF_BYTES)
         link.sendall(challenge)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -56,14 +56,15 @@ class Offer(NamedTuple):
 TransportChoice = list[list[str]]
 
 
-def choose(offers: Sequence[Offer]) -> TransportChoice:
-    """Return the transports of a job.
+def choose(of_all: Sequence[Sequence[Any]]) -> TransportChoice:
+    """Return the transports of a job for all ranks' offers, which JSON makes lists.
 
     Raises:
         IndexError: ranks would share a GPU without being allowed to.
         ValueError: some ranks compute on GPUs and others on CPUs, or ranks of different hosts (or
             containers) on one GPU.
     """
+    offers = [Offer(*of_one) for of_one in of_all]
     on_gpus = [rank for rank, offer in enumerate(offers) if offer.gpu]
     on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
     if on_gpus and on_cpus:
