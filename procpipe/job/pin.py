@@ -44,24 +44,23 @@ def cores_of_host(root: Path = Path("/")) -> list[Core]:
 
 
 def shares(
-    num_processes: int, pcis: Sequence[str | None] = (), root: Path = Path("/")
+    num_processes: int, pcis: Sequence[str] = (), root: Path = Path("/")
 ) -> list[list[Core]]:
     """Divide this host's cores; return those of each process, by local rank: none if not pinned.
 
-    ``pcis`` holds the PCI address of each process's GPU ("0000:3b:00.0"); None, or a shorter list,
-    where there is none or it is unknown.
+    ``pcis`` holds the PCI address of each process's GPU ("0000:3b:00.0"), or is shorter.
     """
     cores = cores_of_host(root)
     if os.environ.get(SWITCH) == "0" or len(cores) < num_processes:
         return [[] for _ in range(num_processes)]
-    near = [_near(pci, cores, root) for pci in [*pcis, *[None] * num_processes][:num_processes]]
-    if not all(0 < near.count(each) <= len(each) for each in near):
+    near = [_near(pci, cores, root) for pci in pcis[:num_processes]]
+    if len(near) < num_processes or not all(0 < near.count(each) <= len(each) for each in near):
         near = [cores] * num_processes
     parts = ((each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near))
     return [each[len(each) * k // n : len(each) * (k + 1) // n] for each, k, n in parts]
 
 
-def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
+def pin_this_process(pcis: Sequence[str] = ()) -> None:
     """Pin this process, with all its threads, to its share of the host's cores.
 
     Never raises: an error is one line on standard error. ``pcis`` is as for ``shares``. A forked
@@ -85,7 +84,7 @@ def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
         write_note(f"procpipe: this process is not pinned to cores: {error!r} ({SWITCH}=0: never)")
 
 
-def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:
+def _near(pci: str, cores: Sequence[Core], root: Path) -> list[Core]:
     """Return the cores next to a GPU; [] if unknown."""
     cpus = _read_cpus(root / f"sys/bus/pci/devices/{pci}/local_cpulist")
     return [core for core in cores if cpus.issuperset(core)]

@@ -143,9 +143,7 @@ stage.step(torch.randn(8, 2))
             64,
             "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
             "Stage",
-            [
-                "out of memory on cuda:1: rank 1 builds its stage. Give the stage fewer layers"
-            ],
+            ["out of memory on cuda:1: rank 1 builds its stage. Give the stage fewer layers"],
         ),
         (
             64,

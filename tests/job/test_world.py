@@ -120,12 +120,12 @@ def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
 
-    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
-    local = [*gpus, torch.device("cuda:2"), CPU]
-    addresses = ["0000:07:00.0", "0000:08:00.0", None, None]
-    assert pci_addresses([CPU, *local, CPU], rank=2) == addresses
+    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert pci_addresses([CPU, *gpus, CPU], rank=2) == ["0000:07:00.0", "0000:08:00.0"]
+    assert pci_addresses([gpus[0], torch.device("cuda:2")], rank=1) == []
+    assert pci_addresses([CPU, CPU], rank=1) == []
     environment(num_gpus=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    assert pci_addresses([gpus[0]] * 2, rank=1) == [None, None]
+    assert pci_addresses([gpus[0]] * 2, rank=1) == []
     environment(num_gpus=1)
     assert pci_addresses(gpus, rank=0) == ["0000:07:00.0"]
 
