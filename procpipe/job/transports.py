@@ -118,6 +118,7 @@ class Transports:
         self._mesh = mesh
         self._device = device
         self._memory = memory
+        self._of_device: list[DeviceTransfers] = []  # also after ``close``
         self._store: MeshStore | None = None
 
     @property
@@ -173,6 +174,7 @@ class Transports:
         """
         if isinstance(transport, DeviceTransfers):
             self._check_device()
+            self._of_device.append(transport)
         self.opened.append(transport)
         return transport
 
@@ -189,12 +191,9 @@ class Transports:
             time.sleep(_LOOK_EVERY_S)
         _left_behind.clear()
 
-    def _of_device(self) -> list[DeviceTransfers]:
-        return [each for each in tuple(self.opened) if isinstance(each, DeviceTransfers)]
-
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
-        return sorted({peer for each in self._of_device() for peer in each.queued_with()})
+        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
@@ -207,12 +206,11 @@ class Transports:
         If others may still use what this rank has open, that waits for their goodbyes. After a
         failure, transports of the device stay as they are.
         """
-        of_device = self._of_device()
-        self._mesh.leave(_PART_TIMEOUT_S if of_device else 0.0)
+        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
         self._mesh.close()
-        if of_device and self._mesh.monitor.failure is not None:
+        if self._of_device and self._mesh.monitor.failure is not None:
             keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
-            _left_behind.extend(of_device)
+            _left_behind.extend(self._of_device)
         while self.opened:
             self.opened.pop().close()

@@ -143,7 +143,7 @@ stage.step(torch.randn(8, 2))
             64,
             "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
             "Stage",
-            ["out of memory on cuda:1: rank 1 builds its stage. Give the stage fewer layers"],
+            [r"out of memory on cuda:1: rank 1 builds its stage\. Give the stage fewer layers"],
         ),
         (
             64,
@@ -158,7 +158,7 @@ stage.step(torch.randn(8, 2))
             1,
             "layer = nn.Tanh()",
             "step()",
-            [r"out of memory on cuda:1: rank 1 builds its stage; .* Give the stage fewer layers"],
+            [r"out of memory on cuda:1: rank 1 builds its stage\. Give the stage fewer layers"],
         ),
     ],
     ids=["weights", "activations", "connections"],
