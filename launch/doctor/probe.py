@@ -29,9 +29,9 @@ from procpipe.channel.base import Transport
 from procpipe.channel.link import Receiver, Sender
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
+from procpipe.job.transports import choose
 from procpipe.job.world import World
 from procpipe.run.control import Control
-from procpipe.run.wiring import agree_on_transports
 from procpipe.tree import Flat
 
 #: The ids of a pair's two channels; 0 is the control plane's.
@@ -138,7 +138,7 @@ def probe(world: World) -> dict[str, Any]:
     mesh = world.connect()
     control = Control(mesh)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
-    choice = agree_on_transports(control, world.offer())
+    choice = control.agree(world.offer(), choose)
     transports = world.transports.open(
         choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from procpipe.job.board import Board, BoardReading
+from procpipe.job.board import Board, Page
 
 #: How often to look while processes start, afterwards, and for newer boards.
 _LOOK_FAST_S = 0.01
@@ -70,7 +70,7 @@ class Rank:
     #: Its exit code, or minus the number of the signal that ended it; None if unknown.
     code: int | None = None
     at_s: float | None = None  # when it ended, by the wall clock; None if unknown
-    reading: BoardReading | None = None  # its board when the first rank failed; None if it had none
+    reading: Page | None = None  # its board when the first rank failed; None if it had none
     recorded: Recorded | None = None  # its own exception
     stderr: str = ""  # the end of its standard error
     rss_bytes: int = 0  # its memory when last looked at
@@ -274,7 +274,7 @@ def _exit_code(descriptor: int) -> int | None:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _last_reading(rank: Rank) -> BoardReading | None:
+def _last_reading(rank: Rank) -> Page | None:
     """Read a board; if the rank has failed or ended, as of that moment."""
     if rank.board is None:
         return None

@@ -22,7 +22,7 @@ from itertools import groupby
 
 import psutil
 
-from procpipe.job.board import BoardReading
+from procpipe.job.board import Page
 from procpipe.job.grid import Grid
 from procpipe.launch.run.ranks import Attempt, Rank
 from procpipe.words import bytes_text, cpus_text
@@ -92,7 +92,7 @@ class RowReader:
     def __init__(self, attempt: Attempt, clock: Callable[[], float] = time.monotonic) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._readings: defaultdict[int, deque[tuple[float, BoardReading]]] = defaultdict(deque)
+        self._readings: defaultdict[int, deque[tuple[float, Page]]] = defaultdict(deque)
 
     def rows(self) -> list[Row]:
         """Read all boards."""
@@ -105,7 +105,7 @@ class RowReader:
             for rank, reading in zip(ranks, readings, strict=True)
         ]
 
-    def _row(self, rank: Rank, reading: BoardReading | None, num_replicas: int) -> Row:
+    def _row(self, rank: Rank, reading: Page | None, num_replicas: int) -> Row:
         grid = Grid(rank.number, self._attempt.num_ranks, num_replicas)
         is_part = reading is not None and reading.num_ranks < grid.num_ranks
         if reading is not None and is_part:
@@ -126,16 +126,14 @@ class RowReader:
                 row.rss_bytes = process.memory_info().rss
                 row.cores = cpus_text(process.cpu_affinity())
         if reading is not None:
-            row.device = str(reading.facts.get("device", ""))
+            row.device = reading.device
             row.step, num = reading.num_steps, reading.num_micro_batches
             row.micro_batch = f"{reading.micro_batch + 1}/{num}" if num else ""
             row.samples_per_s, row.busy, row.bubble = self._rates(rank.number, reading)
             row.device_bytes = reading.device_bytes
         return row
 
-    def _rates(
-        self, rank: int, reading: BoardReading
-    ) -> tuple[float | None, float | None, float | None]:
+    def _rates(self, rank: int, reading: Page) -> tuple[float | None, float | None, float | None]:
         """Return samples a second, and the shares of busy and bubble."""
         past = self._readings[rank]
         if not reading.num_steps:  # the first step is slower
@@ -180,7 +178,7 @@ def plain_line(rows: Sequence[Row], time_text: str) -> str:
     return "; ".join([", ".join(parts), *(f"{row.name} {row.now}" for row in rows if row.is_stuck)])
 
 
-def _now(rank: Rank, reading: BoardReading | None, *, names_ranks: bool) -> tuple[str, bool]:
+def _now(rank: Rank, reading: Page | None, *, names_ranks: bool) -> tuple[str, bool]:
     """Return what a stage does, in words, and whether it has done so for long."""
     if rank.has_ended:
         return ("ended" if rank.code == 0 else f"ended ({rank.code})"), False

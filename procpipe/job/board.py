@@ -17,21 +17,25 @@ next reading shows it whole. A reading as a whole is not of a single moment.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import time
-from ctypes import Structure, c_char, c_double, c_int64, sizeof
-from typing import Any
+from ctypes import Structure, c_double, c_int64, c_wchar, sizeof
 
 _NAME = "procpipe-board"
-_SIZE_BYTES = 1 << 20  # pages that are never touched take no memory
 
-_MAX_CALL, _MAX_WAIT = 128, 640  # bytes
+#: The longest texts, in characters; longer ones are cut.
+_MAX_TEXT, _MAX_WAIT = 128, 640
 
 
 class Page(Structure):
-    """What is in the file, before the facts; times are of the monotonic clock, 0 for never."""
+    """What is in the file; times are of the monotonic clock, 0 for never, and texts "" for none.
+
+    Attributes:
+        now_ns: of what was read, the moment from which durations are counted.
+    """
+
+    now_ns: int
 
     _fields_ = (
         ("pid", c_int64),  # written last; 0 before
@@ -43,57 +47,20 @@ class Page(Structure):
         ("num_steps", c_int64),  # mini-batches done
         ("num_samples", c_int64),  # in them, of all replicas
         ("num_micro_batches", c_int64),  # of the newest mini-batch
-        ("letter", c_int64),  # of the task; 0 between tasks
         ("micro_batch", c_int64),  # of the newest task
         ("since_ns", c_int64),  # when the task began
-        ("layer_index", c_int64),  # among all of the process; -1 for none
         ("wait_since_ns", c_int64),
         ("busy_s", c_double),  # in tasks, over all mini-batches done
         ("step_s", c_double),  # in mini-batches
         ("device_bytes", c_int64),  # memory of the device in use by tensors; 0 on a CPU
         ("reported_ns", c_int64),  # when it reported a stall
         ("has_failed", c_int64),  # whether a call has failed
-        ("facts_bytes", c_int64),  # the length of the facts, which follow as JSON
-        ("call_text", c_char * _MAX_CALL),
-        ("wait_text", c_char * _MAX_WAIT),
+        ("device", c_wchar * _MAX_TEXT),  # what it computes on; "" before its first call
+        ("call", c_wchar * _MAX_TEXT),  # "step"
+        ("task", c_wchar * _MAX_TEXT),  # "F3"
+        ("layer", c_wchar * _MAX_TEXT),  # "layer 'conv2' (Conv2d)"
+        ("waits_for", c_wchar * _MAX_WAIT),  # if that has lasted for more than a moment
     )
-
-
-#: Where the facts begin.
-_FACTS_AT = sizeof(Page)
-
-
-class BoardReading(Page):
-    """What a board shows.
-
-    Attributes:
-        facts: "device", "layers" (name and class of each), "shards" (ranks).
-        now_ns: the moment from which durations are counted.
-    """
-
-    facts: dict[str, Any]
-    now_ns: int
-
-    @property
-    def call(self) -> str:
-        """The name of the call, "step"; "" between calls."""
-        return str(self.call_text, "utf-8", "ignore")  # its last character may be cut
-
-    @property
-    def task(self) -> str:
-        """The task, "F3"; "" between tasks."""
-        return f"{chr(self.letter)}{self.micro_batch}" if self.letter else ""
-
-    @property
-    def layer(self) -> str:
-        """The layer, "layer 'conv2' (Conv2d)"; "" outside of layers."""
-        layers = self.facts.get("layers", ())
-        return layers[self.layer_index] if 0 <= self.layer_index < len(layers) else ""
-
-    @property
-    def waits_for(self) -> str:
-        """What the process waits for, if that has lasted for more than a moment; else ""."""
-        return str(self.wait_text, "utf-8", "ignore") if self.wait_since_ns else ""
 
     def seconds_since(self, at_ns: int) -> float:
         """Return the time from then to this reading."""
@@ -148,20 +115,20 @@ class Board:
         ``place`` is the rank within the pipeline, if that has not all ranks of the job.
         """
         descriptor = os.memfd_create(_NAME)
-        os.ftruncate(descriptor, _SIZE_BYTES)
-        board = cls(mmap.mmap(descriptor, _SIZE_BYTES))  # has a descriptor of its own
+        os.ftruncate(descriptor, sizeof(Page))
+        board = cls(mmap.mmap(descriptor, sizeof(Page)))  # has a descriptor of its own
         board.descriptor = descriptor
         page = board.page = Page.from_buffer(board._memory)
         page.rank, page.num_ranks, page.num_replicas = rank, num_ranks, 1
         page.place = rank if place is None else place
-        page.layer_index, page.written_ns = -1, time.monotonic_ns()
+        page.written_ns = time.monotonic_ns()
         page.pid = os.getpid()
         return board
 
     @classmethod
     def opened(cls, descriptor: int) -> Board:
         """Map the board of another process, which has passed its descriptor."""
-        return cls(mmap.mmap(descriptor, _SIZE_BYTES, access=mmap.ACCESS_READ))
+        return cls(mmap.mmap(descriptor, sizeof(Page), access=mmap.ACCESS_READ))
 
     @classmethod
     def of_process(cls, pid: int) -> Board | None:
@@ -183,35 +150,27 @@ class Board:
         return max(found, key=lambda each: each[0], default=(0, None))[1]
 
     def close(self) -> None:
-        """Hide the board from other processes, and keep its content for this one.
-
-        Frees its descriptor, and the one that ``mmap`` keeps for as long as the memory.
-        """
+        """Free the descriptors of its file and mapping; keep its content for this process."""
         os.close(self.descriptor)
-        shared, self._memory = self._memory, mmap.mmap(-1, _SIZE_BYTES)
-        num_bytes = _FACTS_AT + self.page.facts_bytes
-        self._memory[:num_bytes] = shared[:num_bytes]
+        shared, self._memory = self._memory, mmap.mmap(-1, sizeof(Page))
+        self._memory[:] = shared[:]
         self.page = Page.from_buffer(self._memory)
         shared.close()
 
-    def write_facts(self, facts: dict[str, Any]) -> None:
-        """Write facts about this process as JSON; without "layers", if it takes more than 1 MiB."""
-        data = json.dumps(facts).encode()
-        if len(data) > _SIZE_BYTES - _FACTS_AT:
-            data = json.dumps({**facts, "layers": []}).encode()
-        self._memory[_FACTS_AT : _FACTS_AT + len(data)] = data
-        self.page.facts_bytes = len(data)
+    def enter(self, layer: str) -> None:
+        """Note which layer of the task runs; "" for none."""
+        self.page.layer = layer[:_MAX_TEXT]
 
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
         page = self.page
-        page.letter, page.layer_index, page.wait_since_ns = 0, -1, 0
-        page.call_text = name.encode()[:_MAX_CALL]
+        page.task = page.layer = page.waits_for = ""
+        page.call = name[:_MAX_TEXT]
         page.written_ns = time.monotonic_ns()
 
     def end_call(self) -> None:
         """Note that the call is over."""
-        self.page.call_text = b""
+        self.page.call = ""
         self.page.written_ns = time.monotonic_ns()
 
     def fail(self) -> None:
@@ -222,23 +181,20 @@ class Board:
     def start_task(self, letter: str, micro_batch: int) -> None:
         """Note that a task begins."""
         page = self.page
-        page.letter, page.micro_batch, page.layer_index = ord(letter), micro_batch, -1
+        page.task, page.micro_batch, page.layer = f"{letter}{micro_batch}", micro_batch, ""
         page.since_ns = page.written_ns = time.monotonic_ns()
 
     def start_wait(self, what: str, since_ns: int) -> None:
         """Note what this process waits for, and since when on the monotonic clock."""
-        self.page.wait_text = what.encode()[:_MAX_WAIT]
-        self.page.wait_since_ns = since_ns
+        self.page.wait_since_ns, self.page.waits_for = since_ns, what[:_MAX_WAIT]
 
     def end_wait(self) -> None:
         """Note that the wait is over."""
-        self.page.wait_since_ns = 0
+        self.page.waits_for = ""
         self.page.written_ns = time.monotonic_ns()
 
-    def read(self) -> BoardReading:
+    def read(self) -> Page:
         """Read the board as it is now, or as it was when its process ended."""
-        reading = BoardReading.from_buffer_copy(self._memory)
+        reading = Page.from_buffer_copy(self._memory)
         reading.now_ns = time.monotonic_ns()
-        data = self._memory[_FACTS_AT : _FACTS_AT + reading.facts_bytes]
-        reading.facts = json.loads(data) if data else {}
         return reading

@@ -71,21 +71,18 @@ def nccl_shares_gpus() -> bool:
     return version.value >= _SHARING_NCCL
 
 
-def pci_addresses(devices: Sequence[torch.device], rank: int) -> list[str | None]:
-    """Return the address of each local rank's GPU on this host's PCI bus; None where unknown.
+def pci_addresses(devices: Sequence[torch.device], rank: int) -> list[str]:
+    """Return the address of each local rank's GPU on this host's PCI bus; [] where unknown.
 
     ``devices`` are those of all ranks. A process that sees one GPU does not know the others'.
     """
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     local = devices[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     num_seen = torch.cuda.device_count()
-    is_known = num_seen > 1 or len(local) == 1
-    return [
-        pci_of(device.index)
-        if is_known and device.type == "cuda" and device.index < num_seen
-        else None
-        for device in local
-    ]
+    is_known = (num_seen > 1 or len(local) == 1) and all(
+        device.type == "cuda" and device.index < num_seen for device in local
+    )
+    return [pci_of(device.index) for device in local] if is_known else []
 
 
 def pci_of(index: int) -> str:

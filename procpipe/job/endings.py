@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError, StageClosedError
-from procpipe.job.board import Board, BoardReading
+from procpipe.job.board import Page
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 
@@ -70,25 +70,22 @@ def end_with_launcher() -> None:
 class Follower(Protocol):
     """Receives exceptions that end a thread."""
 
-    def thread_raised(self, error: BaseException) -> None:
-        """Handle an exception that ends the thread that calls this."""
+    def thread_raised(self, error: BaseException) -> str:
+        """Handle an exception that ends the thread that calls this.
+
+        Returns the line to print instead of its traceback; "" to print that.
+        """
 
 
-def follow_exceptions(follower: Follower, board: Board, first: int = 0) -> None:
-    """Call an object's ``thread_raised`` for uncaught exceptions, for as long as it lives.
-
-    From then on an error that began on another rank is printed as one line. The board says where
-    this rank was; the newest one counts. ``first`` is the rank that prints what all have found.
-    """
+def follow_exceptions(follower: Follower) -> None:
+    """Call an object's ``thread_raised`` for uncaught exceptions, for as long as it lives."""
     _hooks().followers.add(follower)
-    _hooks().newest = board, first
 
 
 class _Hooks:
     """Replaces the two hooks that print tracebacks, once a process."""
 
     def __init__(self) -> None:
-        self.newest: tuple[Board, int]
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._pid = os.getpid()
         self._of_main, self._of_threads = sys.excepthook, threading.excepthook
@@ -112,13 +109,10 @@ class _Hooks:
         if threading.current_thread() is threading.main_thread():
             # A launcher's Ctrl-C reaches a rank after the failure of another that it interrupted.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for follower in tuple(self.followers):
-            follower.thread_raised(error)
-        board, first = self.newest
-        line = line_of(error, board.read(), first)
-        if line:
-            write_note(line)
-        return bool(line)
+        lines = {follower.thread_raised(error) for follower in tuple(self.followers)} - {""}
+        if lines:
+            write_note("\n".join(lines))
+        return bool(lines)
 
 
 @functools.cache
@@ -147,7 +141,7 @@ def end_at_once(line: str) -> NoReturn:
     os._exit(1)
 
 
-def line_of(error: BaseException, reading: BoardReading, first: int = 0) -> str:
+def line_of(error: BaseException, reading: Page, first: int = 0) -> str:
     """Return the line to print instead of a traceback; "" to print the traceback.
 
     ``reading`` says where the rank was. ``first`` is the rank that prints what all have found.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from procpipe.job.board import BoardReading
+    from procpipe.job.board import Page
 
 #: The numbers of ranks where the job is one pipeline and its replicas.
 IN_ORDER = range(1 << 62)
@@ -34,7 +34,7 @@ class Grid:
     numbers: Sequence[int] = IN_ORDER
 
     @classmethod
-    def of(cls, reading: BoardReading) -> Grid:
+    def of(cls, reading: Page) -> Grid:
         """Return the place of a board's process."""
         return cls(reading.place, reading.num_ranks, reading.num_replicas)
 

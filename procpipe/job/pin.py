@@ -20,15 +20,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from procpipe.notes import write_note
 
 #: Set it to 0, and no process is pinned.
 SWITCH = "PROCPIPE_PIN"
-
-#: Torchrun's engine sets it for the processes it starts.
-_RUN_ID = "TORCHELASTIC_RUN_ID"
 
 #: The logical CPUs of a physical core; two with SMT.
 Core = tuple[int, ...]
@@ -49,36 +44,35 @@ def cores_of_host(root: Path = Path("/")) -> list[Core]:
 
 
 def shares(
-    num_processes: int, pcis: Sequence[str | None] = (), root: Path = Path("/")
+    num_processes: int, pcis: Sequence[str] = (), root: Path = Path("/")
 ) -> list[list[Core]]:
     """Divide this host's cores; return those of each process, by local rank: none if not pinned.
 
-    ``pcis`` holds the PCI address of each process's GPU ("0000:3b:00.0"); None, or a shorter list,
-    where there is none or it is unknown.
+    ``pcis`` holds the PCI address of each process's GPU ("0000:3b:00.0"), or is shorter.
     """
     cores = cores_of_host(root)
     if os.environ.get(SWITCH) == "0" or len(cores) < num_processes:
         return [[] for _ in range(num_processes)]
-    near = [_near(pci, cores, root) for pci in [*pcis, *[None] * num_processes][:num_processes]]
-    if not all(0 < near.count(each) <= len(each) for each in near):
+    near = [_near(pci, cores, root) for pci in pcis[:num_processes]]
+    if len(near) < num_processes or not all(0 < near.count(each) <= len(each) for each in near):
         near = [cores] * num_processes
     parts = ((each, near[:rank].count(each), near.count(each)) for rank, each in enumerate(near))
     return [each[len(each) * k // n : len(each) * (k + 1) // n] for each, k, n in parts]
 
 
-def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
+def pin_this_process(pcis: Sequence[str] = ()) -> None:
     """Pin this process, with all its threads, to its share of the host's cores.
 
     Never raises: an error is one line on standard error. ``pcis`` is as for ``shares``. A forked
     child may run on all cores again: a loader's workers would take those of rank 0's layers.
 
     Does nothing in a process that was not started by torchrun's engine (Slurm and MPI bind their
-    processes themselves), in one that is pinned already (``torchrun --numa-binding``,
-    ``numactl``), and if PROCPIPE_PIN is 0.
+    processes themselves), in one that may not run on all CPUs of its parent, as something has
+    pinned it (``torchrun --numa-binding``, ``numactl``), and if PROCPIPE_PIN is 0.
     """
     try:
-        run_id, before = os.environ.get(_RUN_ID), os.sched_getaffinity(0)
-        if run_id is None or before != _cpus_of_launcher(run_id):
+        before = os.sched_getaffinity(0)
+        if "TORCHELASTIC_RUN_ID" not in os.environ or before != os.sched_getaffinity(os.getppid()):
             return
         share = shares(int(os.environ["LOCAL_WORLD_SIZE"]), pcis)[int(os.environ["LOCAL_RANK"])]
         if cpus := [cpu for core in share for cpu in core]:
@@ -90,20 +84,7 @@ def pin_this_process(pcis: Sequence[str | None] = ()) -> None:
         write_note(f"procpipe: this process is not pinned to cores: {error!r} ({SWITCH}=0: never)")
 
 
-def _cpus_of_launcher(run_id: str) -> set[int]:
-    """Return where the first ancestor that is not of the run itself may run.
-
-    It need not be the parent: the script of ``torchrun --no-python start.sh`` may pin itself.
-    """
-    for ancestor in psutil.Process().parents():
-        with contextlib.suppress(psutil.AccessDenied):  # of another user
-            if ancestor.environ().get(_RUN_ID) == run_id:
-                continue
-        return set(ancestor.cpu_affinity())
-    return os.sched_getaffinity(0)
-
-
-def _near(pci: str | None, cores: Sequence[Core], root: Path) -> list[Core]:
+def _near(pci: str, cores: Sequence[Core], root: Path) -> list[Core]:
     """Return the cores next to a GPU; [] if unknown."""
     cpus = _read_cpus(root / f"sys/bus/pci/devices/{pci}/local_cpulist")
     return [core for core in cores if cpus.issuperset(core)]

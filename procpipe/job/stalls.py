@@ -19,10 +19,10 @@ import psutil
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Reports
 from procpipe.errors import ProcpipeError
-from procpipe.job.board import Board, BoardReading
+from procpipe.job.board import Board
 from procpipe.job.endings import end_at_once, line_of
 from procpipe.job.grid import Grid
-from procpipe.job.open_transports import OpenTransports
+from procpipe.job.transports import Transports
 from procpipe.notes import write_note
 
 #: Each rank waits this long for every lower one to be the first to print.
@@ -36,14 +36,13 @@ class StallReports(Reports):
         transports: the rank's, on whose device transfers may be queued.
     """
 
-    transports: OpenTransports
+    transports: Transports
 
     def __init__(self, board: Board, grid: Grid) -> None:
         self.grid = grid
         self._board = board
         self._boards: dict[int, Board] = {grid.rank: board}
         self._peers: tuple[int, ...] = ()
-        self._has_reported = False
 
     def open_boards(self, mesh: Mesh, files_of: Mapping[int, Sequence[int]]) -> None:
         """Open the boards of the peers on this host, once they are connected."""
@@ -59,12 +58,7 @@ class StallReports(Reports):
         self._board.start_wait(what, int(since_s * 1e9))
 
     def end_wait(self) -> None:
-        """Clear the wait from the board; print it, too, if a stall was printed."""
-        if self._has_reported:
-            self._has_reported = False
-            reading = self._board.read()
-            name = self.grid.name_of(self.grid.rank)
-            write_note(f"procpipe: {name} continues after {reading.waited_s:.1f} s")
+        """Clear the wait from the board."""
         self._board.end_wait()
 
     def stalled(self, what: str, waited_s: float) -> None:
@@ -78,7 +72,6 @@ class StallReports(Reports):
             if rank != ours
         ):
             return
-        self._has_reported = True
         self._board.page.reported_ns = time.monotonic_ns()
         lines = [
             f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"
@@ -87,8 +80,7 @@ class StallReports(Reports):
             who = f"  {grid.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
-                state = _state_of(reading.pid)
-                lines.append(f"{who} {reading.where()}{state or _shards_of(reading)}")
+                lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
             else:
                 lines.append(f"{who} on another host")
         write_note("\n".join(lines))
@@ -108,17 +100,6 @@ class StallReports(Reports):
         line = line_of(error, self._board.read())
         ours = self.grid.rank_name(self.grid.rank)
         end_at_once(line or f"procpipe: {ours} ends, because {error}")
-
-
-def _shards_of(reading: BoardReading) -> str:
-    """Say what a rank may wait for within its layers, as the end of a sentence; "" for nothing."""
-    ranks = reading.facts.get("shards")
-    if not ranks or reading.waits_for or not reading.call:
-        return ""
-    return (
-        f"; it may wait for another of ranks {ranks}, over which its layers are sharded, and which "
-        "must make the same calls"
-    )
 
 
 def _state_of(pid: int) -> str:

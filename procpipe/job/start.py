@@ -1,20 +1,20 @@
 """How the ranks of a pipeline find and connect to one another: ``Stage()`` waits for it.
 
-    all ranks on one host   rank r listens on an abstract unix socket, whose name every rank of the
-                            job can make: no addresses, no key. The kernel shows both sides the
-                            other's user, which must be their own.
-    several hosts           rank r writes where it listens into the launcher's store, which rank 0
-                            holds where there is no launcher. Rank 0 adds a key, unless PROCPIPE_KEY
-                            is set. Ranks of one host use unix sockets here, too.
+Each rank listens, connects to all lower ranks, once for data and once for alarms, then accepts all
+higher ones; so no two wait for each other. Only where a rank listens differs:
 
-Each rank connects to all lower ranks, once for data and once for alarms, then accepts all higher
-ones; so no two wait for each other.
+    all ranks on one host   on an abstract unix socket, whose name every rank of the job can make:
+                            no addresses, no key. The kernel shows both sides the other's user,
+                            which must be their own.
+    several hosts           on TCP, too. The address is in the launcher's store, which rank 0 holds
+                            where there is no launcher. Rank 0 adds a key, unless PROCPIPE_KEY is
+                            set. Ranks of one host use unix sockets here, too.
 
     connector                                          acceptor
-    rank, data or alarm, challenge A  [files]  ──────>
-                                               <──────  over TCP: challenge B, HMAC(key, A)
-    over TCP: HMAC(key, B)                     ──────>
-                                               <──────  welcome  [files]
+    rank, data or alarm  [files]               ──────>
+    over TCP: challenge A                      <─────> over TCP: challenge B
+              HMAC(key, B)                     <─────>           HMAC(key, A)
+                                               <────── welcome  [files]
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
@@ -33,12 +33,11 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
@@ -47,28 +46,28 @@ from procpipe.job.grid import Grid
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_Made = TypeVar("_Made")
-
 #: The job's key, where the user gives one; and this host's address for its peers.
 _KEY_VARIABLE, _ADDRESS_VARIABLE = "PROCPIPE_KEY", "PROCPIPE_ADDRESS"
 
-#: Magic, rank, what the connection is for, challenge.
-_HELLO = struct.Struct("!9sIB32s")
-_MAGIC = b"procpipe3"
+#: Rank, what the connection is for.
+_HELLO = struct.Struct("!IB")
 _DATA, _ALARM = 0, 1
-_PROOF_BYTES = 32
 _WELCOME = b"+"
+_PROOF_BYTES = 32
 
 #: How long the other side may take for its part of the handshake, once it has begun.
 _HANDSHAKE_TIMEOUT_S = 5.0
 
-#: Until the next attempt: at first, and at most.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+#: Until the next attempt, and how long one waits for the other side before the mesh is polled.
+_PAUSE_S, _LOOK_EVERY_S = 0.005, 0.02
 
 #: A host that no longer answers (power, network) is treated as dead after about this time.
 _VANISHED_AFTER_S = 20
 
 _BUFFER_BYTES = 4 << 20
+
+#: An address of no host (RFC 5737).
+_ELSEWHERE = "192.0.2.1"
 
 #: The job's store where rank 0 holds it, until the process ends: others may come early for the next
 #: pipeline, and would lose it with this one.
@@ -125,13 +124,11 @@ class Start:
         self._grid = grid
         self._meeting = meeting
         self._files = files
-        self._deadline_s = time.monotonic() + mesh.timeout_s
         self._listeners: list[socket.socket] = []
         self._links: dict[tuple[int, int], socket.socket] = {}
-        self._store: Store | None = meeting.store
+        self._store: Store | None = None  # where all ranks are on one host
         self._users_key = os.environ.get(_KEY_VARIABLE, "")
         self._key = self._users_key or (secrets.token_hex(32) if grid.rank == 0 else "")
-        self._waits_for = ""  # for reports of a stall
 
     def connect(self) -> None:
         """Connect to every other rank; every rank calls it, and it waits for all of them.
@@ -140,18 +137,19 @@ class Start:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
         """
-        monitor = self._mesh.monitor
-        monitor.start()
-        monitor.start_wait(lambda: self._waits_for, time.monotonic())
+        self._mesh.monitor.start()
         try:
             self._listen()
             for peer in range(self._grid.rank):
                 for kind in (_DATA, _ALARM):
-                    what = f"rank {self._grid.numbers[peer]} to start"
-                    link = self._retry(what, partial(self._connected, peer, kind))
-                    self._keep(peer, kind, link)
-            self._accept_higher()
-            monitor.end_wait()
+                    self._wait(partial(self._connect, peer, kind), partial(self._of, [peer]))
+            self._wait(self._accept_higher, lambda: self._of(self._missing()))
+        except WaitTimeoutError as error:
+            error.add_note(
+                "procpipe: did every process reach its Stage(), and can the hosts reach one "
+                f"another (a firewall; {_ADDRESS_VARIABLE} gives a host's address)?"
+            )
+            raise
         except RuntimeError as error:  # torch's, of the store
             if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
                 raise
@@ -165,183 +163,166 @@ class Start:
             for link in (*self._listeners, *self._links.values()):
                 link.close()
 
-    # -- listening ------------------------------------------------------------------------------
+    # -- where the ranks listen -----------------------------------------------------------------
 
     def _listen(self) -> None:
         """Open this rank's listeners, and write into the store where they are."""
         name = self._unix_name(self._grid.rank)
-        what = "an older process of this job to end"
-        self._retry(what, partial(self._listen_on, socket.AF_UNIX, name))
+        self._listen_on(socket.AF_UNIX, name)
         if not self._meeting.is_on_one_host:
-            self.host = self._tcp_host()
+            self.host = own_address()
             tcp = self._listen_on(_family(self.host), (self.host, 0)).getsockname()[:2]
             key = "" if self._users_key else self._key
-            self._set("address", [host_identity(), name, *tcp, key])
+            entry = [host_identity(), name, *tcp, key]
+            self._store = self._meeting.store or self._open_store()
+            self._store.set(self._entry_name(self._grid.rank), json.dumps(entry))
 
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        self._listeners.append(listener)
+        self._wait(partial(listener.bind, address), lambda: "an older process of this job to end")
         listener.listen(4 * self._grid.num_ranks)
         listener.setblocking(False)
-        self._listeners.append(listener)
         return listener
+
+    def _address_of(self, peer: int) -> tuple[socket.AddressFamily, Any]:
+        """Return where a lower rank listens; ``OSError`` if it has not written that yet."""
+        if self._store is None:
+            return socket.AF_UNIX, self._unix_name(peer)
+        entry = self._entry_name(peer)
+        if not self._store.check([entry]):
+            raise FileNotFoundError("it has written no address yet")
+        host, name, *tcp, key = json.loads(self._store.get(entry))
+        if peer == 0:
+            self._key = self._users_key or key
+        if host == host_identity():
+            return socket.AF_UNIX, name
+        return _family(tcp[0]), tuple(tcp)
 
     def _unix_name(self, rank: int) -> str:
         name = hashlib.sha256(self._meeting.name.encode()).hexdigest()[:32]
         return f"\0procpipe-{name}-{rank}"
 
-    def _tcp_host(self) -> str:
-        """Return the address on which ranks of other hosts reach this one.
-
-        Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian),
-        so there the way to another host counts.
-        """
-        ours = own_address()
-        self._set("host", ours)
-        if _is_loopback(ours) and not os.environ.get(_ADDRESS_VARIABLE):
-            for peer in range(self._grid.num_ranks):
-                theirs = self._get("host", peer)
-                if not _is_loopback(theirs):
-                    return _address_on_the_way_to(theirs)
-        return ours
-
-    # -- the store ------------------------------------------------------------------------------
-
-    def _set(self, name: str, value: Any) -> None:
-        self._opened_store().set(self._store_key(name, self._grid.rank), json.dumps(value))
-
-    def _get(self, name: str, rank: int) -> Any:
-        """Return what a rank has written, once it has."""
-        store, key = self._opened_store(), self._store_key(name, rank)
-
-        def check() -> None:
-            if not store.check([key]):
-                raise FileNotFoundError("it has written no address yet")
-
-        self._retry(f"rank {self._grid.numbers[rank]} to start", check)
-        return json.loads(store.get(key))
-
-    def _store_key(self, name: str, rank: int) -> str:
+    def _entry_name(self, rank: int) -> str:
         members, number, *_ = self._meeting.name.split("/")
-        return f"procpipe/{members}/{number}/{name}/{rank}"
+        return f"procpipe/{members}/{number}/address/{rank}"
 
-    def _opened_store(self) -> Store:
-        """Return the launcher's store; without one, rank 0 holds it."""
-        if self._store is None:
-            from torch.distributed import TCPStore
+    def _open_store(self) -> Store:
+        """Connect to the launcher's store; without one, rank 0 holds it."""
+        from torch.distributed import TCPStore
 
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            holds = os.environ["RANK"] == "0" and not is_launchers
-            if not holds:  # torch's own wait ignores signals and prints a lot
-                self._retry(
-                    f"the job's store at {address[0]} port {address[1]}",
-                    lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close(),
-                )
-            self._store = TCPStore(
-                *address,
-                is_master=holds,
-                wait_for_workers=False,
-                multi_tenant=not is_launchers,  # the user's group may use it, too
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        holds = os.environ["RANK"] == "0" and not is_launchers
+        if not holds:  # torch's own wait ignores signals and prints a lot
+            self._wait(
+                lambda: socket.create_connection(address, _HANDSHAKE_TIMEOUT_S).close(),
+                lambda: f"the job's store at {address[0]} port {address[1]}",
             )
-            if holds:
-                _held[:] = [self._store]  # they share one server
-        return self._store
+        # The user's group may use it, too.
+        store = TCPStore(*address, is_master=holds, wait_for_workers=False, multi_tenant=True)
+        if holds:
+            _held[:] = [store]  # they share one server
+        return store
 
     # -- connecting -----------------------------------------------------------------------------
 
-    def _connected(self, peer: int, kind: int) -> socket.socket:
-        """Connect to another rank; ``OSError`` if it does not listen yet, or is not of this job."""
-        target: Any = self._unix_name(peer)
-        is_local = self._meeting.is_on_one_host
-        if not is_local:
-            host, name, *tcp, key = self._get("address", peer)
-            is_local = host == host_identity()
-            target = name if is_local else tuple(tcp)
-            if peer == 0:
-                self._key = self._users_key or key
-        family = socket.AF_UNIX if is_local else _family(target[0])
-        link = socket.socket(family, socket.SOCK_STREAM)
+    def _connect(self, peer: int, kind: int) -> bool:
+        """Connect to another rank as far as possible without waiting for it.
+
+        Returns whether that is done; ``OSError`` if it does not listen yet, or is not of this job.
+        """
+        link = self._links.get((peer, kind))
         try:
-            link.settimeout(_HANDSHAKE_TIMEOUT_S)
-            link.connect(target)
-            if is_local and _other_end(link)[1] != os.geteuid():
-                raise PermissionError(
-                    f"what listens for rank {self._grid.numbers[peer]} on this host belongs to "
-                    f"another user than rank {self._grid.job_rank}: run all ranks of a host as one "
-                    "user"
-                )
-            self._introduce(link, peer, kind, is_local=is_local)
-        except BaseException:
-            link.close()
+            if link is None:
+                family, address = self._address_of(peer)
+                link = self._links[peer, kind] = socket.socket(family, socket.SOCK_STREAM)
+                link.settimeout(_HANDSHAKE_TIMEOUT_S)
+                link.connect(address)
+                self._check_user(link, f"what listens for rank {self._grid.numbers[peer]}")
+                hello = _HELLO.pack(self._grid.rank, kind)
+                socket.send_fds(link, [hello], self._files_for(link, kind))
+            if not wait([link], _LOOK_EVERY_S):  # it may be busy with other ranks
+                return False
+            self._check_key(link, self._grid.rank, peer)
+            _, files = self._read(link, len(_WELCOME))
+        except OSError:
+            if link is not None:
+                self._links.pop((peer, kind)).close()
             raise
-        return link
+        self._keep(peer, kind, link, files)
+        return True
 
-    def _introduce(self, link: socket.socket, peer: int, kind: int, *, is_local: bool) -> None:
-        """Do the connector's side of the handshake; the peer may be busy with other ranks."""
-        ours = self._grid.rank
-        challenge = secrets.token_bytes(_PROOF_BYTES)
-        files = self._files if is_local and kind == _DATA else ()
-        link.settimeout(_LONGEST_PAUSE_S)
-        socket.send_fds(link, [_HELLO.pack(_MAGIC, ours, kind, challenge)], files)
-        if not is_local:
-            answer, _ = self._read(link, 2 * _PROOF_BYTES)
-            theirs, proof = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
-            if not hmac.compare_digest(proof, self._proof(b"acceptor", challenge, ours, peer)):
-                # One that rank 0 made may be of an older round, one of the user's not.
-                is_final = self._users_key or not self._key
-                raise (PermissionError if is_final else ConnectionRefusedError)(
-                    f"what listens for rank {self._grid.numbers[peer]} does not know the key of "
-                    f"rank {self._grid.job_rank}: give every rank of the job the same "
-                    f"{_KEY_VARIABLE}, or none"
-                )
-            link.sendall(self._proof(b"connector", theirs, ours, peer))
-        _, files_of_peer = self._read(link, len(_WELCOME))
-        if files_of_peer:
-            self.files_of[peer] = files_of_peer
-
-    def _accept_higher(self) -> None:
-        """Accept both connections of each higher rank."""
-        grid = self._grid
-        while missing := set(range(grid.rank + 1, grid.num_ranks)) - {*self._mesh.peers}:
-            self._mesh.poll()  # not after the last: an error of this rank's own may come first
-            self._check_time(_ranks([grid.numbers[peer] for peer in missing]) + " to start")
-            for listener in wait(self._listeners, _LONGEST_PAUSE_S):
+    def _accept_higher(self) -> bool:
+        """Accept what connects now; return whether all higher ranks have."""
+        while self._missing() and (ready := wait(self._listeners, _LOOK_EVERY_S)):
+            for listener in ready:
                 assert isinstance(listener, socket.socket), "they are listeners"
                 with contextlib.suppress(BlockingIOError):  # it has gone
                     link, _ = listener.accept()
                     try:
-                        self._welcome(link)
+                        self._accept(link)
                     except OSError:  # not of this job
                         link.close()
+        return not self._missing()
 
-    def _welcome(self, link: socket.socket) -> None:
-        """Do the acceptor's side of the handshake; ``OSError`` if it is not of this job."""
-        ours, is_local = self._grid.rank, link.family == socket.AF_UNIX
+    def _accept(self, link: socket.socket) -> None:
+        """Accept a connection that has come; ``OSError`` if it is not of this job."""
         link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        if is_local and _other_end(link)[1] != os.geteuid():
-            raise PermissionError("of another user")
-        hello, files = self._read(link, _HELLO.size, is_patient=False)
-        magic, peer, kind, challenge = _HELLO.unpack(hello)
-        if magic != _MAGIC or not ours < peer < self._grid.num_ranks or kind > _ALARM:
+        self._check_user(link, "what connects")
+        hello, files = self._read(link, _HELLO.size)
+        peer, kind = _HELLO.unpack(hello)
+        if not self._grid.rank < peer < self._grid.num_ranks or kind > _ALARM:
             raise ConnectionRefusedError("not of this job")
-        if not is_local:
-            theirs = secrets.token_bytes(_PROOF_BYTES)
-            link.sendall(theirs + self._proof(b"acceptor", challenge, peer, ours))
-            proof, _ = self._read(link, _PROOF_BYTES, is_patient=False)
-            if not hmac.compare_digest(proof, self._proof(b"connector", theirs, peer, ours)):
-                raise ConnectionRefusedError("not of this job")
-        socket.send_fds(link, [_WELCOME], self._files if is_local and kind == _DATA else ())
+        self._check_key(link, peer, self._grid.rank)
+        socket.send_fds(link, [_WELCOME], self._files_for(link, kind))
+        self._keep(peer, kind, link, files)
+
+    def _missing(self) -> list[int]:
+        return [
+            peer
+            for peer in range(self._grid.rank + 1, self._grid.num_ranks)
+            if peer not in self._mesh.peers
+        ]
+
+    def _check_user(self, link: socket.socket, who: str) -> None:
+        """Check that the process at the other end of a unix socket is of this one's user."""
+        if link.family == socket.AF_UNIX and _other_end(link)[1] != os.geteuid():
+            raise PermissionError(
+                f"{who} on this host belongs to another user than rank {self._grid.job_rank}: run "
+                "all ranks of a host as one user"
+            )
+
+    def _check_key(self, link: socket.socket, connector: int, acceptor: int) -> None:
+        """Check that both sides of a TCP connection know the key."""
+        if link.family == socket.AF_UNIX:
+            return
+        other = connector + acceptor - self._grid.rank
+        text = f"{self._entry_name(acceptor)} from {connector}, known to"
+        challenge = secrets.token_bytes(_PROOF_BYTES)
+        link.sendall(challenge)
+        theirs, _ = self._read(link, _PROOF_BYTES)
+        link.sendall(self._proof(f"{text} {self._grid.rank}", theirs))
+        proof, _ = self._read(link, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, self._proof(f"{text} {other}", challenge)):
+            # A key that rank 0 made may be of an older round, one of the user's not.
+            is_final = self._users_key or not self._key
+            raise (PermissionError if is_final else ConnectionRefusedError)(
+                f"what listens for rank {self._grid.numbers[other]} does not know the key of rank "
+                f"{self._grid.job_rank}: give every rank of the job the same {_KEY_VARIABLE}, or "
+                "none"
+            )
+
+    def _proof(self, text: str, challenge: bytes) -> bytes:
+        return hmac.digest(self._key.encode(), text.encode() + challenge, "sha256")
+
+    def _files_for(self, link: socket.socket, kind: int) -> Sequence[int]:
+        return self._files if link.family == socket.AF_UNIX and kind == _DATA else ()
+
+    def _keep(self, peer: int, kind: int, link: socket.socket, files: list[int]) -> None:
+        """Keep one connection of a peer, and its files; the mesh gets both together."""
         if files:
             self.files_of[peer] = files
-        self._keep(peer, kind, link)
-
-    def _keep(self, peer: int, kind: int, link: socket.socket) -> None:
-        """Keep one connection of a peer; the mesh gets both together."""
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_vanished_host(link)
@@ -354,60 +335,40 @@ class Start:
             data, alarm = self._links.pop((peer, _DATA)), self._links.pop((peer, _ALARM))
             self._mesh.add(peer, data, alarm, _open_process(data))
 
-    def _proof(self, role: bytes, challenge: bytes, connector: int, acceptor: int) -> bytes:
-        ranks = struct.pack("!II", connector, acceptor)
-        return hmac.new(self._key.encode(), role + challenge + ranks, hashlib.sha256).digest()
-
-    # -- waiting --------------------------------------------------------------------------------
-
-    def _read(
-        self, link: socket.socket, size: int, *, is_patient: bool = True
-    ) -> tuple[bytes, list[int]]:
-        """Wait for bytes of the other side, and descriptors; ``OSError`` if it has ended.
-
-        After the link's timeout it gives up, or if it is patient looks for failures and goes on.
-        """
+    def _read(self, link: socket.socket, size: int) -> tuple[bytes, list[int]]:
+        """Read bytes of the other side, and descriptors; ``OSError`` if it ends or is late."""
         data, files = b"", list[int]()
         while len(data) < size:
-            try:
-                part, passed, _, _ = socket.recv_fds(
-                    link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
-                )
-            except TimeoutError:
-                if not is_patient:
-                    raise
-                self._check_time("another rank, which is connected, to answer")
-                self._mesh.poll()
-            else:
-                if not part:
-                    raise ConnectionResetError("the other side closed the connection")
-                data, files = data + part, files + passed
+            part, passed, _, _ = socket.recv_fds(
+                link, size - len(data), len(self._files), socket.MSG_CMSG_CLOEXEC
+            )
+            if not part:
+                raise ConnectionResetError("the other side closed the connection")
+            data, files = data + part, files + passed
         return data, files
 
-    def _retry(self, what: str, attempt: Callable[[], _Made]) -> _Made:
-        """Try something until it raises no ``OSError``, with pauses that grow longer.
+    def _wait(self, attempt: Callable[[], bool | None], what: Callable[[], str]) -> None:
+        """Wait until an attempt neither returns False nor raises ``OSError``.
 
-        Raises the error of a peer that fails, and ``WaitTimeoutError``; ``what`` is waited for.
+        Reports have the newest error; ``PermissionError`` is raised.
         """
-        pause_s, self._waits_for = _FIRST_PAUSE_S, what
-        while True:
+        newest = ""
+
+        def ready() -> bool:
+            nonlocal newest
             try:
-                return attempt()
+                return attempt() is not False
             except PermissionError:
                 raise
             except OSError as error:
-                self._check_time(f"{what} ({error})")
-            self._mesh.poll(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                newest = f" ({error})"
+                return False
 
-    def _check_time(self, what: str) -> None:
-        self._waits_for = what
-        if time.monotonic() > self._deadline_s:
-            raise WaitTimeoutError(
-                f"rank {self._grid.job_rank} waited {self._mesh.timeout_s:.1f} s for {what}: did "
-                "every process reach its Stage(), and can the hosts reach one another (a firewall; "
-                f"{_ADDRESS_VARIABLE} gives a host's address)?"
-            )
+        self._mesh.wait(ready, lambda: f"{what()}{newest}", every_s=_PAUSE_S)
+
+    def _of(self, ranks: Sequence[int]) -> str:
+        numbers = ", ".join(str(self._grid.numbers[rank]) for rank in ranks)
+        return f"rank{'s' if len(ranks) > 1 else ''} {numbers} to start"
 
 
 def host_identity() -> str:
@@ -422,10 +383,18 @@ def host_identity() -> str:
 
 
 def own_address() -> str:
-    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0."""
+    """Return this host's address for its peers: PROCPIPE_ADDRESS, or the one towards rank 0.
+
+    Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian); so
+    there the way out of the host counts, if there is one.
+    """
     given = os.environ.get(_ADDRESS_VARIABLE)
     if not given:
-        return _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        ours = _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        if ipaddress.ip_address(ours.partition("%")[0]).is_loopback:
+            with contextlib.suppress(OSError):
+                return _address_on_the_way_to(_ELSEWHERE)
+        return ours
     try:
         family, _, _, _, target = socket.getaddrinfo(given, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -444,10 +413,6 @@ def _address_on_the_way_to(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -482,7 +447,3 @@ def _notice_vanished_host(link: socket.socket) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_AFTER_S // 4)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_AFTER_S // 4)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"

@@ -1,19 +1,45 @@
-"""Which transport carries tensors between two ranks: it follows from where they compute.
+"""Which transport carries tensors between two ranks, and the open transports of this one.
+
+It follows from where the ranks compute:
 
     CPUs of one host        shm
     CPUs of several hosts   sockets    (no transport of its own: a block behind the token)
     one GPU                 cuda_ipc   (nccl, if NCCL takes several ranks on a GPU for all ranks)
     different GPUs          nccl
 
-So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may use two of them. Pure.
+So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may use two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+
+from procpipe.channel.base import Opened, Transport
+from procpipe.channel.mesh import Mesh
+from procpipe.channel.under_way import DeviceTransfers
+from procpipe.errors import StageClosedError
+from procpipe.forks import keep_for_ever
 from procpipe.job.devices import HOW_TO_SHARE
+from procpipe.optional import needed
+
+if TYPE_CHECKING:
+    from procpipe.channel.store import MeshStore
+
+_Added = TypeVar("_Added", bound=Opened)
+
+#: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
+#: still receive by NCCL, and memory that they have open.
+_PART_TIMEOUT_S = 10.0
+
+#: How long transfers of a stage that failed may take to end before this process opens others.
+_END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
+
+#: What stages that failed have left on this process's devices.
+_left_behind: list[DeviceTransfers] = []
 
 
 class Offer(NamedTuple):
@@ -26,41 +52,36 @@ class Offer(NamedTuple):
     forced: str | None = None  # the only transport, in tests
 
 
-class TransportChoice(NamedTuple):
-    """What was agreed; plain JSON."""
-
-    within: str  # the transport between ranks of one place
-    across: str  # that between ranks of different places
-    places: Sequence[str]  # each rank's: its GPU, or on CPUs its host
-
-    def between(self, a: int, b: int) -> str:
-        """Return the name of the transport between two ranks."""
-        return self.within if self.places[a] == self.places[b] else self.across
+#: The name of the transport between any two ranks: ``choice[a][b]``.
+TransportChoice = list[list[str]]
 
 
-def choose(offers: Sequence[Offer]) -> TransportChoice:
-    """Return the transports of a job.
+def choose(of_all: Sequence[Sequence[Any]]) -> TransportChoice:
+    """Return the transports of a job for all ranks' offers, which JSON makes lists.
 
     Raises:
         IndexError: ranks would share a GPU without being allowed to.
         ValueError: some ranks compute on GPUs and others on CPUs, or ranks of different hosts (or
             containers) on one GPU.
     """
-    forced = offers[0].forced
+    offers = [Offer(*of_one) for of_one in of_all]
     on_gpus = [rank for rank, offer in enumerate(offers) if offer.gpu]
-    if not on_gpus:
-        hosts = [offer.host for offer in offers]
-        return TransportChoice(forced or "shm", forced or "sockets", hosts)
-    if len(on_gpus) < len(offers):
-        on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
+    on_cpus = [rank for rank, offer in enumerate(offers) if not offer.gpu]
+    if on_gpus and on_cpus:
         raise ValueError(
             f"ranks {on_gpus} compute on GPUs and ranks {on_cpus} on CPUs: give all ranks devices "
             "of one kind"
         )
-    _check_shared(offers)
-    by_nccl = all(offer.shares_by_nccl for offer in offers)
-    within = forced or ("nccl" if by_nccl else "cuda_ipc")
-    return TransportChoice(within, forced or "nccl", [offer.gpu for offer in offers])
+    if on_gpus:
+        _check_shared(offers)
+    on_one_gpu = "nccl" if all(offer.shares_by_nccl for offer in offers) else "cuda_ipc"
+
+    def between(a: Offer, b: Offer) -> str:
+        if not a.gpu:
+            return "shm" if a.host == b.host else "sockets"
+        return on_one_gpu if a.gpu == b.gpu else "nccl"
+
+    return [[a.forced or between(a, b) for b in offers] for a in offers]
 
 
 def _check_shared(offers: Sequence[Offer]) -> None:
@@ -79,3 +100,117 @@ def _check_shared(offers: Sequence[Offer]) -> None:
                 f"ranks {first} and {rank} share a GPU, but not their host's sockets: run them as "
                 "one user in one container, or give each a GPU of its own"
             )
+
+
+class Transports:
+    """The open transports between this rank and others.
+
+    ``memory`` is a descriptor of the file in which this rank's messages to ranks of its host are.
+
+    Attributes:
+        memory_of: the same of each other rank of this host, set once the ranks are connected.
+        opened: those that are open.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
+        self.memory_of: dict[int, int] = {}
+        self.opened: list[Opened] = []
+        self._mesh = mesh
+        self._device = device
+        self._memory = memory
+        self._of_device: list[DeviceTransfers] = []  # also after ``close``
+        self._store: MeshStore | None = None
+
+    @property
+    def store(self) -> MeshStore:
+        """Where torch's groups find their processes; every rank opens it, once connected."""
+        if self._store is None:
+            from procpipe.channel.store import MeshStore
+
+            self._store = MeshStore(self._mesh)
+        return self._store
+
+    def open(
+        self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
+    ) -> dict[int, Transport | None]:
+        """Open the transport to and from each rank with which this one has a channel.
+
+        Every rank calls it with the same, and it waits for all of them. ``channels`` holds
+        ``(source rank, destination rank, channel id)`` of all channels of the job.
+        """
+        by_name: dict[str, list[tuple[int, int, int]]] = {}
+        for channel in channels:
+            by_name.setdefault(choice[channel[0]][channel[1]], []).append(channel)
+        found: dict[int, Transport | None] = {}
+        for name in sorted(by_name):  # all ranks build them in one order
+            transport = None if name == "sockets" else self._new(name, by_name[name])
+            for source, destination, _ in by_name[name]:
+                if self._mesh.rank in (source, destination):
+                    found[source + destination - self._mesh.rank] = transport
+        return found
+
+    def _new(self, name: str, channels: Iterable[tuple[int, int, int]]) -> Transport:
+        if name == "shm":
+            from procpipe.channel.shm import ShmTransport
+
+            return self.add(ShmTransport(self._memory, self.memory_of))
+        if name == "cuda_ipc":
+            with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
+                from procpipe.channel.cuda_ipc import CudaIpcTransport
+            from procpipe.channel.gpu import Gpu
+
+            return self.add(CudaIpcTransport(Gpu(self._device), self._memory, self.memory_of))
+        with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
+            from procpipe.channel.nccl import NcclTransport
+
+        nccl = self.add(NcclTransport(self._mesh.rank, self._device))
+        nccl.connect(self.store, channels)
+        return nccl
+
+    def add(self, transport: _Added) -> _Added:
+        """Add what a rank has open; it is closed with the others.
+
+        Raises ``StageClosedError`` where a stage that failed has left transfers on its device.
+        """
+        if isinstance(transport, DeviceTransfers):
+            self._check_device()
+            self._of_device.append(transport)
+        self.opened.append(transport)
+        return transport
+
+    def _check_device(self) -> None:
+        """Check that nothing on the device waits for a peer that may have gone."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while not all(each.are_over() for each in _left_behind):
+            if time.monotonic() >= deadline_s:
+                raise StageClosedError(
+                    f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
+                    f"{self._device} are transfers of a stage that failed, which may never end. "
+                    "Start the processes again (torchrun does so with --max-restarts)"
+                )
+            time.sleep(_LOOK_EVERY_S)
+        _left_behind.clear()
+
+    def busy_with(self) -> list[int]:
+        """Return the ranks with which transfers are not known to be over; safe in any thread."""
+        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
+
+    def drain(self) -> None:
+        """Wait until this rank's device has no transfer under way."""
+        for transport in self.opened:
+            transport.drain()
+
+    def close(self) -> None:
+        """Leave the mesh, and close the transports.
+
+        If others may still use what this rank has open, that waits for their goodbyes. After a
+        failure, transports of the device stay as they are.
+        """
+        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
+        self._mesh.close()
+        if self._of_device and self._mesh.monitor.failure is not None:
+            keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
+            self.opened.clear()
+            _left_behind.extend(self._of_device)
+        while self.opened:
+            self.opened.pop().close()

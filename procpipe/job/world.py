@@ -27,11 +27,10 @@ from procpipe.job.devices import (
 )
 from procpipe.job.endings import end_with_launcher
 from procpipe.job.grid import IN_ORDER, Grid
-from procpipe.job.open_transports import OpenTransports
 from procpipe.job.pin import pin_this_process
 from procpipe.job.stalls import StallReports
 from procpipe.job.start import Meeting, Start, host_identity
-from procpipe.job.transports import Offer
+from procpipe.job.transports import Offer, Transports
 
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_TIMEOUT_S = 30.0
@@ -102,7 +101,7 @@ class World:
         os.ftruncate(self.memory, _MEMORY_BYTES)
         self._files_of: dict[int, list[int]] = {}
         self._is_closed = False
-        self.transports = OpenTransports(self.mesh, self.device, self.memory)
+        self.transports = Transports(self.mesh, self.device, self.memory)
         self._stalls.transports = self.transports
 
     @classmethod
@@ -218,8 +217,6 @@ class World:
         """Send a goodbye to the peers, unless there was a failure, and close every connection."""
         if self._is_closed:
             return
-        self.transports.leave()
-        self.mesh.close()
         self.transports.close()
         for descriptor in chain([self.memory], *self._files_of.values()):
             os.close(descriptor)

@@ -64,11 +64,11 @@ class Group:
         self._nccl: NcclGroup | None = None
         self.num_replicas = len(ranks)
         store = PrefixStore(f"stage-{grid.stage}", world.transports.store)
-        if all(choice.between(a, b) == "nccl" for a, b in combinations(ranks, 2)):
+        if all(choice[a][b] == "nccl" for a, b in combinations(ranks, 2)):
             from procpipe.channel.nccl import NcclGroup
 
             self._nccl = NcclGroup(ranks, grid.rank, world.device)
-            world.transports.add_of_device(self._nccl)
+            world.transports.add(self._nccl)
             self._nccl.connect(store)
         self._gloo = GlooGroup(
             store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address

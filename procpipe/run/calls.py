@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from procpipe.errors import FOUND_BY_EACH, ProcpipeError, RemoteStageError, StageClosedError
-from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions
+from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions, line_of
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.run.faults import in_a_line, story_of, text_of
@@ -51,7 +51,7 @@ class Calls:
         self._pid = os.getpid()
         atexit.register(self._leave)
         if world.num_ranks > 1:
-            follow_exceptions(self, world.board, world.grid.numbers[0])
+            follow_exceptions(self)
 
     @property
     def ended(self) -> str:
@@ -142,12 +142,16 @@ class Calls:
 
     # -- the end of the script ------------------------------------------------------------------
 
-    def thread_raised(self, error: BaseException) -> None:
-        """Fail because of an exception that ends the thread which makes the calls."""
+    def thread_raised(self, error: BaseException) -> str:
+        """Fail because of an exception that ends the thread which makes the calls.
+
+        Returns a line to print instead of the traceback of an error that began elsewhere, or "".
+        """
         here = threading.current_thread()
         if here is self._thread:
             is_main = here is threading.main_thread()
             self.fail("the script" if is_main else f"thread {here.name!r}", error)
+        return line_of(error, self._world.board.read(), self._world.grid.numbers[0])
 
     def _leave(self) -> None:
         """Leave as the interpreter ends; send an exception that ended the script to all ranks."""

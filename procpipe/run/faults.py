@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Mapping
 
@@ -40,14 +39,6 @@ def note_full_device(error: BaseException, device: torch.device, held: str) -> N
     """Add a note to an exception, if memory ran out: what is held there, what would need less."""
     if not _is_out_of_memory(error):
         return
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # there may be no room even for CUDA's own
-            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-            ours = torch.cuda.memory_reserved(device) / 2**20
-            held += (
-                f"; torch has {ours:.0f} MiB reserved, and {free_bytes / 2**20:.0f} of "
-                f"{total_bytes / 2**20:.0f} are free"
-            )
     error.add_note(
         f"procpipe: out of memory on {device}: {held}. Give the stage fewer layers (balance) or "
         "another GPU (devices), make micro-batches smaller (chunks), or recompute more "

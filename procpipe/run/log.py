@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.partition import Partition
-from procpipe.compute.wrappers import ranks_of_shards
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
@@ -57,14 +56,8 @@ class Log:
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
         self._events: list[tuple[Task, int, int]] = []
         self._sums: list[tuple[str, int, int, int, int, int]] = []
-        self._num_before: dict[int, int] = {}
-        places: list[str] = []
-        for j, partition in partitions.items():
-            self._num_before[j] = len(places)
-            places += partition.layers.places
-        parameters = chain.from_iterable(part.parameters() for part in partitions.values())
-        shards = ranks_of_shards(parameters)
-        board.write_facts({"device": str(device), "layers": places, "shards": shards})
+        self._partitions = partitions
+        board.page.device = str(device)
 
     # -- of the pipeline ------------------------------------------------------------------------
 
@@ -128,19 +121,12 @@ class Log:
     def end_task(self, task: Task) -> None:
         """Note that the task's layers have run."""
         self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
-        self._board.page.letter = 0
+        self._board.page.task = ""
 
     def on_layer(self, j: int) -> Callable[[int], None]:
-        """Return what is called with the index of each layer of a partition that begins.
-
-        On the board stands its index among all layers of the stage; -1 stays -1.
-        """
-        num_before, board = self._num_before[j], self._board
-
-        def enter(index: int) -> None:
-            board.page.layer_index = index + num_before if index >= 0 else -1
-
-        return enter
+        """Return what is called with the index of each layer that begins, and -1 after the last."""
+        places = [*self._partitions[j].layers.places, ""]
+        return lambda index: self._board.enter(places[index])
 
     # -- of a message ---------------------------------------------------------------------------
 

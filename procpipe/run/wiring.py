@@ -2,7 +2,7 @@
 
     1  two sockets to each rank                            World.connect, in Stage()
     2  the same model and settings?                        Control.agree
-    3  which transports carry large tensors                agree_on_transports
+    3  which transports carry large tensors                World.offer, choose
     4  a channel for each route of the plan, and one between any two ranks beside the plan
 
 Every rank does the same in this order; 2 to 4 in the first call.
@@ -22,7 +22,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.data.minibatch import on_device
 from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.grid import Grid
-from procpipe.job.transports import Offer, TransportChoice, choose
+from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
 from procpipe.plan.routes import Channel, Routes
 from procpipe.run.control import Control
@@ -89,7 +89,7 @@ def connect(
     differences = control.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
     if differences:
         raise DisagreementError(differences)
-    choice = agree_on_transports(control, world.offer())
+    choice = control.agree(world.offer(), choose)
     channels = _open_channels(world, grid, mesh, routes, choice)
     cpu = torch.device("cpu")
     return Wires(
@@ -104,15 +104,6 @@ def connect(
             for peer in mesh.peers
         },
     )
-
-
-def agree_on_transports(control: Control, ours: Offer) -> TransportChoice:
-    """Return which transports all ranks use; every rank calls it, and it waits for all of them.
-
-    Raises on rank 0 as :func:`choose` does.
-    """
-    chosen = control.agree(ours, lambda of_all: choose([Offer(*of_one) for of_one in of_all]))
-    return TransportChoice(*chosen)
 
 
 def _open_channels(

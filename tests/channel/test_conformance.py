@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.job.transports import TransportChoice
 from tests.channel.conformance import CASES, KINDS
 from tests.channel.memory import MemoryChannel
 from tests.channel.meshes import make_meshes
@@ -93,9 +92,7 @@ def run_all(world, transport_name, cases):
         torch.cuda.set_device(world.device)
     mesh = world.connect()
     routes = [(a, 1 - a, kind) for kind in KINDS for a in (0, 1)]
-    (transport,) = world.transports.open(
-        TransportChoice(transport_name, transport_name, ["", ""]), routes
-    ).values()
+    (transport,) = world.transports.open([[transport_name] * 2] * 2, routes).values()
     errors: dict[str, str | None] = {}
     for case in cases:
         channels, meet = links(mesh, transport, world.device), Meeting(world, case.__name__)

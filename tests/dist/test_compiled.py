@@ -269,8 +269,6 @@ def test_stall_reports_name_the_layer_that_is_compiled(ranks: Any) -> None:
     for rank, left_out, told in ((0, "'0' (Stash)", text), (1, "'3' (Pop)", other)):
         note = f"stage {rank} leaves layers uncompiled that stash or pop skip tensors: {left_out}"
         assert told.count(note) == 1, told
-    # Stage 0 has nothing to do while it waits, so its plan has whole tasks.
-    assert other.count("stage 1 runs the whole backward of compiled layers in the first") == 1
 
 
 class Numbered(nn.Module):

@@ -113,7 +113,6 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
 
     assert done.returncode != 0
     assert "procpipe: out of memory on cuda:1: rank 1 " in done.stderr
-    assert re.search(r"torch has \d+ MiB reserved, and \d+ of 512 are free", done.stderr)
     assert "rank 0 ends, because rank 1 failed in Stage: OutOfMemoryError" in done.stderr
 
 
@@ -144,10 +143,7 @@ stage.step(torch.randn(8, 2))
             64,
             "layer = nn.Linear(1 << 13, 1 << 12, bias=False)  # of 128 MiB",
             "Stage",
-            [
-                r"out of memory on cuda:1: rank 1 builds its stage; torch has \d+ MiB reserved, "
-                r"and \d+ of 64 are free. Give the stage fewer layers"
-            ],
+            [r"out of memory on cuda:1: rank 1 builds its stage\. Give the stage fewer layers"],
         ),
         (
             64,
@@ -162,7 +158,7 @@ stage.step(torch.randn(8, 2))
             1,
             "layer = nn.Tanh()",
             "step()",
-            [r"out of memory on cuda:1: rank 1 builds its stage; .* Give the stage fewer layers"],
+            [r"out of memory on cuda:1: rank 1 builds its stage\. Give the stage fewer layers"],
         ),
     ],
     ids=["weights", "activations", "connections"],

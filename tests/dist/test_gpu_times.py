@@ -12,7 +12,6 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.balance.profile import seconds_of
-from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World
 from procpipe.launch.doctor import probe
 from procpipe.launch.plan import check as plan_check
@@ -61,7 +60,7 @@ def has_message(world: World) -> bool:
     peer, mesh = 1 - world.rank, world.connect()
     routes = [(0, 1, probe._DOWN), (1, 0, probe._UP)]
     name = "nccl" if num_gpus() > 1 else "cuda_ipc"
-    transport = world.transports.open(TransportChoice(name, name, ["", ""]), routes)[peer]
+    transport = world.transports.open([[name] * 2] * 2, routes)[peer]
     line = probe.Line(mesh, peer, transport, world.device)
     if world.rank == 0:
         hold_a_while()

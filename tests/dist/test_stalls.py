@@ -16,7 +16,6 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.job.board import Board
-from tests.dist.devices import is_on_gpus
 
 pytestmark = pytest.mark.on_gpus
 
@@ -119,5 +118,3 @@ def test_a_stopped_rank_is_reported_and_continues(ranks):
     place = r"in F1, layer '3' \(Stops\), for \d+\.\d s"
     stopped = r"; its process (\d+) is stopped \(kill -CONT \1 continues it\)"
     assert re.search(rf" \(rank {ORIGIN}\): {place}{stopped}", lines), lines
-    # What waits for a device may have ended before its end is seen.
-    assert "continues after" in text or is_on_gpus()

@@ -145,7 +145,7 @@ def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
 
 def _is_spoilt() -> bool:
     """Return whether a stage that failed has left transfers on this process's GPU."""
-    transports = sys.modules.get("procpipe.job.open_transports")
+    transports = sys.modules.get("procpipe.job.transports")
     return transports is not None and bool(transports._left_behind)
 
 

@@ -85,6 +85,7 @@ class Follower:
 
     def thread_raised(self, error):
         self.errors.append(error)
+        return VICTIM if isinstance(error, RemoteStageError) else ""
 
 
 @pytest.fixture
@@ -109,10 +110,10 @@ def end_thread(error):
 
 
 def test_as_many_stages_as_one_likes_have_one_hook(printed, capfd):
-    board, follower, dropped = Board.create(2, 4), Follower(), Follower()
+    follower, dropped = Follower(), Follower()
     for _ in range(2 * sys.getrecursionlimit()):
-        follow_exceptions(follower, board)
-        follow_exceptions(dropped, board)
+        follow_exceptions(follower)
+        follow_exceptions(dropped)
     remote, own = RemoteStageError(1, STORY), KeyError("mine")
     del dropped
     for error in (remote, own):
@@ -125,7 +126,7 @@ def test_as_many_stages_as_one_likes_have_one_hook(printed, capfd):
 
 def test_an_exit_of_a_thread_is_no_failure(printed):
     follower = Follower()
-    follow_exceptions(follower, Board.create(2, 4))
+    follow_exceptions(follower)
     end_thread(SystemExit(1))
 
     assert follower.errors == []
@@ -135,7 +136,7 @@ def test_an_exit_of_a_thread_is_no_failure(printed):
 @pytest.mark.dist
 def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
     follower = Follower()
-    follow_exceptions(follower, Board.create(2, 4))
+    follow_exceptions(follower)
 
     def end_in_child():
         end_main_thread(RemoteStageError(1, STORY))
@@ -149,7 +150,7 @@ def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed
     """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
     monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    follow_exceptions(Follower(), Board.create(2, 4))
+    follow_exceptions(Follower())
     end_main_thread(ValueError("mine"))
 
 

@@ -1,6 +1,6 @@
-"""What reports of stalls say of ranks that are elsewhere, have ended or are sharded.
+"""What reports of stalls say of ranks that are elsewhere or have ended.
 
-Who prints them, when, and that the end of a stall is printed, too: tests/dist/test_stalls.py.
+Who prints them, and when: tests/dist/test_stalls.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ from tests.channel.meshes import Peer, make_mesh
 
 DEADLINE_S = 30.0
 
-SHARDS = (
-    "; it may wait for another of ranks [0, 2], over which its layers are sharded, and which must "
-    "make the same calls"
-)
-
 
 @pytest.fixture
 def process():
@@ -38,10 +33,9 @@ def theirs(process):
     """The board of rank 1, in a layer."""
     board = Board.create(1, 3)
     board.page.pid = process.pid
-    board.write_facts({"layers": ["layer 'a' (Linear)", "layer 'b' (Conv2d)"]})
     board.start_call("step")
     board.start_task("F", 3)
-    board.page.layer_index = 1
+    board.page.layer = "layer 'b' (Conv2d)"
     return board
 
 
@@ -92,13 +86,3 @@ def wait_status(pid, status):
     while psutil.Process(pid).status() != status:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_report_says_where_layers_are_sharded(reports, capfd, waits):
-    reports._board.write_facts({"shards": [0, 2]})
-    if waits:
-        reports.start_wait("gradient 2 from stage 1 (rank 1)", time.monotonic())
-    reports.stalled("something", 1.0)
-
-    assert (SHARDS in capfd.readouterr().err) == (not waits)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from procpipe.job.devices import pci_addresses
-from procpipe.job.transports import TransportChoice
 from procpipe.job.world import World, _made, _raise_file_limit
 from tests.cases import for_each
 from tests.test_forks import in_child
@@ -42,7 +41,7 @@ def test_without_a_launcher_the_job_is_this_process(environment):
     assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
     assert (world.device, world.devices) == (CPU, (CPU,))
     assert world.connect().peers == ()
-    assert world.transports.open(TransportChoice("shm", "sockets", [""]), []) == {}
+    assert world.transports.open([["shm"]], []) == {}
     world.give_up("without peers", ValueError())
     world.close()
 
@@ -121,12 +120,12 @@ def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     gpus = [torch.device("cuda", index) for index in (0, 1)]
 
-    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
-    local = [*gpus, torch.device("cuda:2"), CPU]
-    addresses = ["0000:07:00.0", "0000:08:00.0", None, None]
-    assert pci_addresses([CPU, *local, CPU], rank=2) == addresses
+    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert pci_addresses([CPU, *gpus, CPU], rank=2) == ["0000:07:00.0", "0000:08:00.0"]
+    assert pci_addresses([gpus[0], torch.device("cuda:2")], rank=1) == []
+    assert pci_addresses([CPU, CPU], rank=1) == []
     environment(num_gpus=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    assert pci_addresses([gpus[0]] * 2, rank=1) == [None, None]
+    assert pci_addresses([gpus[0]] * 2, rank=1) == []
     environment(num_gpus=1)
     assert pci_addresses(gpus, rank=0) == ["0000:07:00.0"]
 

@@ -120,7 +120,7 @@ def test_processes_on_a_host_end_with_the_process_of_the_tests():
 
 #: A stranger connects to each rank that waits for this rank, and later to what listens.
 MEET_STRANGERS = """
-connect_to, listen, sockets = starting.Start._connected, starting.Start._listen, set()
+connect_to, listen, sockets = starting.Start._connect, starting.Start._listen, set()
 NOISE = (
     b"", b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64), b"procpipe3" + bytes(100), os.urandom(9999)
 )
@@ -131,8 +131,10 @@ def disturb(address):
             stranger.sendall(words)
 
 def disturb_and_connect_to(start, peer, kind):
-    _, _, *address, _ = start._get("address", peer)
-    disturb(tuple(address))
+    if (peer, kind) not in start._links:
+        start._address_of(peer)  # it has one
+        _, _, *address, _ = starting.json.loads(start._store.get(start._entry_name(peer)))
+        disturb(tuple(address))
     return connect_to(start, peer, kind)
 
 def note_and_listen(start):
@@ -140,7 +142,7 @@ def note_and_listen(start):
     ours = [sock for sock in start._listeners if sock.family != socket.AF_UNIX]
     sockets.update(sock.getsockname()[0] for sock in ours)
 
-starting.Start._connected, starting.Start._listen = disturb_and_connect_to, note_and_listen
+starting.Start._connect, starting.Start._listen = disturb_and_connect_to, note_and_listen
 stage = build([1, 1, 1])
 first = train(stage, 1)
 mine = psutil.Process().net_connections("inet")

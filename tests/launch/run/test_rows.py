@@ -35,7 +35,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
     for _ in range(num_steps):
         board.page.num_micro_batches = 4
         board.start_task("F", 3)
-        board.page.letter = 0
+        board.page.task = ""
         board.page.num_steps += samples > 0
         board.page.num_samples += samples
         board.page.busy_s, board.page.step_s = busy_s, step_s
@@ -43,7 +43,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
 
 def test_rates_are_of_the_time_between_readings():
     board, clock = Board.create(0, 1), Clock()
-    board.write_facts({"device": "cpu", "layers": []})
+    board.page.device = "cpu"
     reader = RowReader(attempt_of(board), clock)
 
     assert reader.rows()[0].samples_per_s is None
@@ -75,7 +75,7 @@ def test_rates_are_of_the_last_seconds_only():
 
 def test_a_row_shows_the_activity_of_a_stage():
     board, ended_board = Board.create(0, 2), Board.create(1, 2)
-    board.write_facts({"device": "cpu", "layers": ["layer 'conv' (Conv2d)"]})
+    board.page.device = "cpu"
     attempt = attempt_of(board, ended_board)
     attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
 
@@ -86,7 +86,7 @@ def test_a_row_shows_the_activity_of_a_stage():
     board.start_call("step")
     assert now()[0] == "step()"
     board.start_task("F", 3)
-    board.page.layer_index = 0
+    board.page.layer = "layer 'conv' (Conv2d)"
     assert now()[0] == "F3 'conv' (Conv2d)"
     board.start_wait("gradient from stage 1 (rank 1)", 1)
     assert now()[0].endswith(" s for gradient from stage 1")
@@ -98,7 +98,7 @@ def test_a_plain_line_has_the_rates_of_the_last_steps():
     reader = RowReader(attempt_of(board), clock)
     assert plain_line(reader.rows(), "0:10") == "0:10: no rank has begun its first step yet"
 
-    board.write_facts({"device": "cpu", "layers": []})
+    board.page.device = "cpu"
     do_steps(board, 1, samples=10)
     reader.rows()
     clock.now_s += 1.0
@@ -113,7 +113,7 @@ def test_a_plain_line_has_the_rates_of_the_last_steps():
 def test_a_plain_line_after_a_rank_has_ended():
     boards = [Board.create(rank, 2) for rank in range(2)]
     for board in boards:
-        board.write_facts({"device": "cpu", "layers": []})
+        board.page.device = "cpu"
     attempt = attempt_of(*boards)
     attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
 
@@ -141,7 +141,7 @@ def test_replicas_are_blocks():
     boards = [Board.create(rank, 4) for rank in range(4)]
     for board in boards[:3]:  # the last rank has no Stage yet
         board.page.num_replicas = 2
-        board.write_facts({"device": "cpu", "layers": []})
+        board.page.device = "cpu"
         do_steps(board, 1, samples=8)
     boards[2].start_wait("gradient from stage 1 of replica 1 (rank 3)", 1)
     attempt = attempt_of(*boards)
@@ -172,7 +172,7 @@ def test_replicas_are_blocks():
 def test_stages_of_several_pipelines_are_named_with_their_ranks():
     boards = [Board.create(rank, 2, place=rank % 2) for rank in range(4)]
     for board in boards:
-        board.write_facts({"device": "cpu", "layers": []})
+        board.page.device = "cpu"
         do_steps(board, 1, samples=8, step_s=2.0)
     boards[2].start_wait("gradient from stage 1 (rank 3)", 1)
     attempt, clock = attempt_of(*boards), Clock()
@@ -206,5 +206,5 @@ def test_a_summary_has_the_steps_and_their_rate():
     assert summary(attempt) == "1 step, 2.5 samples/s in steps"
 
 
-def test_rates_as_text():
+def test_rates_():
     assert [rate_text(rate) for rate in (0.123456, 12.34, 1234.5)] == ["0.123", "12.3", "1,234"]
