@@ -362,8 +362,8 @@ class Stage(Gradients):
             the place of tensors; except that on the last stage all but the first entry of a tuple
             or list (the target) is real, so that a loss can be computed there. Any other item is
             real there as a whole: a tensor, a dict, a dataclass, a tuple of one entry. An entry
-            that cannot travel (a NumPy array) remains a placeholder. A named tuple, dataclass or
-            Mapping keeps its class where the rank has imported it.
+            that cannot travel (a NumPy array) remains a placeholder. An item of a class that
+            torch's pytree knows keeps its class; another Mapping is a dict.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.

@@ -42,10 +42,7 @@ from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.observer import Observers
 from procpipe.run.replicas import Replicas
-from procpipe.tree import TENSOR, Flat, cut, joined, parted
-
-#: The structure of a message of gradients that nothing requires.
-_NO_GRADIENTS = ("t", ())
+from procpipe.tree import Flat, cut, flatten, joined, parted
 
 
 @dataclass
@@ -358,7 +355,7 @@ class Executor:
             message = _message_of(self.tied.gradients_for(other))
         else:
             message = self._made.pop(transfer)
-            if message.structure == _NO_GRADIENTS and transfer.is_gradient:
+            if transfer.is_gradient and not message.tensors and message.value == ():
                 return  # nothing requires it, as the metadata has shown
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
@@ -392,6 +389,5 @@ def _roots(i: int, j: int) -> Transfer:
 
 def _message_of(gradients: Sequence[Part]) -> Flat:
     """Make a message of gradients: the tuple of them, and what there is instead of one."""
-    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
-    structure = tuple(TENSOR if isinstance(part, Tensor) else ("v", part) for part in gradients)
-    return Flat(tensors, ("t", structure), (False,) * len(tensors))
+    tensors, structure = flatten(tuple(gradients))
+    return Flat(tensors, structure, (False,) * len(tensors))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.saved import SavedTensors
-from procpipe.tree import Flat
+from procpipe.tree import TENSOR, Flat
 
 ROW = 8 * 4  # bytes of 8 floats
 
@@ -18,7 +18,7 @@ def saved_bytes(*layers: nn.Module, recompute: bool = False, is_first: bool = Tr
     partition = Partition(PartitionLayers(named, torch.device("cpu"), is_first=is_first))
     partition.begin()
     x = torch.randn(12, 8)[4:7]  # a micro-batch of 3 rows of a mini-batch of 12
-    inputs = Flat.of((x,)) if is_first else Flat([x], "*", (True,))
+    inputs = Flat.of((x,)) if is_first else Flat([x], TENSOR, (True,))
     saved = SavedTensors()
     with saved.hooks():
         if recompute:
