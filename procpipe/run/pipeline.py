@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,9 +74,6 @@ class Pipeline:
         """Run this stage's program under an order."""
         self._limit_lead()
         program = self.coordinator.program(order)
-        is_known = not order.shares and batch.may_correct
-        if is_known and self.coordinator.plan(order).ends_forward_first:
-            batch = replace(batch, may_correct=False)
         with self.observers.step(order):
             outcome = self.executor.run(program, batch)
             if self._world.device.type == "cuda":
