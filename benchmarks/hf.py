@@ -192,7 +192,8 @@ def _torch_step(
     share = int((data["labels"][:, 1:] != -100).sum()) / m
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return hf.causal_lm_loss(logits, labels)[0] / share  # their mean is that of all tokens
+        weight = hf.causal_lm_loss.num_counted(labels) / share  # their mean is that of all tokens
+        return hf.causal_lm_loss(logits, labels) * weight
 
     schedule_class = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
     pipeline = schedule_class(
@@ -223,7 +224,8 @@ def _one_process(model: Any, data: dict[str, Tensor], m: int) -> Callable[[], Te
         loss = torch.zeros(())
         for tokens, mask, labels in micro_batches:
             logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-            of_one = hf.causal_lm_loss(logits, labels)[0] / num_tokens
+            share = hf.causal_lm_loss.num_counted(labels) / num_tokens
+            of_one = hf.causal_lm_loss(logits, labels) * share
             of_one.backward()
             loss += of_one.detach()
         return loss

@@ -333,7 +333,7 @@ def connect_replicas(
         from procpipe.replicas.group import Group
         from procpipe.replicas.reduction import Reduction
     group = Group(world, grid, wires.choice, wires.mesh)
-    return Reduction(group, grid.replica, world.device, log)
+    return Reduction(group, world.device, log)
 
 
 def tied_of(cut: Cut, stage: int) -> Tied:

@@ -105,14 +105,15 @@ class Stage(Gradients):
             all backward. See docs/schedules.md.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
-            one micro-batch: the mean over its samples, 0-dim; or ``(sum, weight)``, a 0-dim sum
-            and the number of what it counts (of tokens, say), also 0-dim. The mini-batch's loss is
-            then the sum of the sums over the sum of the weights. Runs on the last stage, as part
-            of its last layer. Parameters of its own are not among ``parameters()``.
+            one micro-batch: the mean over its samples, or over what ``loss_weight`` counts, 0-dim.
+            Runs on the last stage, as part of its last layer. Parameters of its own are not among
+            ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
-            mini-batch, a finite number from 0; by default its number of samples. A micro-batch of
-            weight 0 is left out, even if its loss is NaN. If all weights are 0, loss and gradients
-            are 0, with one warning.
+            mini-batch (the tokens that are not masked, say), a finite number from 0. By default
+            ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
+            ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
+            micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
+            and gradients are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
@@ -159,7 +160,7 @@ class Stage(Gradients):
         checkpoint: str = "except_last",
         schedule: str | Callable[[int, int], Plan] = "gpipe",
         deferred_batch_norm: bool = False,
-        loss_fn: Callable[..., Tensor | tuple[Tensor, Any]] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
         check_loss: bool = False,
         check_tied: bool = False,
@@ -269,7 +270,8 @@ class Stage(Gradients):
             )
             outcome = self._run_mini_batch(pipeline, order, batch)
             self._add_input_gradients(pipeline, order, ingoing, outcome)
-            return self._loss.note(outcome.loss, outcome.weight, order.whole)  # step 10
+            weight = order.whole if outcome.weight is None else outcome.weight
+            return self._loss.note(outcome.loss, weight)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -354,8 +356,8 @@ class Stage(Gradients):
             the place of tensors; except that on the last stage all but the first entry of a tuple
             or list (the target) is real, so that a loss can be computed there. Any other item is
             real there as a whole: a tensor, a dict, a dataclass, a tuple of one entry. An entry
-            that cannot travel (a NumPy array) remains a placeholder. A named tuple, dataclass or
-            Mapping keeps its class where the rank has imported it.
+            that cannot travel (a NumPy array) remains a placeholder. An item of a class that
+            torch's pytree knows keeps its class; another Mapping is a dict.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.

@@ -4,12 +4,11 @@
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
     _C._are_functorch_transforms_active             weight gradients are not deferred
     nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
-    Tensor._backward_hooks, _post_accumulate_…      hooks of gradients are not found
+    Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
     FSDPModule._get_fsdp_state, its _mp_policy      likewise
-    …, its _fsdp_param_groups, or _fsdp_param_group likewise, where gradients are corrected
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -172,21 +171,6 @@ def reduces_in_other_dtype(module: nn.Module) -> bool:
     """Return whether FSDP adds up a module's gradients in another dtype than they are made in."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     return state._mp_policy.reduce_dtype not in (None, state._mp_policy.param_dtype)
-
-
-def scale_unreduced(module: nn.Module, factor: Tensor) -> None:
-    """Multiply the gradients of a module that FSDP has not reduced yet; ``factor`` is 0-dim."""
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None)  # one, in older releases
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            gradient = None if gathered is None else gathered.grad
-            kept = getattr(parameter, "unsharded_accumulated_grad", None)
-            if kept is not None and kept is not gradient:  # the same one since torch 2.15
-                kept.mul_(factor.to(kept.device, kept.dtype))
-            if gathered is not None and gradient is not None:
-                gathered.grad = gradient * factor.to(gradient.device, gradient.dtype)
 
 
 # -- compiling -----------------------------------------------------------------------------------

@@ -1,38 +1,49 @@
-"""Nested values (tuples, lists, dicts and other containers of tensors) as a list and a structure.
+"""Nested values as a list of tensors and a structure, by torch's pytree.
 
-A structure consists of plain tuples, strings and numbers, so that it can be compared, hashed and
-sent as JSON. ``torch.utils._pytree`` has classes in its structures, which only pickle can carry,
-and nothing from the network is unpickled: a class is sent by its name.
+What may be nested is what ``torch.utils._pytree`` opens: tuples, lists, dicts, ``OrderedDict``,
+``defaultdict``, ``deque``, and classes that are registered there with a name. Every leaf must be a
+tensor or a plain value of JSON. Anything else would hide its tensors: it would reach each
+micro-batch whole, or not reach another process. So it is an error, on one stage, too.
 
-    value                          structure
-    tensor                         "*"
-    None, bool, int, float, str    ("v", value)
-    (a, b)                         ("t", (…, …))
-    [a, b]                         ("l", (…, …))
-    {"k": a}                       ("d", (…, …), "k", …)       in the dict's own order
-    any other container            ("module:class", (…, …), *form)    see ``containers``
+    value                       structure: the containers, and the leaves that are no tensors
+    tensor                      ("*", "")
+    (a, [b], 0.5)               ('[1, {"type": "builtins.tuple", …}]', "[[], [], 0.5]")
+
+A structure is text, so that it can be compared exactly (``1``, ``True`` and ``1.0`` differ), hashed
+and sent. Nothing from the network is unpickled: a class is sent by its registered name.
 
 A leaf: every part of procpipe may use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from procpipe.containers import USABLE, built, check_keys, opened
 from procpipe.errors import BoundaryError
+from procpipe.torch_internals import pytree
 
 T = TypeVar("T")
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
-#: See the table above. ``Any`` because a recursive type would say no more.
-Structure = Any
+#: The containers as ``treespec_dumps`` writes them, then a JSON list of the leaves, in which ``[]``
+#: is a tensor; "" if all are.
+Structure = tuple[str, str]
 
-TENSOR = "*"
+TENSOR: Structure = ("*", "")
+
+_USABLE = (
+    "use tensors, None, bool, int, float and str in tuples, lists, dicts with keys of type str or "
+    "int, and classes that have a name in torch.utils._pytree, by register_dataclass(Class, "
+    "serialized_type_name='Class'), _register_namedtuple(Class, serialized_type_name='Class') or "
+    "register_pytree_node(Class, flatten, unflatten, serialized_type_name='Class') where the class "
+    "is defined; of another Mapping, give dict(mapping)"
+)
 
 
 class Flat(NamedTuple):
@@ -64,57 +75,57 @@ class Flat(NamedTuple):
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     """Take a nested value apart into its tensors, from left to right, and its structure.
 
-    Args:
-        value: a tensor, ``None``, a plain ``bool``, ``int``, ``float`` or ``str``, or a tuple,
-            list, dict (keys ``str`` or ``int``) or other container of such values, to any depth;
-            ``containers`` lists which classes these are.
-
     Raises:
-        BoundaryError: the value holds an object of another type, or a container whose class has
-            no name by which another process would find it.
+        BoundaryError: the value holds an object that is neither a tensor nor a plain value, or a
+            container that another process could not rebuild.
     """
     if isinstance(value, Tensor):
         return [value], TENSOR
-    tensors: list[Tensor] = []
-    return tensors, _take_apart(value, tensors, "")
+    if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
+        return list(value), _tuple_of_tensors(len(value))  # sooner: all messages of gradients
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    plain = ""
+    if len(tensors) < len(leaves):
+        check_leaves(value, leaves)
+        plain = json.dumps([[] if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return tensors, (text_of(spec), plain)
 
 
 def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
     """Reverse :func:`flatten`; ``tensors`` may be any objects.
 
     Raises:
-        BoundaryError: this process lacks the class of a container.
+        BoundaryError: the class of a container is not registered in this process.
     """
     if structure == TENSOR:
         (only,) = tensors
         return only
-    remaining = iter(tensors)
-    value = _put_together(remaining, structure)
-    assert next(remaining, None) is None, "more tensors than the structure has places"
-    return value
+    text, plain = structure
+    leaves = list(tensors)
+    if plain:
+        remaining = iter(leaves)
+        leaves = [next(remaining) if leaf == [] else leaf for leaf in json.loads(plain)]
+        assert next(remaining, None) is None, "more tensors than the structure has places"
+    return pytree.tree_unflatten(leaves, _spec_of(text))
 
 
 def joined(parts: Sequence[Flat]) -> Flat:
     """Join several values as a tuple; a single one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
-    return Flat(
-        [tensor for part in parts for tensor in part.tensors],
-        ("t", tuple(part.structure for part in parts)),
-        tuple(flag for part in parts for flag in part.requires_grad),
-    )
+    tensors, structure = flatten(tuple(part.value for part in parts))
+    return Flat(tensors, structure, tuple(flag for part in parts for flag in part.requires_grad))
 
 
 def parted(whole: Flat, num_values: int) -> list[Flat]:
     """Reverse :func:`joined`."""
     if num_values == 1:
         return [whole]
-    structures = whole.structure[1]
-    sizes = [num_tensors(structure) for structure in structures]
-    pieces = zip(
-        cut(whole.tensors, sizes), structures, cut(whole.requires_grad, sizes), strict=True
-    )
-    return [Flat(tensors, structure, tuple(flags)) for tensors, structure, flags in pieces]
+    parts = [flatten(part) for part in whole.value]
+    sizes = [len(tensors) for tensors, _ in parts]
+    flags = cut(whole.requires_grad, sizes)
+    return [Flat(*part, tuple(of_part)) for part, of_part in zip(parts, flags, strict=True)]
 
 
 def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:
@@ -143,69 +154,81 @@ def is_plain(tensor: Tensor) -> bool:
     return is_known and not tensor.is_quantized and not tensor.is_nested
 
 
-def children_of(value: Any) -> list[Any]:
-    """Return what a tuple, list, dict or other container holds; nothing of any other value."""
-    container = opened(value)
-    return container.children if container else []
+def check_leaves(
+    value: Any, leaves: Iterable[Any], where: str = "", others: tuple[type, ...] = ()
+) -> None:
+    """Check that each leaf of a value is a tensor, a plain value, or of one of the other types.
+
+    ``where`` names the value, for errors.
+
+    Raises:
+        BoundaryError: one is not.
+    """
+    for k, leaf in enumerate(leaves):
+        cls = type(leaf)
+        if not isinstance(leaf, Tensor) and cls not in PLAIN_TYPES and cls not in others:
+            place = where + place_of(value, k)
+            raise BoundaryError(
+                f"a value of type {cls.__module__}.{cls.__qualname__}{place and f' at {place}'} "
+                f"cannot travel between stages, nor be divided over micro-batches: {_USABLE}"
+            )
 
 
-def from_json(decoded: Any) -> Structure:
-    """Return the structure that was written as JSON (which has lists, but no tuples)."""
-    return tuple(map(from_json, decoded)) if isinstance(decoded, list) else decoded
-
-
-def _take_apart(value: Any, tensors: list[Tensor], where: str) -> Structure:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return TENSOR
-    if type(value) in PLAIN_TYPES:
-        return ("v", value)
-    container = opened(value, where)
-    at = f" at {where}" if where else ""
-    if container is None:
-        raise BoundaryError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__}{at} cannot "
-            f"travel between stages: use {USABLE}"
-        )
-    if container.name == "d":
-        check_keys(container.form, at)
-    pairs = zip(container.labels, container.children, strict=True)
-    children = tuple([_take_apart(child, tensors, where + label) for label, child in pairs])
-    return (container.name, children, *container.form)
-
-
-def _put_together(tensors: Iterator[Any], structure: Structure) -> Any:
-    if structure == TENSOR:
-        return next(tensors)
-    name, content, *form = structure
-    if name == "v":
-        return content
-    return built(name, tuple(form), [_put_together(tensors, child) for child in content])
-
-
-def num_tensors(structure: Structure) -> int:
-    """Return how many places for tensors a structure has."""
-    if structure == TENSOR:
-        return 1
-    return 0 if structure[0] == "v" else sum(map(num_tensors, structure[1]))
+def place_of(value: Any, number: int) -> str:
+    """Return where a leaf is, in Python's notation: ``[0].hidden``; "" if its class cannot say."""
+    try:
+        return pytree.keystr(pytree.tree_flatten_with_path(value)[0][number][0])
+    except ValueError:
+        return ""
 
 
 def in_words(value: Any) -> str:
     """Describe a nested value by its tensors, for errors: "(float32 (4, 3), None)"."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return repr(pytree.tree_map(_Word, value))
+
+
+@lru_cache(maxsize=64)
+def _tuple_of_tensors(number: int) -> Structure:
+    return text_of(pytree.tree_structure((0,) * number)), ""
+
+
+@lru_cache(maxsize=512)
+def text_of(spec: pytree.TreeSpec) -> str:
+    """Return the containers of a value as text.
+
+    Raises:
+        BoundaryError: what is read from the text would differ, or a class has no name.
+    """
     try:
-        container = opened(value)
-    except BoundaryError:
-        container = None
-    if container is None:
-        return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__
-    children = list(map(in_words, container.children))
-    if container.name in ("t", "l"):
-        inside = ", ".join(children)
-        return f"({inside})" if container.name == "t" else f"[{inside}]"
-    if container.name == "d":
-        pairs = zip(map(repr, container.form), children, strict=True)
-        return "{" + ", ".join(map(": ".join, pairs)) + "}"
-    pairs = zip(container.labels, children, strict=True)
-    return f"{type(value).__name__}({', '.join(map(': '.join, pairs))})"
+        text = pytree.treespec_dumps(spec)
+        if pytree.treespec_loads(text) != spec:
+            raise ValueError("its context or its keys change when they are written as JSON")
+    except Exception as error:
+        raise BoundaryError(
+            f"a value of the form {' '.join(str(spec).split())} cannot travel between stages: "
+            f"{error}: {_USABLE}"
+        ) from error
+    return text
+
+
+@lru_cache(maxsize=512)
+def _spec_of(text: str) -> pytree.TreeSpec:
+    try:
+        return pytree.treespec_loads(text)
+    except Exception as error:
+        raise BoundaryError(
+            f"a value of the form {text} came from another rank, but cannot be rebuilt here: "
+            f"{error} Import the module that registers the class on every rank"
+        ) from error
+
+
+class _Word:
+    """Stands for a leaf in a value that is printed."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.text = repr(leaf) if isinstance(leaf, PLAIN_TYPES) else type(leaf).__name__
+        if isinstance(leaf, Tensor):
+            self.text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+
+    def __repr__(self) -> str:
+        return self.text

@@ -17,7 +17,7 @@
                             |
                           skip           what users write in layers
                  |
-     errors  containers  tree            leaves: for all (the last two for all but plan)
+     errors  tree                        leaves: for all (the last for all but plan)
      torch_internals  torch_versions     leaves: likewise for all but plan
      forks  notes  processes             leaves: what processes share and report; what is in /proc
         optional  words                  leaves: what this installation lacks; lists in English
@@ -44,8 +44,7 @@ MAY_IMPORT = {
     "errors": set(),
     "torch_versions": set(),
     "torch_internals": {"torch_versions"},
-    "containers": {"errors", "torch_internals"},
-    "tree": {"containers", "errors"},
+    "tree": {"errors", "torch_internals"},
     "forks": set(),
     "notes": set(),
     "processes": set(),
@@ -58,10 +57,10 @@ MAY_IMPORT = {
     "model": {"compute", "plan", "errors", "words"},
     "job": {"channel", "errors", "forks", "notes", "optional", "processes", "words"},
     "run": {
-        *("plan", "compute", "channel", "containers", "data", "job"),
-        *("errors", "notes", "tree", "words"),
+        *("plan", "compute", "channel", "data", "job"),
+        *("errors", "notes", "torch_internals", "tree", "words"),
     },
-    "data": {"compute", "plan", "containers", "errors", "notes", "torch_internals", "tree"},
+    "data": {"compute", "plan", "errors", "notes", "torch_internals", "tree"},
     "balance": {
         *("compute", "data", "job", "run", "skip"),
         *("errors", "torch_internals", "tree", "words"),
@@ -114,7 +113,7 @@ FOR_LAUNCHER = (
     "procpipe.optional",
     "procpipe.replicas.gloo",
     "procpipe.words",
-    "procpipe.containers",
+    "procpipe.torch_internals",
     "procpipe.data.loss",
     "procpipe.model.cut",
     "procpipe.model.ties",

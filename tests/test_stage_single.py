@@ -138,7 +138,7 @@ def test_a_model_that_nothing_initialises_is_refused():
         (lambda s: s.step(1.0), TypeError, "holds no tensor to scatter"),
         (lambda s: s(), TypeError, "holds no tensor to scatter"),
         (lambda s: s(NoChunk(torch.ones(2))), TypeError, "holds no tensor to scatter"),
-        (lambda s: s({1, 2}), BoundaryError, "input.* is a builtins.set"),
+        (lambda s: s({1, 2}), BoundaryError, "builtins.set at input"),
         (lambda s: s(torch.ones(0, 4)), ValueError, r"the batch is empty .*\(0, 4\)"),
         (lambda s: s(torch.ones(())), ValueError, "without dimensions"),
         (
@@ -149,7 +149,7 @@ def test_a_model_that_nothing_initialises_is_refused():
         (
             lambda s: s.step(torch.ones(4, 4).double(), torch.ones(3)),
             ValueError,
-            "target has 3 samples but the input has 4",
+            "the input has 4 samples but target has 3",
         ),
         (lambda s: next(iter(s.batches(None))), TypeError, r"batches\(None\) on rank 0"),
         (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
@@ -209,7 +209,7 @@ def test_the_exception_of_a_layer_is_kept_with_a_note_of_its_place(stage_of):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         stage.step(torch.ones(8, 5).double(), torch.ones(8).long())
     assert caught.value.__notes__ == [
-        "procpipe: layer '0' (Linear) was given (float64 (2, 5))",
+        "procpipe: layer '0' (Linear) was given (float64 (2, 5),)",
         "procpipe: in stage 0 (rank 0), task F0@0 (micro-batch 0), layer '0' (Linear)",
     ]
 
@@ -531,7 +531,7 @@ def test_without_a_launcher_no_balance_is_needed(stage_of, capsys):
 def test_plain_values_beside_a_tensor_are_passed_on_and_others_refused(stage_of):
     stage = stage_of(nn.Sequential(nn.Identity()), [1])
     assert stage((torch.ones(2), "hello"))[1] == "hello"
-    with pytest.raises(BoundaryError, match=r"is a builtins\.object"):
+    with pytest.raises(BoundaryError, match=r"builtins\.object at input\[0\]\[1\] cannot"):
         stage((torch.ones(2), object()))
 
 
@@ -597,50 +597,6 @@ def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
         "b0: backward",
         "a0: backward",
     ]
-
-
-class Twice(nn.Linear):
-    """Has two outputs, of the dtype in which sums and their weights are."""
-
-    def forward(self, input):
-        output = super().forward(input)
-        return output, output.square()
-
-
-def sums(output, target):
-    return (output[0] - target).square().sum(), len(target)
-
-
-@pytest.mark.parametrize("first", ["own loss", "step"])
-def test_sums_and_losses_of_ones_own_take_turns_where_all_is_recomputed(stage_of, first):
-    plain = nn.Sequential(Twice(4, 3)).double()
-    stage = stage_of(copy.deepcopy(plain), [1], chunks=2, checkpoint="always", loss_fn=sums)
-    input, target = torch.randn(4, 4).double(), torch.randn(4, 3).double()
-    for k in range(3):
-        for model in stage, plain:
-            model.zero_grad()
-        if (first == "step") == (k % 2 == 0):
-            stage.step(input, target)
-            ((plain(input)[0] - target).square().sum() / 4).backward()
-        else:
-            for model in stage, plain:
-                sum(output.mean() for output in model(input)).backward()
-        for parameter, expected in zip(stage.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-def test_sums_of_another_dtype_where_all_is_recomputed(stage_of):
-    plain = nn.Sequential(Twice(4, 3))
-    stage = stage_of(copy.deepcopy(plain), [1], chunks=2, checkpoint="always", loss_fn=sums)
-    for dtype in torch.float32, torch.float64:
-        for model in stage, plain:
-            model.zero_grad()
-            model.to(dtype)
-        input, target = torch.randn(4, 4, dtype=dtype), torch.randn(4, 3, dtype=dtype)
-        stage.step(input, target)
-        ((plain(input)[0] - target).square().sum() / 4).backward()
-        for parameter, expected in zip(stage.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def test_an_input_may_be_sparse():

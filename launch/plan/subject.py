@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk
 from procpipe.balance import Inputs
-from procpipe.containers import opened
-from procpipe.tree import children_of
+from procpipe.torch_internals import pytree
 
 
 class MistakeError(ValueError):
@@ -164,21 +163,19 @@ def _num_samples(path: str, inputs: Any) -> int:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested value, but not those in ``NoChunk``."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for child in children_of(value):
-            yield from _tensors(child)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) -> Any:
     """Return a value with so many samples, from the start again if there are not enough."""
-    if isinstance(value, Tensor):
-        if not value.dim() or len(value) != batch or num_samples == batch:
-            return value
-        return value[torch.arange(num_samples, device=value.device) % batch]
-    if (container := opened(value)) is not None:
-        return container.like(
-            _resized(v, num_samples, batch, unwrap=unwrap) for v in container.children
-        )
-    return value.tensor if unwrap and isinstance(value, NoChunk) else value
+
+    def resized(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if not leaf.dim() or len(leaf) != batch or num_samples == batch:
+                return leaf
+            return leaf[torch.arange(num_samples, device=leaf.device) % batch]
+        return leaf.tensor if unwrap and isinstance(leaf, NoChunk) else leaf
+
+    return pytree.tree_map(resized, value)

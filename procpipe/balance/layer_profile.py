@@ -97,7 +97,7 @@ def profile_layers(
     sample: Any,
     *,
     target: Any = None,
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
     clock: Callable[[], float] = time.perf_counter,

@@ -140,10 +140,9 @@ class Sender:
     def _news(self, message: Flat, tensors: list[Tensor]) -> bytes:
         """Return the encoded metadata; nothing if it is that of the message before."""
         _, structure, requires_grad = message
-        # The structure as text: 1 == True == 1.0 and 0.0 == -0.0, but exactly these must arrive.
         what = (
             [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors],
-            repr(structure),
+            structure,
             requires_grad,
         )
         if what == self._last:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from procpipe.tree import Flat, Structure, from_json
+from procpipe.tree import Flat, Structure
 
 #: The order of elements in memory that is kept, by number of dimensions, besides contiguous; a
 #: tensor of any other order arrives contiguous.
@@ -174,7 +174,7 @@ def decode(data: bytes) -> Meta:
     """Decode what :func:`encode` wrote."""
     structure, tensors = json.loads(data)
     return Meta(
-        from_json(structure),
+        tuple(structure),
         tuple(
             TensorMeta(tuple(shape), getattr(torch, dtype), *flags)
             for shape, dtype, *flags in tensors

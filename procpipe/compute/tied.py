@@ -2,12 +2,12 @@
 
 Each stage has a copy. In each call with a backward pass
 
-    Earlier.begin  what earlier calls have left in .grad is set aside
-    B, W tasks     add what this stage's layers contribute
-    message        goes to each other stage that has a copy, after the last of these tasks
-    add_up         sums the contributions in the order of the stages, which is the same everywhere,
-                   so that all copies get equal bits
-    Earlier.end    adds what was set aside
+    begin_gradients  what earlier calls have left in .grad is set aside
+    B, W tasks       add what this stage's layers contribute
+    message          goes to each other stage that has a copy, after the last of these tasks
+    add_up           sums the contributions in the order of the stages, which is the same
+                     everywhere, so that all copies get equal bits
+    end_gradients    adds what was set aside
 
 So equal optimizers keep the copies equal. Partitions of one stage use the tensor itself.
 """
@@ -68,6 +68,7 @@ class Tied:
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
         self._num_calls = 0
+        self._set_aside: dict[nn.Parameter, Tensor | None] = {}  # of earlier calls, during one
 
     def renamed(
         self, named: Iterable[tuple[str, nn.Parameter]], prefix: str
@@ -202,6 +203,26 @@ class Tied:
                     found = counted_elsewhere if parameter in copies else by_partition[j]
                     found.append(parameter.grad)
         return by_partition, counted_elsewhere
+
+    def begin_gradients(self) -> None:
+        """Set aside the gradients of earlier calls, once a call."""
+        for copy in self.parameters:
+            self._set_aside[copy.tensor] = copy.tensor.grad
+            copy.tensor.grad = None
+
+    def end_gradients(self) -> None:
+        """Add this call's gradients to those of earlier calls."""
+        for parameter, before in self._set_aside.items():
+            if before is not None:
+                gradient = parameter.grad
+                parameter.grad = before if gradient is None else before.add_(gradient)
+        self._set_aside.clear()
+
+    def abandon_gradients(self) -> None:
+        """Put back what was set aside, if a call has failed."""
+        for parameter, before in self._set_aside.items():
+            parameter.grad = before
+        self._set_aside.clear()
 
     def gradients_for(self, stage: int) -> list[Part]:
         """Return what this stage contributes to the parameters that another has, too.

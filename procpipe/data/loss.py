@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,28 +18,36 @@ from procpipe.notes import warn
 from procpipe.torch_internals import pytree
 from procpipe.tree import flatten, in_words
 
+#: Whether a loss function is being called of which no one has said what it counts.
+_is_unweighted: ContextVar[bool] = ContextVar("is_unweighted", default=False)
+
+#: The target that losses of torch and transformers leave out, unless they are told another one.
+IGNORED = -100
+
 
 @dataclass
 class Loss:
     """The user's loss function and weight, with their results checked.
 
-    A micro-batch of weight 0 is left out: its loss may be NaN (a mean over no tokens), and 0 times
+    What a micro-batch counts is known from its target, before its first task: by ``loss_weight``,
+    else by the method ``num_counted`` of the loss function, else it is its number of samples. A
+    micro-batch of weight 0 is left out: its loss may be NaN (a mean over no tokens), and 0 times
     NaN is NaN. The loss function is called all the same, as it may count or log.
     """
 
     function: Callable[..., Any] | None  # ``loss_fn`` of the ``Stage``
-    weight: Callable[[Any], Any] | None  # ``loss_weight`` of the ``Stage``
+    weight: Callable[[Any], Any] | None  # ``loss_weight`` of the ``Stage``, or ``num_counted``
     #: Whether a loss that is NaN or infinite is an error; on a GPU, looking waits for the device.
     must_be_finite: bool = False
-    #: Whether the function returns a sum and its weight; None before the first step.
-    is_sum: bool | None = field(default=None, init=False)
-    #: Of sums, what a sample counted in the newest step; 0-dim.
-    weight_per_sample: Tensor | None = field(default=None, init=False)
     #: Multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     #: What the mini-batch of the newest step counts; 0-dim, float64.
     last_weight: Tensor | None = field(default=None, init=False)
-    _has_warned: bool = field(default=False, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            self.weight = getattr(self.function, "num_counted", None)
 
     def check(self) -> None:
         """Check that there is a loss function."""
@@ -48,13 +57,13 @@ class Loss:
                 "loss of its output backward"
             )
 
-    def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Any:
-        """Return the loss of one micro-batch: its mean, 0-dim, or its sum and weight, both 0-dim.
+    def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Tensor:
+        """Return the mean loss of one micro-batch, 0-dim.
 
         Args:
             output: the model's.
             target: what ``loss_fn`` gets beside it; None for nothing.
-            is_left_out: whether a mean is to be 0, and with it the gradients of ``output``.
+            is_left_out: whether it is to be 0, and with it the gradients of ``output``.
         """
         assert self.function is not None, "checked before the step"
         if isinstance(target, Remote):
@@ -63,19 +72,22 @@ class Loss:
                 "last stage as a real value"
             )
         if target is None:
-            _check_takes_one(self.function, output)
+            _check_takes_one(self.function)
         # Before the loss function, which may change the output in place.
         zero = _zero_of(output) if is_left_out else None
-        result = self.function(output) if target is None else self.function(output, target)
-        loss, weight = result if _is_pair(result) else (result, None)
+        token = _is_unweighted.set(self.weight is None)
+        try:
+            loss = self.function(output) if target is None else self.function(output, target)
+        finally:
+            _is_unweighted.reset(token)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
+            shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss)}"
             raise ValueError(
-                f"loss_fn returned {_form_of(result)}, but must return the mean over the "
-                "micro-batch's samples, a 0-dim tensor (reduction='mean'), or a tuple of a sum, a "
-                "0-dim tensor (reduction='sum'), and of what it counts, a number"
+                f"loss_fn returned {shape}, but must return the mean over the micro-batch's "
+                "samples, a 0-dim tensor (reduction='mean'); if it is a mean over something else, "
+                "such as tokens, Stage(…, loss_weight=…) says how many a target has"
             )
-        self._check_kind(is_sum=weight is not None)
-        if zero is not None and weight is None:
+        if zero is not None:
             # Without gradients it is made anew: a copy from the host would wait for the device.
             return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
@@ -84,25 +96,11 @@ class Loss:
                 f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
-        return loss if weight is None else (loss, _weight_of(weight, loss))
+        return loss
 
     def modules(self) -> list[nn.Module]:
         """Return the user's function, if it is a module."""
         return [self.function] if isinstance(self.function, nn.Module) else []
-
-    def _check_kind(self, *, is_sum: bool) -> None:
-        if is_sum and self.weight is not None:
-            raise ValueError(
-                "loss_fn returned a sum and its weight, and there is a loss_weight, too: leave "
-                "one of them out"
-            )
-        if self.is_sum not in (None, is_sum):
-            kinds = ("a mean", "a sum and its weight")
-            raise ValueError(
-                f"loss_fn returned {kinds[is_sum]}, but {kinds[not is_sum]} before: return the "
-                "same kind each time"
-            )
-        self.is_sum = is_sum
 
     def weights(
         self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_share: bool = False
@@ -112,11 +110,14 @@ class Loss:
         ``is_share``: whether other replicas have more of the mini-batch, see ``warn_of_weights``.
         """
         if self.weight is None:
+            self.warn_of_ignored(targets)
             return tuple(map(float, sizes))
         if targets is None:
+            assert self.function is not None, "checked before the step"
+            _check_takes_one(self.function)
             raise ValueError(
-                "loss_weight needs a target: give one to step() on rank 0 or on the last stage, or "
-                "leave loss_weight out"
+                "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
+                "step() on rank 0 or on the last stage, or leave loss_weight out"
             )
         found = tuple(float(self.weight(target)) for target in targets)
         total = sum(found)
@@ -132,39 +133,51 @@ class Loss:
     def warn_of_weights(self, weights: Sequence[float]) -> None:
         """Warn, once, if no micro-batch of a mini-batch counts."""
         if not any(weights):
-            self.warn_of_no_weight("loss_weight is 0 for every micro-batch of a mini-batch")
+            self._warn(
+                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                "gradients are 0"
+            )
 
-    def expected(self, num_samples: float) -> Tensor:
-        """Return the expected weight of samples, for sums: per sample as in the step before."""
-        rate = self.weight_per_sample
-        if rate is None:
-            rate = torch.ones((), dtype=torch.float64)
-        return or_one(rate) * num_samples
+    def warn_of_ignored(self, targets: Any) -> None:
+        """Warn, once, if targets hold what torch's losses ignore, and nothing says what counts.
 
-    def note(self, loss: Tensor | None, weight: Tensor | float | None, whole: float) -> Tensor:
-        """Keep what a ``step`` has shown; return its loss.
-
-        Args:
-            loss: of the mini-batch.
-            weight: what it counts, if the last stage has sent that; a tensor for sums.
-            whole: else what it counts; of sums, its samples.
+        Not of those on a GPU, whose host would wait.
         """
+        if self.weight is not None or self._warned:
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+        known = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.device.type == "cpu"]
+        if any((leaf == IGNORED).any() for leaf in known):
+            self._warn(
+                f"a target holds {IGNORED}, which losses leave out, but each micro-batch counts as "
+                "many times as it has samples: give Stage(…, loss_weight=lambda target: (target != "
+                f"{IGNORED}).sum()) for the mean over all that count"
+            )
+
+    def note(self, loss: Tensor | None, weight: float) -> Tensor:
+        """Keep what the mini-batch of a ``step`` counts; return its loss."""
         assert loss is not None, "every step ends with a loss on every rank"
-        self.is_sum = isinstance(weight, Tensor)
-        if isinstance(weight, Tensor):
-            self.weight_per_sample = weight / whole
-        found = whole if weight is None else weight
-        self.last_weight = torch.as_tensor(found, dtype=torch.float64)
+        self.last_weight = torch.tensor(weight, dtype=torch.float64)
         return loss
 
-    def warn_of_no_weight(self, what: str) -> None:
-        """Warn, once, of a mini-batch that counts nothing."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"{what}, so its loss and its gradients are 0; this warning is given once",
-                RuntimeWarning,
-            )
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(f"{text}; this warning is given once", RuntimeWarning)
+
+
+def check_weighted(name: str) -> None:
+    """Check, in a loss function that counts, that the stage which calls it knows what it counts.
+
+    Raises:
+        TypeError: it is called by another function, as which the stage has it.
+    """
+    if _is_unweighted.get():
+        raise TypeError(
+            f"{name} is a mean over the targets that count, but it is called by a loss_fn of which "
+            f"the stage does not know how many these are: give Stage(…, loss_weight="
+            f"{name}.num_counted), or a function of the target that counts them"
+        )
 
 
 def checked_total(weight: Any) -> float | None:
@@ -198,16 +211,11 @@ def checked_accumulate(number: Any, total_weight: Any) -> int:
     return number
 
 
-def or_one(total: Tensor) -> Tensor:
-    """Return a total, or 1 if it is 0: then what is divided by it is 0."""
-    return torch.where(total == 0, torch.ones_like(total), total)
-
-
-def _check_takes_one(function: Callable[..., Any], output: Any) -> None:
+def _check_takes_one(function: Callable[..., Any]) -> None:
     """Check that a loss function can be called without a target."""
     call = function.forward if isinstance(function, nn.Module) else function
     try:
-        inspect.signature(call).bind(output)
+        inspect.signature(call).bind("the output")
     except TypeError as error:
         raise TypeError(
             f"loss_fn needs a target ({error}), but step() was given none: call step(input, "
@@ -215,39 +223,6 @@ def _check_takes_one(function: Callable[..., Any], output: Any) -> None:
         ) from None
     except ValueError:  # it has no signature
         return
-
-
-def _is_pair(result: Any) -> bool:
-    return isinstance(result, tuple) and len(result) == 2
-
-
-def _weight_of(weight: Any, loss: Tensor) -> Tensor:
-    """Return what a sum counts as a 0-dim tensor of float64 on the sum's device.
-
-    It is checked unless it is on a GPU.
-    """
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ValueError(
-                f"loss_fn returned a sum and a weight of shape {tuple(weight.shape)}, which must "
-                "be one number"
-            )
-        weight = weight.detach().reshape(())
-    is_known = not isinstance(weight, Tensor) or weight.device.type == "cpu"  # else it would wait
-    if is_known and not 0 <= (number := float(weight)) < math.inf:
-        raise ValueError(
-            f"loss_fn returned a sum and the weight {number}, which must be a finite number from 0"
-        )
-    if isinstance(weight, Tensor):
-        return weight.to(loss.device, torch.float64)
-    # Not torch.tensor(…): on a GPU that would wait for the device.
-    return torch.full((), number, dtype=torch.float64, device=loss.device)
-
-
-def _form_of(result: Any) -> str:
-    if _is_pair(result):
-        return f"a tuple of {_form_of(result[0])} and {_form_of(result[1])}"
-    return f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result)}"
 
 
 def _zero_of(output: Any) -> Tensor:

@@ -15,15 +15,14 @@ mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.containers import USABLE, Container, opened
-from procpipe.errors import BoundaryError
-from procpipe.tree import PLAIN_TYPES
+from procpipe.torch_internals import pytree
+from procpipe.tree import check_leaves, in_words, place_of
 
 
 class NoChunk:
@@ -93,9 +92,7 @@ def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
         BoundaryError: the target holds an object of another type.
         ValueError: a tensor without dimensions, or with another batch size than the inputs.
     """
-    for where, tensor in _tensors_to_split(target, "target"):
-        if (found := _num_samples(tensor, where)) != sum(sizes):
-            raise _other_size(where, found, "the input", sum(sizes))
+    _num_samples(target, "target", sum(sizes), "the input")
     return _divide(target, sizes)
 
 
@@ -107,48 +104,66 @@ def gather(outputs: list[Any]) -> Any:
 
     Raises:
         ValueError: the micro-batches' outputs are built differently.
-        BoundaryError: an output holds an object of another type.
     """
     if len(outputs) == 1:
         return outputs[0]
-    return _merge(outputs, "output")
+    first, spec = pytree.tree_flatten(outputs[0])
+    columns = [[leaf] for leaf in first]
+    for i, output in enumerate(outputs[1:], 1):
+        try:
+            leaves = spec.flatten_up_to(output)
+            is_alike = all(map(_are_alike, first, leaves))
+        except ValueError:
+            is_alike = False
+        if not is_alike:
+            raise ValueError(
+                f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(output)} in "
+                f"micro-batch {i}: let the last stage build its output alike for every micro-batch"
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    return pytree.tree_unflatten(map(_merged, columns), spec)
 
 
 def _batch_size(inputs: Any) -> int:
-    tensors = _tensors_to_split(inputs, "input")
-    first = next(tensors, None)
-    if first is None:
+    size = _num_samples(inputs, "input")
+    if size is None:
         raise TypeError(
             "the input holds no tensor to scatter over micro-batches: pass at least one "
             "tensor with the batch in dim 0 that is not wrapped in NoChunk"
         )
-    first_where, first_tensor = first
-    batch_size = _num_samples(first_tensor, first_where)
-    for where, tensor in tensors:
-        if (found := _num_samples(tensor, where)) != batch_size:
-            raise _other_size(first_where, batch_size, where, found)
-    if batch_size == 0:
+    if size == 0:
         raise ValueError(
-            f"the batch is empty ({first_where} has shape {tuple(first_tensor.shape)}): pass at "
-            "least one sample, or skip this mini-batch on every rank"
+            f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
+            "skip this mini-batch on every rank"
         )
-    return batch_size
+    return size
 
 
-def _num_samples(tensor: Tensor, where: str) -> int:
-    if tensor.dim() == 0:
-        raise ValueError(
-            f"{where} is a tensor without dimensions, which cannot be scattered over "
-            "micro-batches: wrap it in NoChunk to give it whole to each"
-        )
-    return len(tensor)
+def _num_samples(value: Any, where: str, size: int | None = None, other: str = "") -> int | None:
+    """Return how many samples a value's tensors have; None if it holds none to be divided.
 
-
-def _other_size(where: str, size: int, other: str, other_size: int) -> ValueError:
-    return ValueError(
-        f"{where} has {size} samples but {other} has {other_size}: give both the same size of dim "
-        "0, or wrap a tensor that is not to be scattered in NoChunk"
-    )
+    ``where`` names the value. If ``size`` is given, these must have as many, as ``other`` has.
+    """
+    leaves = pytree.tree_leaves(value)
+    check_leaves(value, leaves, where, others=(NoChunk,))
+    for k, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.dim() == 0:
+            raise ValueError(
+                f"{where}{place_of(value, k)} is a tensor without dimensions, which cannot be "
+                "scattered over micro-batches: wrap it in NoChunk to give it whole to each"
+            )
+        if size is None:
+            size, other = len(leaf), where + place_of(value, k)
+        elif len(leaf) != size:
+            raise ValueError(
+                f"{other} has {size} samples but {where}{place_of(value, k)} has {len(leaf)}: give "
+                "both the same size of dim 0, or wrap a tensor that is not to be scattered in "
+                "NoChunk"
+            )
+    return size
 
 
 def _sizes(batch_size: int, chunks: int) -> list[int]:
@@ -157,60 +172,24 @@ def _sizes(batch_size: int, chunks: int) -> list[int]:
     return [min(step, batch_size - start) for start in range(0, batch_size, step)]
 
 
-def _opened(value: Any, where: str) -> Container | None:
-    """Take a container apart; return None for a tensor, ``NoChunk`` or plain value."""
-    if isinstance(value, Tensor) or type(value) in (NoChunk, *PLAIN_TYPES):
-        return None
-    container = opened(value, where)
-    if container is None:
-        raise _unknown_type(value, where)
-    return container
-
-
-def _tensors_to_split(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield where, value
-    elif (container := _opened(value, where)) is not None:
-        for label, child in zip(container.labels, container.children, strict=True):
-            yield from _tensors_to_split(child, where + label)
-
-
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(value, Tensor):
-        return list(torch.split(value, list(sizes)))
-    if (container := _opened(value, "a value")) is not None:
-        children = [_divide(child, sizes) for child in container.children]
-        return [container.like([parts[i] for parts in children]) for i in range(len(sizes))]
-    repeated = value.tensor if type(value) is NoChunk else value
-    return [repeated for _ in sizes]
+    leaves, spec = pytree.tree_flatten(value)
+    parts = [_parts_of(leaf, sizes) for leaf in leaves]
+    return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(len(sizes))]
 
 
-def _merge(values: list[Any], where: str) -> Any:
-    containers, forms = [], []
-    for value in values:
-        if type(value) is NoChunk:
-            raise _unknown_type(value, where)
-        containers.append(container := _opened(value, where))
-        plain = "a tensor" if isinstance(value, Tensor) else "a plain value"
-        forms.append(container.in_words if container else plain)
-        if forms[-1] != forms[0]:
-            raise ValueError(
-                f"{where} is {forms[0]} in micro-batch 0 but {forms[-1]} in micro-batch "
-                f"{len(forms) - 1}: let the last stage build its output alike for every micro-batch"
-            )
-    if isinstance(values[0], Tensor):
-        return torch.cat(values) if values[0].dim() else torch.stack(values)
-    if (first := containers[0]) is None:
-        return None if all(value is None for value in values) else values
-    by_label = [dict(zip(each.labels, each.children, strict=True)) for each in containers if each]
-    return first.like(
-        [_merge([each[label] for each in by_label], where + label) for label in first.labels]
-    )
+def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return torch.split(leaf, list(sizes))
+    return [leaf.tensor if type(leaf) is NoChunk else leaf] * len(sizes)
 
 
-def _unknown_type(value: Any, where: str) -> BoundaryError:
-    of = type(value)
-    return BoundaryError(
-        f"{where} is a {of.__module__}.{of.__qualname__}, which micro-batches cannot carry: "
-        f"use NoChunk, {USABLE}"
-    )
+def _are_alike(leaf: Any, other: Any) -> bool:
+    """Return whether both are tensors, or both plain values."""
+    return isinstance(leaf, Tensor) == isinstance(other, Tensor) and pytree.tree_is_leaf(other)
+
+
+def _merged(leaves: list[Any]) -> Any:
+    if isinstance(leaves[0], Tensor):
+        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+    return None if all(leaf is None for leaf in leaves) else leaves

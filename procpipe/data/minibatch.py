@@ -131,16 +131,9 @@ class MiniBatch:
     #: On that stage, in a ``step``: makes the loss of those of the micro-batches.
     loss: MeanLoss | None = None
     keep: bool = False  # whether backward tasks follow, in this program or a later one
-    total_weight: float | None = None  # what the loss is divided by, if the user says it
-    accumulate: int = 1  # of how many mini-batches it is one whose gradients are added up
-    #: Whether gradients may have to be multiplied by the correction of ``mean_of``.
-    may_correct: bool = False
     reduces: bool = True  # whether gradients are added up over replicas, if there are several
     is_backward: bool = False  # whether gradients of parameters are made
     is_step: bool = False  # whether a loss is computed, here or on other stages
-    #: With replicas, if ``loss_fn`` returns a sum and its weight, what gradients are divided by
-    #: before the total is known; 0-dim.
-    expected: Tensor | None = None
     #: On the stage of the last partition, for a program that begins with backward tasks: each
     #: micro-batch's gradients of the output tensors that require one.
     output_gradients: Sequence[list[Tensor | None]] | None = None
@@ -154,9 +147,7 @@ class Outcome:
     outputs: dict[int, Flat] = field(default_factory=dict)
     #: The loss of the mini-batch, on every rank whose program has a loss in it.
     loss: Tensor | None = None
-    #: What the mini-batch counts, if the order does not say it: a tensor where ``loss_fn`` returns
-    #: it.
-    weight: Tensor | float | None = None
+    weight: float | None = None  # what the mini-batch counts, if the order does not say it
     #: On the first stage, each micro-batch's gradients of inputs that require one.
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
 

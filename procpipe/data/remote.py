@@ -24,7 +24,7 @@ from torch import Tensor
 
 from procpipe.errors import RemoteValueError
 from procpipe.notes import warn
-from procpipe.tree import children_of
+from procpipe.torch_internals import pytree
 
 #: Attributes and methods that need the tensor itself.
 VALUE_NAMES = frozenset(
@@ -218,9 +218,8 @@ class Remote:
 
 def holder_of(value: Any) -> int:
     """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
-    if isinstance(value, Remote):
-        return value.rank
-    return max(map(holder_of, children_of(value)), default=0)
+    leaves = pytree.tree_leaves(value)
+    return max((leaf.rank for leaf in leaves if isinstance(leaf, Remote)), default=0)
 
 
 def check_held(value: Any) -> None:

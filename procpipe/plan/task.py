@@ -31,7 +31,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import dropwhile
 from typing import NamedTuple
 
 FORWARD, BACKWARD, RECOMPUTE, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "R", "I", "W"
@@ -147,14 +146,6 @@ class Plan:
     def has_forward(self) -> bool:
         """Whether the plan has forward tasks (found by the first stage's)."""
         return any(task.kind == FORWARD for _, task in self.row(0))
-
-    @cached_property
-    def ends_forward_first(self) -> bool:
-        """Whether the last partition ends its forward tasks before it begins a backward task."""
-        last = self.num_partitions - 1
-        row = [task for task in self.tasks_of(self.placement[last]) if task.j == last]
-        after = dropwhile(lambda task: not task.makes_gradient, row)
-        return all(task.kind != FORWARD for task in after)
 
     @cached_property
     def has_backward(self) -> bool:

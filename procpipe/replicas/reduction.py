@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.buckets import bucketed
 from procpipe.plan.program import Run
@@ -39,19 +38,14 @@ from procpipe.torch_internals import has_accumulation_hooks
 
 
 class Reduction(Replicas):
-    """One stage's part in adding up over replicas; ``group`` are the processes that run it.
+    """One stage's part in adding up over replicas; ``group`` are the processes that run it."""
 
-    Attributes:
-        overlaps: whether sums of this call may begin before its end.
-    """
-
-    def __init__(self, group: Group, replica: int, device: torch.device, log: Log) -> None:
-        self.overlaps = False
+    def __init__(self, group: Group, device: torch.device, log: Log) -> None:
         self._group = group
         self._device = device
         self._log = log
         self._joined = ReplicaBuffers(group)
-        self._losses = LossSum(group, device, is_first=replica == 0)
+        self._losses = LossSum(group, device)
         self._own: set[nn.Parameter] = set()  # gradients to be added up, see Stage.no_sync
         self._fresh: set[nn.Parameter] = set()  # without a gradient before this call
         #: How many layers with a parameter are still to add to its gradient for the last time.
@@ -83,7 +77,7 @@ class Reduction(Replicas):
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
-    ) -> Iterable[nn.Parameter]:
+    ) -> None:
         """Begin a call with a backward pass; the gradients of ``tied`` are added up apart.
 
         In one order on all stages that have them.
@@ -93,11 +87,8 @@ class Reduction(Replicas):
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
         if batch.reduces:
             _check_hooks(free)
-        keeps_apart = batch.may_correct and batch.reduces and self._own.isdisjoint(free)
         self._fresh = {parameter for parameter in free if parameter.grad is None}
-        if not keeps_apart:
-            self._divide_common(free)
-        self.overlaps = keeps_apart or not batch.may_correct
+        self._divide_common(free)
         self._apart, self._buckets, self._num_begun = [], [], 0
         if batch.reduces:
             self._own.difference_update(free)
@@ -105,7 +96,6 @@ class Reduction(Replicas):
             self._fill_buckets(free, tied, of_loss)
         else:
             self._own.update(free)
-        return found
 
     def _fill_buckets(
         self, free: list[nn.Parameter], tied: Iterable[nn.Parameter], of_loss: set[nn.Parameter]
@@ -147,11 +137,10 @@ class Reduction(Replicas):
         self._num_to_add.subtract(here)
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}
         handles = []
-        if self.overlaps:
-            for parameter, bucket in bucket_of.items():
-                if parameter.requires_grad and self._times_added.get(parameter, 1) == 1:
-                    is_final = partial(self._is_final, bucket)
-                    handles.append(parameter.register_post_accumulate_grad_hook(is_final))
+        for parameter, bucket in bucket_of.items():
+            if parameter.requires_grad and self._times_added.get(parameter, 1) == 1:
+                is_final = partial(self._is_final, bucket)
+                handles.append(parameter.register_post_accumulate_grad_hook(is_final))
         try:
             yield
         finally:
@@ -159,15 +148,13 @@ class Reduction(Replicas):
                 handle.remove()
         for parameter, bucket in bucket_of.items():
             bucket.missing.discard(parameter)
-            if self.overlaps:  # else nothing has counted
-                self._times_added.setdefault(parameter, self._counts.pop(parameter, 1))
+            self._times_added.setdefault(parameter, self._counts.pop(parameter, 1))
         self._begin_complete()
 
-    def end(self, factor: Tensor | None = None) -> None:
+    def end(self) -> None:
         """Wait until all gradients are added up, and write the sums into ``.grad``."""
         for bucket in self._buckets:
             bucket.missing.clear()
-        self.overlaps = True
         self._begin_complete()
         for k, bucket in enumerate(self._buckets):
             asked_ns = time.perf_counter_ns()
@@ -216,8 +203,6 @@ class Reduction(Replicas):
 
     def _begin_complete(self) -> None:
         """Begin the sums of complete buckets, in order."""
-        if not self.overlaps:
-            return
         self._look()
         while self._num_begun < len(self._buckets):
             bucket = self._buckets[self._num_begun]
@@ -243,9 +228,9 @@ class Reduction(Replicas):
 
     # -- losses ---------------------------------------------------------------------------------
 
-    def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
-        """Return the part of all replicas, from that of this one; None where it has no samples."""
-        return self._losses.total(part, batch, self._log) if batch.is_step else part
+    def total(self, loss: Tensor | None) -> Tensor | None:
+        """Return the loss of all replicas, from that of this one; None where it has no samples."""
+        return self._losses.total(loss, self._log)
 
 
 def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:

@@ -14,15 +14,14 @@ from __future__ import annotations
 import atexit
 import json
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.containers import opened
 from procpipe.data.minibatch import on_device
 from procpipe.data.remote import Remote
 from procpipe.errors import BoundaryError, CallMismatchError
@@ -31,15 +30,14 @@ from procpipe.run.calls import Calls
 from procpipe.run.messages import BatchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.stops import Signals, Stops, checked_signals
+from procpipe.torch_internals import pytree
 from procpipe.tree import (
     PLAIN_TYPES,
     TENSOR,
     Structure,
-    children_of,
     flatten,
-    from_json,
     is_plain,
-    num_tensors,
+    text_of,
     unflatten,
 )
 
@@ -138,8 +136,7 @@ class Batches:
                 item, is_stopped = _NOTHING, False
                 if self._rank == 0:
                     item, is_stopped = self._next(items, stop_on)
-                delivered = {} if item is _NOTHING else _deliverable(item)
-                form = None if item is _NOTHING else _form_of(item)
+                form, delivered = (None, {}) if item is _NOTHING else _described(item)
                 detail = self._issue_or_follow_item(
                     BatchDetail(form, list(delivered), stop_on=stop_on, is_stopped=is_stopped)
                 )
@@ -154,7 +151,7 @@ class Batches:
                     pipeline.wires.send_value(self._output_rank, delivered)
                 elif delivered:  # this stage will use it
                     if self._device.type != "cpu":
-                        item = _with_rest_on(self._device, item, delivered)
+                        item = _with_entries(item, on_device(delivered, self._device))
                     delivered = {}
                 self._note(delivered)
             with self._body(is_sharded=False):
@@ -195,7 +192,7 @@ class Batches:
                     return
                 self._issue_or_follow_item(BatchDetail(is_sharded=True, stop_on=stop_on))
                 item = self._next(items, stop_on)[0] if is_first else _NOTHING
-                form = None if item is _NOTHING else _form_of(item)
+                form = None if item is _NOTHING else _described(item, is_share=True)[0]
                 forms = pipeline.exchange.gather_offers(json.dumps(form))
                 found = next((f for f in map(json.loads, forms) if f is not None), None)
                 detail = self._issue_or_follow_item(
@@ -262,33 +259,14 @@ class Batches:
         self._delivered_as = [*map(_contents, self.delivered)] if self._rank == 0 else []
 
     def _placeholders(self, detail: BatchDetail, delivered: Mapping[int, Any]) -> Any:
-        """Return an item with placeholders for all that was not delivered to this rank.
-
-        If only rank 0 has imported the class of a container, its outer form is used instead, of
-        which nothing is delivered.
-        """
-        whole, *outer = map(from_json, detail.form)
-        have = set(detail.delivered)
-        why_not = _IS_SHARE if detail.is_sharded else _CANNOT_TRAVEL
-        for structure in (whole, *outer):
-            leaves = [
-                Remote(0, name, None, others=[self._output_rank] * (k in have), here=self._rank)
-                for k, name in _names(structure, have, why_not)
-            ]
-            try:
-                item = unflatten(leaves, structure)
-            except BoundaryError:
-                delivered, have = {}, set()
-            else:
-                break
-        if not delivered:
-            return item
-        if structure == TENSOR:
-            return delivered[0]
-        container = opened(item)
-        assert container is not None, "entries are those of a container"
-        entries = enumerate(container.children)
-        return container.like([delivered.get(k, entry) for k, entry in entries])
+        """Return an item with placeholders for all that was not delivered to this rank."""
+        structure, names = detail.form
+        entries: list[Any] = []
+        for k, name in enumerate(names):
+            others = [self._output_rank] if k in detail.delivered else []
+            placeholder = Remote(0, name, None, others=others, here=self._rank)
+            entries.append(delivered.get(k, placeholder))
+        return unflatten(entries, tuple(structure))
 
 
 def flattened(value: Any) -> list[Tensor]:
@@ -307,66 +285,56 @@ def _items_of(loader: Loader, nothing: str) -> Iterator[Any]:
         yield item
 
 
-def _entries_of(item: Any) -> tuple[list[Any], Structure]:
-    """Return the entries of a loader's item, and its outer form; of no container, it itself."""
-    if isinstance(item, (tuple, list)):
-        entries = list(item)
-        return entries, ("t" if isinstance(item, tuple) else "l", (TENSOR,) * len(entries))
-    if isinstance(item, Mapping):
-        return list(item.values()), ("d", (TENSOR,) * len(item), *item)
-    return [item], TENSOR
+def _opened(item: Any) -> tuple[list[Any], Structure]:
+    """Return the entries of a loader's item, and the structure of a container of them.
 
-
-def _inner_form_of(item: Any) -> Structure | None:
-    """Return the structure of an item of a class of its own, if another rank can rebuild it."""
-    if not isinstance(item, Tensor) and type(item) not in (tuple, list, dict):
-        with suppress(BoundaryError):  # it need not travel: the outer form will do
-            if opened(item) is not None:
-                return flatten(item)[1]
-    return None
-
-
-def _form_of(item: Any) -> list[Any]:
-    """Describe a loader's item by structures: the whole of a container, then the outer form."""
-    inner, outer = _inner_form_of(item), _entries_of(item)[1]
-    return [outer] if inner is None else [inner, outer]
-
-
-def _deliverable(item: Any) -> dict[int, Any]:
-    """Return the entries of an item that go to the last stage, by their indices.
-
-    Entries that cannot travel stay on rank 0.
+    A Mapping of an unknown class is a dict on other ranks; any other such item has one entry.
     """
-    entries = _entries_of(item)[0]
-    if _inner_form_of(item) is not None:
-        entries = children_of(item)
+    if isinstance(item, Mapping) and pytree.tree_is_leaf(item):
+        item = dict(item)
+    if pytree.tree_is_leaf(item):
+        return [item], TENSOR
+    entries, spec = _entries_of(item)
+    return entries, (text_of(spec), "")
+
+
+def _entries_of(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+
+
+def _described(item: Any, *, is_share: bool = False) -> tuple[list[Any], dict[int, Any]]:
+    """Return what other ranks are sent of a loader's item, and which entries the last stage gets.
+
+    The first is plain JSON: the structure of a container of the entries, and what each is. Entries
+    that cannot travel stay on rank 0, and so do all of a share.
+    """
+    entries, structure = _opened(item)
     first = 1 if isinstance(item, (tuple, list)) and len(item) > 1 else 0
-    found = {}
+    keys = [*map(repr, item)] if isinstance(item, Mapping) else []
+    delivered, names = {}, []
     for k, entry in enumerate(entries):
-        with suppress(BoundaryError):
-            if k >= first and all(map(_can_travel, flatten(entry)[0])):
-                found[k] = entry
-    return found
+        key = keys[k] if len(keys) == len(entries) else f"entry {k}"
+        name = "the mini-batch" if structure == TENSOR else f"{key} of the mini-batch"
+        if k >= first and not is_share and _can_travel(entry):
+            delivered[k] = entry
+        elif k >= first:
+            name += _IS_SHARE if is_share else _CANNOT_TRAVEL
+        names.append(name)
+    return [structure, names], delivered
 
 
-def _can_travel(tensor: Tensor) -> bool:
-    return is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_meta
+def _can_travel(entry: Any) -> bool:
+    try:
+        tensors, _ = flatten(entry)
+    except BoundaryError:
+        return False
+    return all(is_plain(t) and t.layout == torch.strided and not t.is_meta for t in tensors)
 
 
-def _with_rest_on(device: torch.device, item: Any, rest: Mapping[int, Any]) -> Any:
-    """Return an item of a loader with those entries on a device that the last stage gets."""
-    moved = {k: on_device(entry, device) for k, entry in rest.items()}
-    if isinstance(item, Tensor):
-        return moved[0]
-    with suppress(BoundaryError):
-        if (container := opened(item)) is not None:
-            entries = enumerate(container.children)
-            return container.like([moved.get(k, entry) for k, entry in entries])
-    if isinstance(item, (tuple, list)):  # of a class of its own
-        entries = enumerate(item)
-        moved_all = [moved.get(k, entry) for k, entry in entries]
-        return moved_all if isinstance(item, list) else tuple(moved_all)
-    return item
+def _with_entries(item: Any, others: Mapping[int, Any]) -> Any:
+    """Return an item of a loader with other entries, by their indices."""
+    entries, structure = _opened(item)
+    return unflatten([others.get(k, entry) for k, entry in enumerate(entries)], structure)
 
 
 def _all_in(value: Any) -> Iterator[Any]:
@@ -374,8 +342,9 @@ def _all_in(value: Any) -> Iterator[Any]:
     if isinstance(value, PLAIN_TYPES):
         return
     yield value
-    for child in children_of(value):
-        yield from _all_in(child)
+    if not pytree.tree_is_leaf(value):
+        for child in _entries_of(value)[0]:
+            yield from _all_in(child)
 
 
 def _contents(value: Any) -> list[Any]:
@@ -383,24 +352,3 @@ def _contents(value: Any) -> list[Any]:
     tensors, structure = flatten(value)
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     return [structure, *tensors, *versions]
-
-
-def _names(structure: Structure, have: Container[int], why_not: str) -> Iterator[tuple[int, str]]:
-    """Yield the entry that each placeholder of an item belongs to, and what it stands for.
-
-    ``have``: the entries that are sent; the first of a tuple or list is not, as it is the input.
-    ``why_not`` is said of others.
-    """
-    if structure == TENSOR:
-        yield 0, "the mini-batch" + why_not * (0 not in have)
-        return
-    name, entries, *keys = structure
-    for k, entry in enumerate(entries):
-        what = "a tensor of the mini-batch"
-        if name in ("t", "l"):
-            what = f"entry {k} of the mini-batch"
-        elif name == "d":
-            what = f"{keys[k]!r} of the mini-batch"
-        if (k or name == "d") and k not in have:
-            what += why_not
-        yield from [(k, what)] * num_tensors(entry)

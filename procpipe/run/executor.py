@@ -27,10 +27,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from procpipe.channel.link import Receiver, Sender
-from procpipe.compute.earlier import Earlier
 from procpipe.compute.partition import Partition
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.mean_loss import LossPart, mean_of
+from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.errors import RemoteStageError
 from procpipe.job.grid import Grid
@@ -40,10 +39,7 @@ from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.faults import note_where
 from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
-from procpipe.tree import TENSOR, Flat, cut, joined, parted
-
-#: The structure of a message of gradients that nothing requires.
-_NO_GRADIENTS = ("t", ())
+from procpipe.tree import Flat, cut, flatten, joined, parted
 
 
 @dataclass
@@ -89,7 +85,6 @@ class Executor:
         self._channels = channels
         self._made: dict[Transfer, Flat] = {}
         self._passages: dict[tuple[int, int], _Passage] = {}
-        self._earlier = Earlier()
         self._has_begun = False  # the gradients of this call
         self._taken_loss: LossPart | None = None  # of this call, from another stage
         for j, partition in self.partitions.items():
@@ -135,7 +130,7 @@ class Executor:
             part = self._loss_part(batch) if batch.is_step and program else None
             self._end_gradients(part, batch, outcome)
         except BaseException as error:
-            self._earlier.abandon()
+            self.tied.abandon_gradients()
             if self.current_task is not None and not isinstance(error, RemoteStageError):
                 where = self._grid.name_of(self._grid.rank)
                 note_where(error, self.current_task, where, self.partitions)
@@ -153,22 +148,15 @@ class Executor:
             self.tied.add_up(tied)
 
     def _end_gradients(self, part: LossPart | None, batch: MiniBatch, outcome: Outcome) -> None:
-        """Add up over replicas, and correct what was divided by an expected total."""
+        """Add gradients to those of earlier calls, and add up over replicas."""
         if batch.is_backward and not self._has_begun:
             self._begin_gradients(batch)  # this replica has no samples
-        if not batch.may_correct:
-            self._earlier.end()  # before replicas are added up, which divides what was there
-        if batch.is_backward and self.replicas.overlaps:
+        self.tied.end_gradients()  # before replicas are added up, which divides what was there
+        if batch.is_backward:
             self.replicas.end()
-        part, correction = self.replicas.total(part, batch), None
-        if part is not None:
-            outcome.loss, correction = mean_of(part, batch.total_weight, batch.accumulate)
-            outcome.weight = part.weight
-        if correction is not None:
-            self._earlier.correct(correction, outcome.input_gradients)
-        self._earlier.end()
-        if batch.is_backward and not self.replicas.overlaps:
-            self.replicas.end(correction)
+        if batch.is_step:
+            outcome.loss = self.replicas.total(None if part is None else part.loss)
+            outcome.weight = None if part is None else part.weight
 
     # -- tasks ----------------------------------------------------------------------------------
 
@@ -223,7 +211,7 @@ class Executor:
         if is_last:
             outcome.outputs[i] = outputs[0]
             if loss is not None:
-                loss.add(i, *outputs[0].tensors)  # step 7
+                loss.add(i, outputs[0].tensors[0])  # step 7
         if batch.keep:
             self._passages[i, j] = _Passage(
                 [sum(flat.requires_grad) for flat in inputs],
@@ -260,10 +248,8 @@ class Executor:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
         apart = [copy.tensor for copy in self.tied.parameters]
-        correctable = self.replicas.begin(batch, self._parameters(batch), apart)
-        if batch.may_correct:
-            apart += [each for each in correctable if each.requires_grad]
-        self._earlier.begin(apart)
+        self.replicas.begin(batch, self._parameters(batch), apart)
+        self.tied.begin_gradients()
 
     def _parameters(self, batch: MiniBatch) -> Iterator[nn.Parameter]:
         """Yield what this stage trains; a walk over the modules, which few calls need."""
@@ -299,9 +285,7 @@ class Executor:
             return batch.output_gradients[i]
         assert batch.loss is not None, "else the user gives the gradients of the output"
         if own[0]:
-            # Of sums, the weight may have been predicted to require a gradient.
-            rest = [None] * sum(own[1:])
-            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0]), *rest]
+            return [batch.loss.gradient(i, outcome.outputs[i].tensors[0])]
         is_trained = self.partitions[self._last].is_trainable
         if not batch.loss.is_left_out(i) and (is_trained or any(passage.num_wanted)):
             raise RuntimeError(
@@ -321,7 +305,7 @@ class Executor:
             message = _message_of(self.tied.gradients_for(other))
         else:
             message = self._made.pop(transfer)
-            if message.structure == _NO_GRADIENTS and transfer.is_gradient:
+            if transfer.is_gradient and not message.tensors and message.value == ():
                 return  # nothing requires it, as the metadata has shown
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
@@ -349,6 +333,5 @@ class Executor:
 
 def _message_of(gradients: Sequence[Part]) -> Flat:
     """Make a message of gradients: the tuple of them, and what there is instead of one."""
-    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
-    structure = tuple(TENSOR if isinstance(part, Tensor) else ("v", part) for part in gradients)
-    return Flat(tensors, ("t", structure), (False,) * len(tensors))
+    tensors, structure = flatten(tuple(gradients))
+    return Flat(tensors, structure, (False,) * len(tensors))

@@ -166,7 +166,7 @@ class Intake:
             way, place = DELIVERED, found
         is_sent = target is not None and (way == ROUTED or len(parts) > 1)
         weighs = self._loss.weight is not None
-        targets = scatter_like(target, sizes) if is_sent or (weighs and way != LOCAL) else None
+        targets = scatter_like(target, sizes) if is_sent or way != LOCAL else None
         about: dict[str, Any] = {"target": way, "delivered": place}
         if not weighs or way != LOCAL or len(parts) > 1:
             weights = self._loss.weights(targets, sizes)
@@ -182,33 +182,28 @@ class Intake:
         from rank 0.
         """
         loss = None
-        whole = order.whole if order.shares else None
         if self._grid.stage == self._output_stage:
             if given is None and order.target != ROUTED and order.sizes:
                 given = self._own_targets(order, target)
-            is_sent = whole is None and not order.weights
-            weights = self._loss.weights(given, order.sizes) if is_sent else order.weights
+            weights, whole, is_known = order.weights, order.whole, True
+            if not order.shares and not weights:  # only this stage has the target
+                weights = self._loss.weights(given, order.sizes)
+                whole, is_known = math.fsum(weights), False
             loss = MeanLoss(
                 self._loss,
                 weights,
-                order.total_weight,
+                whole if order.total_weight is None else order.total_weight,
                 accumulate=order.accumulate,
-                is_sent=is_sent,
-                whole=whole,
+                weight=None if is_known else whole,
             )
-        is_summed = order.total_weight is None and self._loss.is_sum is not False
         return replace(
             batch,
             targets=None if given is None else [on_device(part, self._device) for part in given],
             loss=loss,
             keep=order.keeps_graph,
-            total_weight=order.total_weight,
-            accumulate=order.accumulate,
-            may_correct=order.keeps_graph and is_summed,
             reduces=order.reduces,
             is_backward=order.keeps_graph,
             is_step=True,
-            expected=None if whole is None else self._loss.expected(whole) * order.accumulate,
         )
 
     def _own_targets(self, order: Order, target: Any) -> Sequence[Any] | None:
@@ -221,6 +216,8 @@ class Intake:
                 f"none, and {self._grid.rank_name(self._grid.rank)} did: give it where the input "
                 "is: on rank 0, or in a loop over batches(…, sharded=True) on each first rank"
             )
+        if order.target == LOCAL:
+            self._loss.warn_of_ignored(target)
         # On the user's device: if that is a CPU, loss_weight waits for no GPU.
         return None if target is None or order.shares else scatter_like(target, order.sizes)
 

@@ -13,7 +13,6 @@ Building one waits for every other rank.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +67,6 @@ class Pipeline:
         """Run this stage's program under an order."""
         self._limit_lead()
         program = self.coordinator.program(order)
-        is_known = not order.shares and batch.may_correct
-        if is_known and self.coordinator.plan(order).ends_forward_first:
-            batch = replace(batch, may_correct=False)
         self.log.begin_step(order)
         outcome = self.executor.run(program, batch)
         if self._world.device.type == "cuda":

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from procpipe.compute.partition import Partition
-from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 
@@ -24,13 +23,7 @@ _NOTHING = nullcontext()
 
 
 class Replicas:
-    """What a stage adds up with others: nothing, as there are none.
-
-    Attributes:
-        overlaps: whether gradients may be added up before a call's end.
-    """
-
-    overlaps = True
+    """What a stage adds up with others: nothing, as there are none."""
 
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of all replicas the values of replica 0."""
@@ -40,31 +33,25 @@ class Replicas:
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
-    ) -> Iterable[nn.Parameter]:
+    ) -> None:
         """Begin a call with a backward pass, before the first backward task.
-
-        Returns the parameters whose gradients may be corrected before :meth:`end`.
 
         Args:
             batch: the call's mini-batch.
             parameters: of this stage's layers, in the order of the model.
             tied: those of them that other stages have, too.
         """
-        return parameters
 
     def during(self, step: Run, partition: Partition) -> AbstractContextManager[None]:
         """Surround a task; after the last that adds to a gradient, that can be added up."""
         return _NOTHING
 
-    def end(self, factor: Tensor | None = None) -> None:
-        """Wait until all gradients are added up.
+    def end(self) -> None:
+        """Wait until all gradients are added up."""
 
-        ``factor`` is what those must still be multiplied by that ``begin`` did not return; 0-dim.
-        """
-
-    def total(self, part: LossPart | None, batch: MiniBatch) -> LossPart | None:
-        """Return the loss parts of all replicas together."""
-        return part
+    def total(self, loss: Tensor | None) -> Tensor | None:
+        """Return the sum of the losses of all replicas, given that of this one, if it has any."""
+        return loss
 
     def check_added_up(self, call: str) -> None:
         """Check before a call that uses gradients that none is still to be added up."""

@@ -10,7 +10,6 @@ stage computes the loss with the target of another mini-batch: nothing fails, an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from procpipe.data.microbatch import NoChunk
 from procpipe.data.remote import Remote
-from procpipe.errors import BoundaryError, DisagreementError
+from procpipe.errors import DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.run.control import Agree
-from procpipe.tree import children_of, is_plain
+from procpipe.torch_internals import pytree
+from procpipe.tree import is_plain
 
 #: The most elements that are mixed at once.
 _BLOCK = 2**20
@@ -103,14 +103,11 @@ def _described(inputs: Any) -> Described:
 
 def _leaves(value: Any) -> Iterator[Tensor | Remote]:
     """Yield tensors and placeholders, from left to right; other values are not compared."""
-    if isinstance(value, (Tensor, Remote)):
-        yield value
-    elif type(value) is NoChunk:
-        yield value.tensor
-    else:
-        with suppress(BoundaryError):  # on a rank whose input does not count
-            for child in children_of(value):
-                yield from _leaves(child)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, (Tensor, Remote)):
+            yield leaf
+        elif type(leaf) is NoChunk:
+            yield leaf.tensor
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -9,8 +9,7 @@ adds to a partition's gradients. If it is B, FSDP reduces each layer in this pas
 layers are still to go backward (``last_pass.py``). What is left is reduced after the task, by an
 empty pass through FSDP's hooks (``torch_internals.finish_backward``):
 
-- all layers, if that task is W, whose gradients are made outside of FSDP's hooks, or if gradients
-  have to be corrected before; then at the end of the call;
+- all layers, if that task is W, whose gradients are made outside of FSDP's hooks;
 - all layers, after a B whose forward pass is in another program (``loss.backward()`` of the user),
   is recomputed or compiled, or of a stage with several partitions: they are followed in plain
   forward tasks only;
@@ -28,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.compute.partition import Partition
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
@@ -38,7 +37,7 @@ from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Replicas
 from procpipe.sharded.last_pass import LastPass
 from procpipe.sharded.units import Unit, num_gathered, roots_of, set_last, units_of
-from procpipe.torch_internals import finish_backward, reduces_in_other_dtype, scale_unreduced
+from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
 
 class Sharded(Replicas):
@@ -81,9 +80,8 @@ class Sharded(Replicas):
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
-    ) -> Iterable[nn.Parameter]:
-        """Begin a call with a backward pass; return the parameters that FSDP does not hold."""
-        self.overlaps = not batch.may_correct
+    ) -> None:
+        """Begin a call with a backward pass."""
         self._reduces = batch.reduces
         self._to_reduce = sorted(self._roots, reverse=True)
         for unit in self._units:
@@ -91,8 +89,6 @@ class Sharded(Replicas):
             unit.module.set_reshard_after_backward(unit.is_sharded, recurse=False)
             unit.module.set_requires_gradient_sync(False, recurse=False)
             unit.module.set_is_last_backward(False)
-        held = {parameter for unit in self._units for parameter in unit.parameters()}
-        return [parameter for parameter in parameters if parameter not in held]
 
     @contextmanager
     def during(self, step: Run, partition: Partition) -> Iterator[None]:
@@ -101,7 +97,7 @@ class Sharded(Replicas):
         is_followed = step.precedes_last and len(self._roots) == 1 and not partition.is_compiled
         if is_followed:
             self._last_pass = LastPass(self._roots_to_allow(j))
-        reduces = step.adds_last and self.overlaps and self._reduces
+        reduces = step.adds_last and self._reduces
         self._last_pass.is_allowed = reduces
         with self._naming_others():
             with self._last_pass.following() if is_followed else nullcontext():
@@ -127,17 +123,8 @@ class Sharded(Replicas):
                 )
             raise
 
-    def end(self, factor: Tensor | None = None) -> None:
+    def end(self) -> None:
         """Reduce what is left."""
-        if factor is not None and self._holds_own:
-            raise RuntimeError(
-                "loss_fn returns sums and weights, so gradients are corrected at the end of "
-                "step(), but FSDP holds those of calls in no_sync(), too: give step() the "
-                "total_weight of all mini-batches, Stage a loss_weight, or use schedule='gpipe'"
-            )
-        if factor is not None:
-            for unit in self._units:
-                scale_unreduced(unit.module, factor)
         with self._naming_others():
             for j in tuple(self._to_reduce) if self._reduces else ():
                 self._reduce(j)

@@ -14,7 +14,7 @@ from procpipe.balance import Inputs, Profile, profile_layers
 from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.skip import pop, skippable, stash
-from procpipe.tree import Flat
+from procpipe.tree import TENSOR, Flat
 from tests.balance.test_profile import Clock, Taking, float32
 
 
@@ -61,7 +61,9 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
 
     partition = Partition(PartitionLayers({"0": block}, torch.device("cpu"), is_first=False))
     partition.begin()
-    output = partition.forward(0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True)
+    output = partition.forward(
+        0, Flat([x], TENSOR, (True,)), keep=True, recompute=False, split=True
+    )
     partition.backward(0, [torch.ones_like(output.tensors[0])])
     assert layer.put_off_bytes == partition.put_off_bytes(0)
 

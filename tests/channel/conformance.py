@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
-from procpipe.tree import TENSOR, Flat, flatten
+from procpipe.tree import Flat, flatten
 
 #: Kinds of channels that are open in both directions.
 KINDS = (1, 2, 3)
@@ -88,7 +88,7 @@ def requires_grad_is_sent(end: End) -> None:
         for flags in all_flags:
             if end.rank == 0:
                 tensors = [torch.ones(size, device=end.device) for _ in flags]
-                end.sender().send(Flat(tensors, ("t", (TENSOR, TENSOR)), flags))
+                end.sender().send(Flat(*flatten(tuple(tensors)), flags))
             else:
                 end.receiver().expect()
                 message = end.receiver().take()

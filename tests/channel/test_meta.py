@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from procpipe.channel.meta import TensorMeta, describe, encode
-from procpipe.tree import TENSOR, Flat
+from procpipe.tree import Flat
 
 
 def test_a_message_is_described():
-    message = Flat([torch.ones(2, 3), torch.tensor(True)], ("t", (TENSOR, TENSOR)), (True, False))
+    message = Flat([torch.ones(2, 3), torch.tensor(True)], ("form", "[]"), (True, False))
 
     meta = describe(message)
 
-    assert meta.structure == ("t", (TENSOR, TENSOR))
+    assert meta.structure == ("form", "[]")
     assert meta.tensors == (
         TensorMeta((2, 3), torch.float32, True),
         TensorMeta((), torch.bool, False),
@@ -21,4 +21,4 @@ def test_a_message_is_described():
     assert meta.requires_grad == (True, False)
     assert meta.num_bytes == 2 * 3 * 4 + 1
     tensors = b'[[[2,3],"float32",true,false],[[],"bool",false,false]]'
-    assert encode(meta) == b'[["t",["*","*"]],' + tensors + b"]"
+    assert encode(meta) == b'[["form","[]"],' + tensors + b"]"

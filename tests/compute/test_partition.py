@@ -14,7 +14,7 @@ from procpipe.compute.partition import Partition
 from procpipe.compute.recompute import is_recomputing
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.torch_internals import run_backward
-from procpipe.tree import Flat, is_plain
+from procpipe.tree import TENSOR, Flat, flatten, is_plain
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_a_change_between_forward_and_recomputation_is_an_error():
 def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
     partition = partition_of(nn.Linear(2, 2), is_first=True)
     whole = torch.ones(6, 2)
-    parts = [Flat([part], ("t", ("*",)), (True,)) for part in whole.chunk(3)]
+    parts = [Flat(*flatten((part,)), (True,)) for part in whole.chunk(3)]
     for i, part in enumerate(parts):
         partition.forward(i, part, keep=True, recompute=i < 2)
     partition.backward(2, [torch.ones(2, 2)])
@@ -344,7 +344,7 @@ def test_the_first_layer_takes_several_inputs_and_the_others_one():
     output, _ = run(first, received((torch.ones(2), torch.ones(2))))
     assert output.tensors[0].tolist() == [2.0, 2.0]
     later = partition_of(Do(lambda pair: pair[0] * pair[1]))
-    assert run(later, received((torch.ones(2), torch.ones(2))))[0].structure == "*"
+    assert run(later, received((torch.ones(2), torch.ones(2))))[0].structure == TENSOR
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
@@ -352,7 +352,7 @@ def test_a_partition_without_layers_passes_its_input_on(num_inputs):
     value = tuple(torch.full((2,), float(k)) for k in range(num_inputs))
     output, _ = run(partition_of({}, is_first=True), received(value))
     assert len(output.tensors) == num_inputs
-    assert output.structure == ("*" if num_inputs == 1 else ("t", ("*", "*")))
+    assert output.structure == flatten(value[0] if num_inputs == 1 else value)[1]
 
 
 @BOTH

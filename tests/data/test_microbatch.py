@@ -109,7 +109,7 @@ def test_tensor_without_dimensions(inputs: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("inputs", [(rows(0),), ([rows(0), rows(0)],)])
 def test_empty_batch(inputs: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"batch is empty.*shape \(0, 2\).*at least one sample"):
+    with pytest.raises(ValueError, match=r"batch is empty.*float64 \(0, 2\).*at least one sample"):
         scatter(inputs, 2)
 
 
@@ -120,12 +120,10 @@ class Pair:
 
 def test_types_that_hide_tensors_are_refused_not_repeated() -> None:
     pair = Pair(rows(2), rows(2))
-    with pytest.raises(BoundaryError, match=r"input\[1\] is a .*\.Pair, which"):
+    with pytest.raises(BoundaryError, match=r"\.Pair at input\[1\] cannot .*register_pytree_node"):
         scatter((rows(2), pair), 2)
-    with pytest.raises(BoundaryError, match=r"target is a .*\.Pair, which"):
+    with pytest.raises(BoundaryError, match=r"\.Pair at target cannot"):
         scatter_like(pair, [1, 1])
-    with pytest.raises(BoundaryError, match=r"output\[0\] is a .*\.Pair, which"):
-        gather([[pair], [pair]])
 
 
 def test_no_chunk_takes_a_tensor_only() -> None:
@@ -147,9 +145,9 @@ def test_target_is_split_like_the_input() -> None:
 
 
 def test_target_of_another_size() -> None:
-    with pytest.raises(ValueError, match=r"target has 9 samples but the input has 10"):
+    with pytest.raises(ValueError, match=r"the input has 10 samples but target has 9"):
         scatter_like(torch.arange(9), [3, 3, 3, 1])
-    with pytest.raises(ValueError, match=r"target\['m'\] has 1 samples but the input has 4"):
+    with pytest.raises(ValueError, match=r"the input has 4 samples but target\['m'\] has 1"):
         scatter_like({"m": rows(1)}, [2, 2])
     with pytest.raises(ValueError, match=r"target is a tensor without dimensions.*NoChunk"):
         scatter_like(torch.tensor(1), [1])
@@ -178,11 +176,15 @@ def test_gather_keeps_what_cannot_be_concatenated() -> None:
 @for_each(
     ("outputs", "message"),
     [
-        ([rows(1), rows(1), (rows(1),)], "output is a tensor in .* but a tuple of 1 in .* 2"),
-        ([rows(1), None], "output is a tensor in .* but a plain value in micro-batch 1"),
-        ([(rows(1),), [rows(1)]], "a tuple of 1 in .* but a list of 1"),
-        ([[[1, 2]], [[1]]], r"output\[0\] is a list of 2 in .* but a list of 1"),
-        ([{"a": 1, "b": 2}, {"b": 1}], "the keys 'a', 'b' in .* but a dict with the keys 'b'"),
+        (
+            [rows(1), rows(1), (rows(1),)],
+            r"float64 \(1, 2\) in .* 0 but \(float64 .*,\) in .* 2",
+        ),
+        ([rows(1), None], "but None in micro-batch 1"),
+        ([(rows(1),), [rows(1)]], r"\(float64 \(1, 2\),\) in .* but \[float64 \(1, 2\)\]"),
+        ([[[1, 2]], [[1]]], r"\[\[1, 2\]\] in .* but \[\[1\]\]"),
+        ([[1], [[1]]], r"\[1\] in .* but \[\[1\]\]"),
+        ([{"a": 1, "b": 2}, {"b": 1}], r"\{'a': 1, 'b': 2\} in .* but \{'b': 1\}"),
     ],
 )
 def test_outputs_built_differently(outputs: list[Any], message: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from procpipe import Stage
 from procpipe.data.microbatch import gather, scatter, scatter_like
@@ -26,7 +27,7 @@ from procpipe.job.start import Meeting
 from procpipe.job.world import World
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
-from procpipe.tree import Flat, children_of, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, flatten, map_tensors, unflatten
 from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated
 from tests.dist.worker import BareWorld
 
@@ -167,9 +168,11 @@ def assert_same(
         assert list(found) == list(expected), f"{what}: keys {list(found)}, not {list(expected)}"
         for key, value in expected.items():
             assert_same(found[key], value, f"{what}[{key!r}]", tolerance, scale)
-    elif children := children_of(expected):
-        for k, (found_child, child) in enumerate(zip(children_of(found), children, strict=True)):
-            assert_same(found_child, child, f"{what}, child {k}", tolerance, scale)
+    elif not pytree.tree_is_leaf(expected):
+        leaves, form = pytree.tree_flatten(expected)
+        found_leaves, found_form = pytree.tree_flatten(found)
+        assert found_form == form, f"{what}: {found_form}, not {form}"
+        assert_same(found_leaves, leaves, f"{what}, leaves", tolerance, scale)
     else:
         assert found == expected, f"{what}: {found!r}, not {expected!r}"
 

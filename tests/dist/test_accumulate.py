@@ -115,7 +115,7 @@ def check_replicas(bare):
         plain = make_model()
         options: Any = {"chunks": 2, "schedule": "1f1b", "replicas": 2, "loss_fn": loss_fn}
         options["loss_weight"] = weigh
-        what = f"{loss_fn.__name__} {weigh is not None} {sharded}"
+        what = f"{type(loss_fn).__name__} {weigh is not None} {sharded}"
         batches = make_batches(5, 8)[::2]  # of 8 samples: two for each of four micro-batches
         with stage_of(bare, what, plain, [2, 4], **options) as stage:
             loader = batches

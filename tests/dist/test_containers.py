@@ -1,4 +1,4 @@
-"""Dataclasses, Mappings, named tuples and registered types as inputs, outputs, between stages."""
+"""Containers of registered classes as inputs, outputs, between stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from procpipe import NoChunk, Remote, Stage
 from procpipe.job.world import World
@@ -17,16 +18,7 @@ from procpipe.skip import pop, skippable, stash
 from procpipe.tree import flatten
 from tests.dist.stages import MODES, assert_same, assert_same_gradients, plain_step, stage_of
 from tests.dist.test_boundaries import Case, Do, check_case, rows
-from tests.test_containers import (
-    Encoding,
-    Frozen,
-    ModelOutput,
-    Output,
-    Pair,
-    Registered,
-    RegisteredData,
-    local_class,
-)
+from tests.test_tree import Encoding, NotRegistered, Output, Pair, Registered, Unnamed
 
 pytestmark = pytest.mark.on_gpus
 
@@ -36,38 +28,25 @@ def cases() -> dict[str, Case]:
     return {
         "dataclasses and named tuples": Case(
             (
-                Do(lambda f, x: Output(f(x), Pair(x, Frozen(x=f(x)))), 4),
-                Do(lambda f, o: dataclasses.replace(o, loss=f(o.loss) + o.hidden.y.x), 4),
+                Do(lambda f, x: Output(f(x), Pair(x, Output(f(x), 3))), 4),
+                Do(lambda f, o: dataclasses.replace(o, loss=f(o.loss) + o.hidden.y.loss), 4),
                 Do(lambda f, o: Pair(f(o.loss) + o.hidden.x, o.hidden.y), 4),
             ),
             (x,),
         ),
-        "a Hugging Face output": Case(
+        "dicts": Case(
             (
-                Do(lambda f, x: ModelOutput(logits=f(x), hidden_states=(x, f(x))), 4),
-                Do(lambda f, o: ModelOutput(logits=f(o["logits"]) + o.hidden_states[1]), 4),
-                Do(lambda f, o: ModelOutput(logits=f(o.logits), loss=o[0].mean()), 4),
+                Do(lambda f, e: collections.OrderedDict(h=f(e["x"]) * e["scale"], e={3: e}), 4),
+                Do(lambda f, d: (d.move_to_end("h"), {**d["e"][3], "g": f(d["h"]), "h": d})[1], 4),
+                Do(lambda f, e: collections.OrderedDict(e=f(e["g"]) + e["h"]["h"] * e["scale"]), 4),
             ),
-            (x,),
-        ),
-        "Mappings": Case(
-            (
-                Do(
-                    lambda f, e: collections.OrderedDict(
-                        h=f(e["x"]) * e["scale"] * e.num_sequences, e=e
-                    ),
-                    4,
-                ),
-                Do(lambda f, d: (d.move_to_end("h"), Encoding({**d, "g": f(d["h"])}, 3))[1], 4),
-                Do(lambda f, e: collections.OrderedDict(e=f(e["g"]) + e["h"] * e["e"]["scale"]), 4),
-            ),
-            (Encoding({"x": x, "scale": x.exp(), "table": NoChunk(rows(2))}, 2),),
+            ({"x": x, "scale": x.exp(), "table": NoChunk(rows(2))},),
         ),
         "registered types": Case(
             (
-                Do(lambda f, x: Registered(f(x), x, (0.5, "tanh")), 4),
-                Do(lambda f, r: RegisteredData(f(r.a) * r.scale[0], f(r.b).topk(2)), 4),
-                Do(lambda f, d: f(d.x)[:, :2] + d.y.values * d.y.indices, 4),
+                Do(lambda f, x: Registered(f(x), x, [0.5, "tanh"]), 4),
+                Do(lambda f, r: Output(f(r.a) * r.scale[0], Pair(*f(r.b).topk(2))), 4),
+                Do(lambda f, d: f(d.loss)[:, :2] + d.hidden.x * d.hidden.y, 4),
             ),
             (x,),
         ),
@@ -118,13 +97,13 @@ class Keep(nn.Linear):
 class Use(nn.Linear):
     def forward(self, output):
         kept = yield pop("kept")
-        return ModelOutput(logits=super().forward(output.loss) + kept)
+        return Registered(super().forward(output.loss) + kept, None, 1)
 
 
 def cross_entropy(output: Any, target: Any) -> Tensor:
-    assert isinstance(output, ModelOutput)
+    assert isinstance(output, Registered)
     assert isinstance(target, Pair)
-    loss: Tensor = (F.cross_entropy(output.logits, target.x, reduction="none") * target.y).mean()
+    loss: Tensor = (F.cross_entropy(output.a, target.x, reduction="none") * target.y).mean()
     return loss
 
 
@@ -149,16 +128,14 @@ def check_targets_and_loader(bare, num_ranks):
             assert_same_gradients(stage, model, "delivered target")
             output = stage(item.x)
             if num_ranks > 1 and bare.rank != last:
-                assert isinstance(output.logits, Remote)
-                assert isinstance(output["logits"], Remote)
-            fetched = stage.fetch(Output(loss=output.logits))
+                assert isinstance(output.a, Remote)
+            fetched = stage.fetch(Output(loss=output.a))
             assert type(fetched) is Output
             assert fetched.loss.shape == (7, 4)
-        for item in stage.batches([Encoding({"x": batch.x, "n": 1}, 2)]):
-            assert type(item) is Encoding
-            assert (item["n"], item.num_sequences) == (1, 2)
-            assert isinstance(item["x"], Tensor if bare.rank == 0 else Remote)
-        for item in stage.batches([local_class()]):  # cannot be sent, and is not
+        for item in stage.batches([Encoding({"x": batch.x, "n": 1})]):
+            assert type(item) is (Encoding if bare.rank == 0 else dict)
+            assert isinstance(item["x"], Tensor if bare.rank in (0, last) else Remote)
+        for item in stage.batches([NotRegistered()]):  # cannot be sent, and is not
             assert bare.rank == 0 or isinstance(item, Remote)
 
 
@@ -170,36 +147,53 @@ def test_targets_loaders_skips_and_fetched_values(ranks, num_ranks):
 # -- refused ---------------------------------------------------------------------------------------
 
 
-def step_with_a_local_class(world: World) -> None:
-    layers = (nn.Linear(4, 4), Do(lambda x: local_class()), nn.Linear(4, 4))
-    Stage(nn.Sequential(*layers), [2, 1], world=world)(rows().float())
+UNSENT = {
+    "input": (Do(lambda e: e["x"]), lambda x: Encoding({"x": x}), "give dict("),
+    "output": (Do(NotRegistered), lambda x: x, "register_dataclass("),
+    "tuple": (Do(lambda x: Unnamed(x)), lambda x: x, "_register_namedtuple("),
+}
 
 
-def test_a_local_class_cannot_travel(ranks):
-    first, second = ranks(2).run(step_with_a_local_class).errors()
+def step_with_what_is_not_registered(world: World, kind: str) -> None:
+    layer, make, _ = UNSENT[kind]
+    layers = (nn.Identity(), layer, nn.Identity())
+    balance = [3] if world.num_ranks == 1 else [2, 1]
+    Stage(nn.Sequential(*layers), balance, world=world)(make(rows().float()))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", UNSENT)
+def test_what_is_not_registered_is_refused(ranks, num_ranks, kind):
+    first, *others = ranks(num_ranks).run(step_with_what_is_not_registered, kind).errors()
     assert first.type == "BoundaryError"
-    assert "local_class.<locals>.Local cannot travel" in first.text
-    assert "layer '1' (Do)" in first.text
-    assert second.type == "RemoteStageError"
-    assert "define it at the module's top level" in second.text
+    assert "cannot travel" in first.text
+    assert UNSENT[kind][2] in first.text
+    for other in others:
+        assert other.type == "RemoteStageError"
+        assert UNSENT[kind][2] in other.text
+
+
+class Missing:
+    def __init__(self, x: Any) -> None:
+        self.x = x
 
 
 def step_with_a_class_that_one_rank_lacks(world: World) -> None:
-    if world.rank == 1:
-        globals().pop("Missing", None)  # the process is kept for other runs
+    if world.rank == 0 and pytree.tree_leaves(Missing(1)) != [1]:
+        pytree.register_pytree_node(
+            Missing,
+            lambda missing: ([missing.x], None),
+            lambda parts, _: Missing(*parts),
+            serialized_type_name="Missing",
+        )
     layers = (Do(lambda f, x: Missing(f(x)), 4), Do(lambda m: m.x))
     stage = Stage(nn.Sequential(*layers), [1, 1], loss_fn=torch.mean, world=world)
     stage.step(rows().float(), target=None)
-
-
-@dataclasses.dataclass
-class Missing:
-    x: Any
 
 
 def test_a_class_that_is_missing_on_the_receiver(ranks):
     first, second = ranks(2).run(step_with_a_class_that_one_rank_lacks).errors()
     assert first.type == "RemoteStageError"
     assert second.type == "BoundaryError"
-    assert "Missing came from another rank" in second.text
-    assert "import its module on every rank" in second.text
+    assert "Missing in pytree is not registered" in second.text
+    assert "Import the module that registers the class on every rank" in second.text

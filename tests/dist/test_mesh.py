@@ -31,6 +31,7 @@ from tests.dist.meshes import (
     TOLERANCE,
     Block,
     assert_same_gradients,
+    counting_loss,
     error_of,
     failing_all,
     make_batch,
@@ -38,7 +39,6 @@ from tests.dist.meshes import (
     mean_loss,
     mesh_of,
     stage_in,
-    sum_loss,
     weighted_loss,
     whole,
 )
@@ -58,9 +58,9 @@ FSDP_CASES = [
             ("zb-v", "except_last"),
         )
     ),
-    ("gpipe", "never", "sum", None),
-    ("1f1b", "except_last", "sum", None),
-    ("zb-h1", "always", "sum", True),
+    ("gpipe", "never", "counting", None),
+    ("1f1b", "except_last", "counting", None),
+    ("zb-h1", "always", "counting", True),
     ("1f1b", "always", "mean", True),
 ]
 
@@ -76,7 +76,7 @@ def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
     plain = make_model()
     name = f"{schedule} {mode} {loss} {reshards}"
     balance = BALANCES[2 if schedule in ("interleaved", "zb-v") else 1]
-    loss_fn = mean_loss if loss == "mean" else sum_loss
+    loss_fn = mean_loss if loss == "mean" else counting_loss
     plain_loss = mean_loss if loss == "mean" else weighted_loss
     options = {"chunks": 3, "checkpoint": mode, "schedule": schedule, "loss_fn": loss_fn}
     stage = stage_in(bare, mesh, name, plain, balance, **options)
@@ -109,7 +109,7 @@ def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
 
 def train_one_pipeline(bare):
     with mesh_of(bare, "pp", "dp") as mesh:
-        for schedule, mode, loss in (("zb-v", "always", "mean"), ("1f1b", "never", "sum")):
+        for schedule, mode, loss in (("zb-v", "always", "mean"), ("1f1b", "never", "counting")):
             check_fsdp(bare, mesh, schedule, mode, loss, None)
 
 
@@ -157,9 +157,9 @@ def check_nothing_counts(bare, mesh):
 
 
 def check_ignored(bare, mesh):
-    """Correct the gradients of a parameter that FSDP ignores: they are those of the pipeline."""
+    """The gradients of a parameter that FSDP ignores are those of the pipeline."""
     plain = make_model()
-    options = {"chunks": 3, "schedule": "1f1b", "loss_fn": sum_loss}
+    options = {"chunks": 3, "schedule": "1f1b", "loss_fn": counting_loss}
     stage = stage_in(bare, mesh, "ignored", plain, [2, 4], **options)
     for layer in stage:
         ignored = {layer.down.bias} if isinstance(layer, Block) else None

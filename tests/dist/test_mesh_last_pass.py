@@ -17,13 +17,13 @@ from tests.dist.meshes import (
     TOLERANCE,
     Block,
     assert_same_gradients,
+    counting_loss,
     failing_all,
     make_batch,
     make_model,
     mean_loss,
     mesh_of,
     stage_in,
-    sum_loss,
     weighted_loss,
 )
 from tests.dist.stages import assert_same
@@ -216,23 +216,23 @@ def check_numbers(bare, mesh, schedule, balance, sizes):
             assert_same_gradients(stage, plain, f"{name} {step}")
 
 
-def check_correction(bare, mesh):
-    """Train where one pipeline corrects its gradients after the pass, and the other knows them."""
+def check_total_weight(bare, mesh):
+    """Train where one pipeline is given what it counts, and the other counts."""
     plain = make_model()
-    options = {"chunks": 3, "schedule": "1f1b", "checkpoint": "never", "loss_fn": sum_loss}
-    stage = stage_in(bare, mesh, "correction", plain, [3, 3], **options)
+    options = {"chunks": 3, "schedule": "1f1b", "checkpoint": "never", "loss_fn": counting_loss}
+    stage = stage_in(bare, mesh, "total weight", plain, [3, 3], **options)
     for layer in stage:
         fully_shard(layer, mesh=mesh["dp"])
     dp = mesh["dp"].get_local_rank()
     parts = [make_batch(6, k + 1) for k in range(2)]
-    with failing_all(stage, "correction"):
+    with failing_all(stage, "total weight"):
         for step in range(2):
             losses = [weighted_loss(plain(input), target) for input, target in parts]
             torch.stack(losses).mean().backward()
             known = {} if dp else {"total_weight": float((parts[0][1] > 0).sum())}
             found = stage.step(*parts[dp], **known)
             assert_same(found, losses[dp].detach(), f"loss {step}", TOLERANCE)
-            assert_same_gradients(stage, plain, f"correction {step}")
+            assert_same_gradients(stage, plain, f"total weight {step}")
 
 
 def train_differing_pipelines(bare):
@@ -244,7 +244,7 @@ def train_differing_pipelines(bare):
             check_numbers(bare, mesh, "1f1b", [3, 3], sizes)
             check_numbers(bare, mesh, "gpipe", [3, 3], sizes)
             check_numbers(bare, mesh, "interleaved", [1, 1, 2, 2], sizes)
-        check_correction(bare, mesh)
+        check_total_weight(bare, mesh)
 
 
 def test_pipelines_reduce_in_one_order_however_their_passes_differ(ranks):

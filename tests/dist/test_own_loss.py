@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from procpipe import RemoteValueError, Stage
 from tests.dist.stages import assert_same, assert_same_gradients, plain_backward, stage_of
@@ -44,6 +45,10 @@ class Example:
 
     x: Any
     more: dict[str, Any]
+
+
+pytree._register_namedtuple(Loaded, serialized_type_name="tests.Loaded")
+pytree.register_dataclass(Example, serialized_type_name="tests.Example")
 
 
 # -- what the loss needs is on the last stage -----------------------------------------------------

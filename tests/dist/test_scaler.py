@@ -58,7 +58,7 @@ class Case:
         tied: layers that share a weight.
         frozen: layers without gradients.
         optimizers: "one", one for "each kind" of parameters, or a "fused" one.
-        style: "step", or one of a loss that is a "sum" with its weight, or one's "own loss".
+        style: "step", or one "weighted" by what a target counts, or one's "own loss".
         clips: whether gradients are unscaled and clipped before the optimizer's step.
         num_accumulated: mini-batches a step.
     """
@@ -122,10 +122,6 @@ def plain_backward(plain, scaler, batch, device, *, is_reversed):
     return total.detach()
 
 
-def sum_and_weight(output, target):
-    return F.mse_loss(output, target, reduction="sum"), target.numel()
-
-
 def stage_backward(stage, scaler, batch, style):
     """The same by a stage."""
     with torch.autocast(stage.device.type, dtype=torch.float16):
@@ -155,10 +151,10 @@ def train(bare, case, name):
     """Train a stage beside the plain model; return what each step's scale and overflow were."""
     plain = make_model(case)
     balance = BALANCES[case.schedule][bare.num_ranks]
-    loss_fn = sum_and_weight if case.style == "sum" else F.mse_loss
-    options: Any = {"chunks": 4, "schedule": case.schedule, "loss_fn": loss_fn}
-    # Stages add up a shared gradient, and sums and own losses are divided, in another order.
-    tolerance = 2e-3 if case.tied or case.style != "step" else 0.0
+    options: Any = {"chunks": 4, "schedule": case.schedule, "loss_fn": F.mse_loss}
+    options["loss_weight"] = torch.numel if case.style == "weighted" else None
+    # Stages add up a shared gradient, and own losses are divided, in another order.
+    tolerance = 2e-3 if case.tied or case.style == "own loss" else 0.0
     seen = []
     with stage_of(bare, name, plain, balance, **options) as stage:
         plain.to(bare.device)
@@ -203,10 +199,11 @@ def cases_of(num_ranks, schedule):
     """Return the cases of a number of ranks, by name."""
     base = Case(schedule=schedule)
     if schedule != "gpipe":
-        return {"": base} | ({"sum": replace(base, style="sum")} if schedule == "1f1b" else {})
+        weighted = {"weighted": replace(base, style="weighted")}
+        return {"": base} | (weighted if schedule == "1f1b" else {})
     on_2 = {
         "own loss": replace(base, style="own loss"),
-        "sum": replace(base, style="sum"),
+        "weighted": replace(base, style="weighted"),
         "no clipping": replace(base, clips=False),
         "accumulation": replace(base, num_accumulated=2),
         # Clipping by the norm of all would make the others' gradients NaN, in one process, too.

@@ -1,11 +1,14 @@
-"""Named inputs, and losses that are sums with weights: the mean over all tokens that count.
+"""Named inputs, and losses that count: the mean over all tokens that are not ignored.
 
 Truth is the plain model in float64 over the whole mini-batch, whose loss is a mean over its tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import UserDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import RemoteStageError
-from procpipe.losses import masked_cross_entropy
+from procpipe.losses import MaskedCrossEntropy, causal_lm_loss, masked_cross_entropy
 from tests.dist.stages import assert_same, assert_same_gradients, stage_of
 
 pytestmark = pytest.mark.on_gpus
@@ -62,10 +65,20 @@ def plain_loss(plain, batch, **more):
     return F.cross_entropy(value.flatten(0, 1), batch["labels"].flatten())
 
 
-def with_numbers(output, target):
-    """A sum and its weight as a number of Python."""
-    total, weight = masked_cross_entropy(output, target)
-    return total, int(weight)
+def mean_of_tokens(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def num_tokens(target):
+    return int((target != -100).sum())
+
+
+#: Loss functions of the mean over tokens, and their weights.
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "counts": (masked_cross_entropy, None),
+    "weight": (mean_of_tokens, num_tokens),
+    "in another": (lambda o, t: masked_cross_entropy(o, t), masked_cross_entropy.num_counted),
+}
 
 
 def balance_of(schedule, num_ranks):
@@ -74,12 +87,13 @@ def balance_of(schedule, num_ranks):
     return [[6], [4, 2], [1, 2, 3]][num_ranks - 1]
 
 
-def check_sums(bare, schedule, mode):
+def check_means(bare, schedule, mode):
     balance = balance_of(schedule, bare.num_ranks)
-    for loss_fn in (masked_cross_entropy, with_numbers):
+    for name, (loss_fn, weight) in LOSSES.items():
         plain = make_model()
-        options: Any = {"chunks": 4, "schedule": schedule, "checkpoint": mode, "loss_fn": loss_fn}
-        with stage_of(bare, loss_fn.__name__, plain, balance, **options) as stage:
+        options: Any = {"chunks": 4, "schedule": schedule, "checkpoint": mode}
+        options |= {"loss_fn": loss_fn, "loss_weight": weight}
+        with stage_of(bare, name, plain, balance, **options) as stage:
             for k, counts in enumerate(COUNTS):  # gradients accumulate
                 batch = make_batch(counts, k)
                 expected = plain_loss(plain, batch)
@@ -97,7 +111,7 @@ def check_accumulation(bare, schedule):
     """Steps with the weight of all are one step over all."""
     batches = [make_batch(counts, k) for k, counts in enumerate(COUNTS)]
     total = sum(map(sum, COUNTS))
-    for loss_fn, weight in ((masked_cross_entropy, None), (mean_of_tokens, num_tokens)):
+    for name, (loss_fn, weight) in LOSSES.items():
         plain = make_model()
         expected = plain_loss(
             plain, {k: torch.cat([batch[k] for batch in batches]) for k in batches[0]}
@@ -106,21 +120,13 @@ def check_accumulation(bare, schedule):
         options: Any = {"chunks": 3, "schedule": schedule, "loss_fn": loss_fn}
         options["loss_weight"] = weight
         balance = balance_of(schedule, bare.num_ranks)
-        with stage_of(bare, loss_fn.__name__, plain, balance, **options) as stage:
+        with stage_of(bare, name, plain, balance, **options) as stage:
             losses = []
             for batch, counts in zip(batches, COUNTS, strict=True):
                 losses.append(stage.step(**batch, total_weight=torch.tensor(total)))
                 assert stage.last_weight.item() == sum(counts)
             assert_same(sum(losses), expected.detach(), "loss", TOLERANCE)
             assert_same_gradients(stage, plain, "accumulated", TOLERANCE)
-
-
-def mean_of_tokens(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def num_tokens(target):
-    return int((target != -100).sum())
 
 
 class Encoding(UserDict):
@@ -165,8 +171,8 @@ def check_ways_to_give(bare):
             assert_same(losses, [expected] * 2, "batches", TOLERANCE)
         output = stage(**inputs)
         if bare.rank == last:
-            total, weight = masked_cross_entropy(output, labels.to(output.device))
-            assert_same(total / weight, expected, "forward", TOLERANCE)
+            mean = masked_cross_entropy(output, labels.to(output.device))
+            assert_same(mean, expected, "forward", TOLERANCE)
 
 
 class Sum(nn.Module):
@@ -186,6 +192,9 @@ class Temperature(nn.Module):
     def forward(self, output, target):
         return masked_cross_entropy(output * self.scale, target)
 
+    def num_counted(self, target):
+        return masked_cross_entropy.num_counted(target)
+
 
 def check_what_is_no_layers(bare, schedule):
     """Gradients of inputs and of the loss's own parameters, which no layer has, are right, too."""
@@ -197,12 +206,11 @@ def check_what_is_no_layers(bare, schedule):
     balance = [1] * 4 if schedule == "zb-v" and bare.num_ranks == 2 else [3, 1][: bare.num_ranks]
     balance = balance if len(balance) > 1 else [4]
     with stage_of(bare, "inputs", plain, balance, **options) as stage:
-        for step in range(2):  # the second time, what a sample counts is known of the first
+        for step in range(2):
             a, b = torch.randn(2, 7, 6, dtype=torch.float64).unbind()
             given = [x.clone().requires_grad_() for x in (a, b)]
             expected = [x.clone().requires_grad_() for x in (a, b)]
-            total, weight = plain_loss_fn(plain[1:](plain[0](*expected)), labels)
-            (total / weight).backward()
+            plain_loss_fn(plain[1:](plain[0](*expected)), labels).backward()
             stage.step(*given, target=labels)
             assert_same_gradients(stage, plain, f"step {step}", TOLERANCE)
             if bare.rank == 0:
@@ -214,19 +222,20 @@ def check_what_is_no_layers(bare, schedule):
                 assert_same(found.cpu(), wanted, f"loss_fn's, step {step}", TOLERANCE)
 
 
-def check_hooks(bare):
-    """A hook that uses gradients before they are final: an error on every rank."""
+def check_hooks(bare, schedule):
+    """A hook is called with final gradients."""
     plain = make_model()
-    options: Any = {"chunks": 4, "schedule": "1f1b", "loss_fn": masked_cross_entropy}
+    options: Any = {"chunks": 4, "schedule": schedule, "loss_fn": masked_cross_entropy}
     batch = make_batch(COUNTS[0])
-    seen: list[float] = []
-    with stage_of(bare, "total", plain, [4, 2], **options) as stage:
-        if bare.rank == 1:
-            next(stage.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(1.0))
-        stage.step(**batch, total_weight=sum(COUNTS[0]))
-        assert seen or bare.rank == 0
-        with pytest.raises((RuntimeError, RemoteStageError), match=r"give step.* a total_weight"):
-            two_steps(stage, batch)  # rank 1 finds it when rank 0 is done
+    seen: dict[str, torch.Tensor] = {}
+    with stage_of(bare, "hooks", plain, [4, 2], **options) as stage:
+        for name, parameter in stage.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.update({name: p.grad.clone()})
+            )
+        stage.step(**batch)
+        for name, parameter in stage.named_parameters():
+            assert_same(parameter.grad, seen[name], name)
 
 
 def check_message(bare, message):
@@ -238,45 +247,24 @@ def check_message(bare, message):
         stage_of(bare, message, plain, balance, chunks=3, **options) as stage,
         pytest.raises((TypeError, ValueError, RemoteStageError), match=message),
     ):
-        step(stage, make_batch(COUNTS[0]))
-
-
-def changing_kind():
-    calls: list[int] = []
-
-    def loss_fn(output, target):
-        calls.append(1)
-        total, weight = masked_cross_entropy(output, target)
-        return (total, weight) if len(calls) < 5 else total / weight
-
-    return loss_fn
-
-
-def two_steps(stage, batch):
-    stage.step(**batch)
-    stage.step(**batch)
+        step(stage, make_batch(COUNTS[2]))
 
 
 def one_step(stage, batch, **more):
     stage.step(**batch, **more)
 
 
-MISTAKES = {
-    "but a sum and its weight before": ({"loss_fn": changing_kind()}, two_steps),
-    "there is a loss_weight, too": (
-        {"loss_fn": masked_cross_entropy, "loss_weight": num_tokens},
+MISTAKES: dict[str, tuple[Any, Any]] = {
+    "give Stage\\(…, loss_weight=masked_cross_entropy.num_counted\\)": (
+        {"loss_fn": lambda output, target: masked_cross_entropy(output, target)},
         one_step,
     ),
-    "weight of shape \\(2,\\)": (
-        {"loss_fn": lambda o, t: (o.sum(), torch.ones(2))},
+    "loss_weight=hf.causal_lm_loss.num_counted\\)": (
+        {"loss_fn": partial(causal_lm_loss)},
         one_step,
     ),
-    "the weight -1.0, which must be": (
-        {"loss_fn": lambda o, t: (o.sum(), -1)},
-        one_step,
-    ),
-    "a tuple of shape": (
-        {"loss_fn": lambda o, t: (o, o.sum())},
+    "loss_fn returned <class 'tuple'>, but must return the mean": (
+        {"loss_fn": lambda o, t: (o.sum(), 3)},
         one_step,
     ),
     "total_weight is 0.0": (
@@ -313,8 +301,8 @@ MISTAKES = {
         (2, "zb-v", "never"),
     ],
 )
-def test_sums_and_weights_make_the_mean_over_all_tokens(ranks, num_ranks, schedule, mode):
-    ranks(num_ranks).run(check_sums, schedule, mode, world=False).values()
+def test_losses_that_count_are_the_mean_over_all_tokens(ranks, num_ranks, schedule, mode):
+    ranks(num_ranks).run(check_means, schedule, mode, world=False).values()
 
 
 @pytest.mark.parametrize(
@@ -336,8 +324,9 @@ def test_gradients_of_what_is_no_layers(ranks, num_ranks, schedule):
     ranks(num_ranks).run(check_what_is_no_layers, schedule, world=False).values()
 
 
-def test_a_hook_that_would_see_uncorrected_gradients_is_refused(ranks):
-    ranks(2).run(check_hooks, world=False).values()
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_hooks_are_called_with_final_gradients(ranks, schedule):
+    ranks(2).run(check_hooks, schedule, world=False).values()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -350,13 +339,37 @@ def test_classes_in_another_dim_are_refused():
     output = torch.zeros(2, 3, 4, 4)
     with pytest.raises(ValueError, match=r"movedim\(1, -1\)"):
         masked_cross_entropy(output, torch.zeros(2, 4, 4, dtype=torch.long))
-    total, weight = masked_cross_entropy(
-        output.movedim(1, -1), torch.zeros(2, 4, 4, dtype=torch.long), ignore_index=1
-    )
-    assert weight == 32
-    assert total.item() == pytest.approx(32 * torch.tensor(3.0).log().item())
+    target = torch.arange(32).view(2, 4, 4) % 3
+    loss_fn = MaskedCrossEntropy(ignore_index=1)
+    assert loss_fn.num_counted(target) == 21
+    assert loss_fn(output.movedim(1, -1), target).item() == pytest.approx(math.log(3))
 
 
-def test_half_precision_is_summed_in_float32():
+def test_half_precision_is_averaged_in_float32():
     output = torch.zeros(3, 5, dtype=torch.bfloat16)
-    assert masked_cross_entropy(output, torch.zeros(3, dtype=torch.long))[0].dtype == torch.float32
+    assert masked_cross_entropy(output, torch.zeros(3, dtype=torch.long)).dtype == torch.float32
+
+
+def check_warning(bare, where):
+    """The rank that has the target warns, once, if it holds -100 and nothing says what counts."""
+    batch = make_batch(COUNTS[2])
+    with stage_of(bare, where, make_model(), [4, 2], chunks=2, loss_fn=mean_of_tokens) as stage:
+        labels = batch.pop("labels")
+        given = {"rank 0": bare.rank == 0, "last": bare.rank == 1}.get(where, True)
+        for k in range(3):
+            target = labels.clone()
+            if k:
+                target[0, 0] = -100
+            should_warn = k == 1 and bare.rank == (1 if where == "last" else 0)
+            warned = pytest.warns(RuntimeWarning, match="a target holds -100")
+            with warned if should_warn else contextlib.nullcontext():
+                if where == "batches":
+                    for item in stage.batches([{**batch, "labels": target}]):
+                        stage.step(**item)
+                else:
+                    stage.step(**batch, target=target if given else None)
+
+
+@pytest.mark.parametrize("where", ["rank 0", "last", "batches"])
+def test_ignored_targets_without_a_weight(ranks, where):
+    ranks(2).run(check_warning, where, world=False).values()

@@ -81,7 +81,7 @@ WORDS = [
     *("attention", "attention-alone", "encoder", "gru", "lstm"),
     *("layernorm", "batchnorm", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("strided", "expanded", "transposed", "wide"),
-    *("tuple", "list", "dict", "nested", "plain"),
+    *("tuple", "pair", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
     *("dropout", "counting", "drawing", "drawing", "nothing"),
@@ -211,7 +211,6 @@ class Case:
                 (is_tied or "twice" in kinds)
                 and any(run.schedule in ("zb-h1", "zb-v") for run in self.runs)
             )
-            or any(_adds_before_loss_is_known(run) for run in self.runs)
         )
         return not inexact
 
@@ -303,23 +302,6 @@ def simpler(case: Case) -> Iterator[Case]:
                 fewer = (act, tuple(min(size, max(sizes) - 1) for size in sizes))
                 calls = (*run.calls[:k], fewer, *run.calls[k + 1 :])
                 yield _with_run(case, r, replace(run, calls=calls))
-
-
-def _adds_before_loss_is_known(run: Run) -> bool:
-    """Whether the first step adds to earlier gradients.
-
-    Whether the loss is a mean is known at its end, except under GPipe. Until then its gradients
-    are kept apart from earlier ones, so they are added up in another order.
-    """
-    has_earlier = False
-    for act, _ in () if run.schedule == "gpipe" else run.calls:
-        if act in ("zero", "zero to zeros"):
-            has_earlier = False
-        elif act.startswith("loss"):
-            has_earlier = True
-        elif act in TRAINING_ALONE:
-            return has_earlier
-    return False
 
 
 def _words(chance: random.Random, num_words: int, *, may_be_exact: bool) -> list[str]:

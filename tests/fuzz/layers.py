@@ -12,13 +12,14 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.case import Case
@@ -27,6 +28,16 @@ WIDTH, TIME, NUM_CLASSES = 8, 6, 3
 
 #: Layers that return new memory that autograd has not saved: the next layer may change it.
 SAFE = ("affine", "conv", "layernorm")
+
+
+class Pair(NamedTuple):
+    """A container of a class of its own."""
+
+    first: Any
+    second: Any
+
+
+pytree._register_namedtuple(Pair, serialized_type_name="tests.fuzz.Pair")
 
 
 def fold(value: Any) -> Tensor:
@@ -322,6 +333,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "transposed": _linked(lambda f, x: ("transposed", f(x).transpose(1, 2))),
     "wide": _linked(lambda f, x: f(x).repeat(1, 1, 96)),
     "tuple": _linked(lambda f, x: (f(x), x)),
+    "pair": _linked(lambda f, x: Pair(f(x), {"x": x, 2: Pair(1, None)})),
     "list": _linked(lambda f, x: [x, (f(x), [], None), 0.5, True]),
     "dict": _linked(
         lambda f, x: OrderedDict(

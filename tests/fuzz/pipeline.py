@@ -23,6 +23,10 @@ def stage_for(
 ) -> AbstractContextManager[Stage]:
     """Return the stage of a run, to be entered; unless it is new, it has other values."""
     model = _model(case if is_new else dataclasses.replace(case, seed=case.seed + 1))
+    loss_fn: Any = loss_fn_of(case)
+    loss_weight = loss_weight_of(case)
+    if loss_weight is not None and case.seed % 2:
+        loss_fn.num_counted, loss_weight = loss_weight, None
     return stage_of(
         bare,
         name,
@@ -33,8 +37,8 @@ def stage_for(
         checkpoint=run.checkpoint,
         schedule=two_at_a_time if run.schedule == PAIRS else run.schedule,
         transport=run.transport,
-        loss_fn=loss_fn_of(case),
-        loss_weight=loss_weight_of(case),
+        loss_fn=loss_fn,
+        loss_weight=loss_weight,
         deferred_batch_norm=case.is_deferred,
         check_tied=True,
     )

@@ -129,7 +129,7 @@ def batch_of(name: str, size: int = 5) -> tuple[dict[str, torch.Tensor], torch.T
 
 
 def loss_of(name: str) -> Any:
-    """Return the loss of a case, a sum and a weight; of a plain model's output, too."""
+    """Return the loss of a case; of a plain model's output, too."""
     return masked_cross_entropy if name.startswith(("T5", "BERT")) else hf.causal_lm_loss
 
 

@@ -25,14 +25,15 @@ def truth_of(name):
     model = model_of(name)
     batch, labels = batch_of(name)
     size = -(-len(labels) // CHUNKS)
-    parts = [
-        loss_of(name)(
+    loss_fn = loss_of(name)
+    loss = sum(
+        loss_fn(
             output_of(model, {key: value[k : k + size] for key, value in batch.items()}),
             labels[k : k + size],
         )
+        * (loss_fn.num_counted(labels[k : k + size]).item() / loss_fn.num_counted(labels).item())
         for k in range(0, len(labels), size)
-    ]
-    loss = sum(total for total, _ in parts) / sum(weight for _, weight in parts)
+    )
     loss.backward()
     gradients = {
         key: parameter.grad for key, parameter in model.named_parameters(remove_duplicate=False)
@@ -40,10 +41,10 @@ def truth_of(name):
     return loss.detach(), gradients, dict(model.named_buffers())
 
 
-def step_of(stage, keys, name, total_weight=None):
+def step_of(stage, keys, name):
     """Run a step; return the loss, and this stage's gradients and buffers by key."""
     batch, labels = batch_of(name)
-    loss = stage.step(**batch, labels=labels, total_weight=total_weight)
+    loss = stage.step(**batch, labels=labels)
     named = stage.named_parameters(remove_duplicate=False)
     return (
         loss,
@@ -105,11 +106,7 @@ def steps(bare, cases):
             options = {"chunks": CHUNKS, "schedule": way, "loss_fn": loss_of(name)}
             balance = even(len(layers), number)
             with stage_of(some, f"{name}, {way}, {number}", layers, balance, **options) as stage:
-                # Where backward begins before all tokens are counted, gradients are scaled in the
-                # end, which the parts of Llama in float32 would round otherwise.
-                labels = batch_of(name)[1]
-                weight = None if way == "gpipe" else int((labels[:, 1:] != -100).sum())
-                done[name, way, number] = step_of(stage, layers.keys, name, weight)
+                done[name, way, number] = step_of(stage, layers.keys, name)
     return done
 
 
@@ -124,14 +121,14 @@ def test_bfloat16_autocast_is_that_of_the_plain_model(ranks):
     model = model_of(name).float()
     batch, labels = batch_of(name)
     size = -(-len(labels) // CHUNKS)
-    weight = (labels[:, 1:] != -100).sum()
-    parts = []
+    loss_fn, parts = loss_of(name), []
     for k in range(0, len(labels), size):
         inputs = {key: value[k : k + size] for key, value in batch.items()}
         # One for each, since parameters that it has converted are kept until its end.
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            total, _ = loss_of(name)(model(**inputs).logits, labels[k : k + size])
-        parts.append(total / weight)
+            mean = loss_fn(model(**inputs).logits, labels[k : k + size])
+        count = loss_fn.num_counted(labels[k : k + size]).item()
+        parts.append(mean * (count / loss_fn.num_counted(labels).item()))
     for part in reversed(parts):
         part.backward()
     loss = sum(part.detach() for part in parts)

@@ -93,7 +93,7 @@ def make_batches(x, y, m, n, *, keep=True, target=False):
         MiniBatch(
             inputs=inputs if j == 0 else None,
             targets=ys if j == given else None,
-            loss=MeanLoss(Loss(F.mse_loss, None), [1.0] * m) if j == n - 1 else None,
+            loss=MeanLoss(Loss(F.mse_loss, None), [1.0] * m, m) if j == n - 1 else None,
             keep=keep,
             is_step=True,
         )

@@ -22,7 +22,7 @@ from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.split.rules import LINEAR
 from procpipe.torch_internals import compile_in_place
-from procpipe.tree import Flat
+from procpipe.tree import TENSOR, Flat
 from tests.cases import for_each, pairs
 
 CPU = torch.device("cpu")
@@ -758,7 +758,7 @@ def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     partition = Partition(PartitionLayers({"0": Workspace()}, torch.device("cpu"), is_first=False))
     partition.begin()
     for i in range(2):
-        x = Flat([torch.randn(2, 4)], "*", (True,))
+        x = Flat([torch.randn(2, 4)], TENSOR, (True,))
         partition.forward(i, x, keep=True, recompute=False, split=True)
         partition.backward(i, [torch.ones(2, 3)])
     with pytest.raises(RuntimeError, match=r"layer whose weight is \(3, 4\) was changed in place"):
@@ -775,7 +775,7 @@ def test_a_forward_that_a_user_replaces_later_is_run_and_stays() -> None:
         partition.begin()
         x = torch.ones(1, 3)
         output = partition.forward(
-            0, Flat([x], "*", (True,)), keep=True, recompute=False, split=True
+            0, Flat([x], TENSOR, (True,)), keep=True, recompute=False, split=True
         )
         expected = layer(x) if forward is None else 5 * x
         assert torch.equal(output.tensors[0], expected)
