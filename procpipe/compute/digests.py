@@ -55,11 +55,14 @@ def difference(first: Digest, again: Digest, *, is_coarse: bool) -> str:
     """Return in words how a recomputation differs; ``is_coarse`` under autocast and on GPUs."""
     if first.forms != again.forms:
         return f"{_in_words(again)} instead of {_in_words(first)}"
-    tolerance = _COARSE if is_coarse else _tolerance(first)
-    for one, other in zip(first.sums, again.sums, strict=True):
-        (ours, size), (theirs, other_size) = one.tolist(), other.tolist()
+    eps = _coarsest_eps(first)
+    tolerance = _COARSE if is_coarse else min(_COARSE, 3 * math.sqrt(eps))
+    pairs = [(*a.tolist(), *b.tolist()) for a, b in zip(first.sums, again.sums, strict=True)]
+    # What rounding leaves of numbers that cancel, near 1 or as large as the others.
+    rest = 8 * eps * max([1.0, *(pair[1] for pair in pairs if math.isfinite(pair[1]))])
+    for ours, size, theirs, other_size in pairs:
         apart, size = abs(ours - theirs), max(size, other_size)
-        if math.isfinite(ours) != math.isfinite(theirs) or apart > tolerance * size:
+        if math.isfinite(ours) != math.isfinite(theirs) or apart > max(tolerance * size, rest):
             return f"values that differ by about {apart / size:.2g} of their size"
     return ""
 
@@ -94,10 +97,10 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack([projected, size.to(torch.float64)])
 
 
-def _tolerance(digest: Digest) -> float:
-    """Return how much values may differ, for the coarsest floating-point type among them."""
+def _coarsest_eps(digest: Digest) -> float:
+    """Return the rounding of the coarsest floating-point type among the tensors."""
     dtypes = [dtype for dtype, _ in digest.forms if dtype.is_floating_point or dtype.is_complex]
-    return min(_COARSE, 3 * math.sqrt(max((torch.finfo(d).eps for d in dtypes), default=0.0)))
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _in_words(digest: Digest) -> str:

@@ -239,7 +239,7 @@ def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
             return function(*args, **(kwargs or {}))
 
     partition = partition_of(nn.Sequential(layer))
-    inputs = Flat([ramp(2, 3, 6)], "*", (False,))
+    inputs = Flat([ramp(2, 3, 6)], TENSOR, (False,))
     partition.forward(0, inputs, keep=True, recompute=False, split=True)
     gradient = ramp(2, 3, 6)
     with Listen():
