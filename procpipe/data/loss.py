@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.remote import Remote
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -66,11 +65,6 @@ class Loss:
             is_left_out: whether it is to be 0, and with it the gradients of ``output``.
         """
         assert self.function is not None, "checked before the step"
-        if isinstance(target, Remote):
-            raise ValueError(
-                f"the target of step() is {target!r} on every rank: give it on rank 0 or on the "
-                "last stage as a real value"
-            )
         if target is None:
             _check_takes_one(self.function)
         # Before the loss function, which may change the output in place.

@@ -74,6 +74,7 @@ class Batches:
         self._shards: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.delivered: list[Any] = []
         self._delivered_as: list[list[Any]] = []
+        self._on_host: list[Any] = []  # the same as the loader gave it, on the only stage
         self._calls = calls
         self._issue_or_follow = issue_or_follow
         self._rank = rank
@@ -133,7 +134,7 @@ class Batches:
             with self._calls.together("batches") as pipeline:
                 if self._is_stopped(pipeline, items, stop_on):
                     return
-                item, is_stopped = _NOTHING, False
+                item, on_host, is_stopped = _NOTHING, None, False
                 if self._rank == 0:
                     item, is_stopped = self._next(items, stop_on)
                 form, delivered = (None, {}) if item is _NOTHING else _described(item)
@@ -150,10 +151,11 @@ class Batches:
                 elif delivered and self._output_rank != 0:
                     pipeline.wires.send_value(self._output_rank, delivered)
                 elif delivered:  # this stage will use it
+                    on_host = delivered
                     if self._device.type != "cpu":
-                        item = _with_entries(item, on_device(delivered, self._device))
-                    delivered = {}
-                self._note(delivered)
+                        delivered = on_device(delivered, self._device)
+                        item = _with_entries(item, delivered)
+                self._note(delivered, on_host)
             with self._body(is_sharded=False):
                 yield item
 
@@ -254,8 +256,17 @@ class Batches:
                 return k if is_same else None
         return None
 
-    def _note(self, delivered: Mapping[int, Any]) -> None:
+    def on_host(self, target: Any) -> Any:
+        """Return a target of which this rank has the loader's item as it was read.
+
+        So no host waits for its device to see what the target counts.
+        """
+        k = self.find_delivered(target) if self._on_host else None
+        return target if k is None else self._on_host[k]
+
+    def _note(self, delivered: Mapping[int, Any], on_host: Mapping[int, Any] | None = None) -> None:
         self.delivered = list(chain.from_iterable(map(_all_in, delivered.values())))
+        self._on_host = list(chain.from_iterable(map(_all_in, (on_host or {}).values())))
         self._delivered_as = [*map(_contents, self.delivered)] if self._rank == 0 else []
 
     def _placeholders(self, detail: BatchDetail, delivered: Mapping[int, Any]) -> Any:

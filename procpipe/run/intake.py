@@ -187,7 +187,9 @@ class Intake:
                 given = self._own_targets(order, target)
             weights, whole, is_known = order.weights, order.whole, True
             if not order.shares and not weights:  # only this stage has the target
-                weights = self._loss.weights(given, order.sizes)
+                on_host = self._batches.on_host(target)
+                counted = None if on_host is None else scatter_like(on_host, order.sizes)
+                weights = self._loss.weights(counted, order.sizes)
                 whole, is_known = math.fsum(weights), False
             loss = MeanLoss(
                 self._loss,
@@ -217,8 +219,7 @@ class Intake:
                 "is: on rank 0, or in a loop over batches(…, sharded=True) on each first rank"
             )
         if order.target == LOCAL:
-            self._loss.warn_of_ignored(target)
-        # On the user's device: if that is a CPU, loss_weight waits for no GPU.
+            self._loss.warn_of_ignored(self._batches.on_host(target))
         return None if target is None or order.shares else scatter_like(target, order.sizes)
 
 

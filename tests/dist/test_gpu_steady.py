@@ -118,7 +118,10 @@ def count_in_steps(
     for _ in range(NUM_STEPS):
         with synchronizations() as found:
             optimizer.zero_grad()
-            if is_whole:
+            if place == "batches":
+                for item in stage.batches([(input, target)]):
+                    loss = stage.step(*item)
+            elif is_whole:
                 loss = stage.step(input, target)
             else:
                 loss = stage(input).square().mean()
@@ -139,7 +142,9 @@ def count_in_steps(
 @pytest.mark.parametrize(
     ("n", "schedule", "checkpoint", "place", "is_whole"),
     [
+        (1, "gpipe", "never", "batches", True),
         (2, "gpipe", "except_last", "pageable", True),
+        (2, "1f1b", "never", "batches", True),
         (2, "gpipe", "always", "pageable", False),
         (2, "1f1b", "always", "pinned", True),
         (3, "1f1b", "except_last", "gpu", True),
