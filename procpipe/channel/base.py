@@ -56,7 +56,7 @@ class Transport(Opened, Protocol):
     """Whether a send holds the sender's device until its receive is posted."""
 
     inline_bytes: int
-    """Messages of CPU tensors up to this size travel inside their token instead."""
+    """Messages up to this size travel inside their token, and arrive on the CPU; -1 for none."""
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int

@@ -69,7 +69,7 @@ class CudaIpcTransport(DeviceTransfers):
     """
 
     holds_device = False
-    inline_bytes = 0
+    inline_bytes = -1
 
     def __init__(self, gpu: Gpu, own_file: int, files: Mapping[int, int]) -> None:
         super().__init__()

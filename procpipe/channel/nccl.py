@@ -159,7 +159,7 @@ class NcclTransport(Communicators):
     """One two-rank communicator per directed pair of ranks, its key ``(source, destination)``."""
 
     holds_device = True  # NCCL's are rendezvous
-    inline_bytes = 0
+    inline_bytes = -1
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from procpipe.channel.meta import describe
+from procpipe.channel.meta import decode, encode
 from procpipe.channel.shm import ShmTransport
 from procpipe.tree import Flat
 from tests.dist.script import run_forked
@@ -36,7 +36,7 @@ class Ends:
         return pending, self.receive(tensors, note)
 
     def receive(self, tensors, note):
-        return self.receiver.post_receive(describe(Flat.of([*tensors])), 0, KIND, note)[0]
+        return self.receiver.post_receive(described(tensors), 0, KIND, note)[0]
 
     @property
     def slots(self):
@@ -53,6 +53,10 @@ def ends():
     made = Ends()
     yield made
     made.close()
+
+
+def described(tensors):
+    return decode(encode(Flat.of([*tensors]), tensors))
 
 
 def numbers(size):
@@ -156,7 +160,7 @@ def test_a_message_arrives_after_the_sender_has_closed(ends):
     ends.sender.close()
     assert pending is None
 
-    (received,), _ = ends.receiver.post_receive(describe(Flat.of(sent)), 0, KIND, note)
+    (received,), _ = ends.receiver.post_receive(described(sent), 0, KIND, note)
     ends.receiver.close()
     gc.collect()
     assert torch.equal(received, numbers(1000))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.channel.meta import decode, describe, encode
+from procpipe.channel.meta import decode, encode
 from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.sharing import check_fresh, shared
@@ -148,7 +148,7 @@ def cases() -> dict[str, Case]:
 
 def sent(message: Flat) -> Flat:
     """Return a message as received by another process."""
-    meta = decode(encode(describe(message)))
+    meta = decode(encode(message, message.tensors))
     tensors = [tensor.clone() for tensor in message.tensors]
     return Flat(tensors, meta.structure, meta.requires_grad).sharing(meta.memories, meta.changes)
 
