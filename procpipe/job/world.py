@@ -39,8 +39,9 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
 
-#: The first size of the file of messages, no page of which takes memory before it is written to.
-_MEMORY_BYTES = 1 << 20
+#: The size of the file of messages: four times the memory of the largest hosts (see
+#: ``channel/shm.py``). No page of it takes memory before it is written to.
+_MEMORY_BYTES = 1 << 42
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
 _made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(count)
