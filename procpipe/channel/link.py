@@ -43,10 +43,8 @@ INLINE_BYTES = READ_BYTES
 _HAS_TENSORS = 1
 _IS_POSTED = 64  # added to a channel id: frame type by which the receiver says that it has posted
 
-#: How often to look whether a transport is done, which no socket shows; and for how long after the
-#: peer has left, whose device may complete a transfer before this rank's does.
+#: How often to look whether a transport is done, which no socket shows.
 _LOOK_EVERY_S = 0.001
-_GRACE_S = 2.0
 
 #: A peer that has not read for so long is in a task. (A socket may be writable again only once a
 #: third of its buffer is free, megabytes.)
@@ -172,7 +170,6 @@ class Sender:
             lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
             peer=peer,
             every_s=_LOOK_EVERY_S,
-            grace_s=_GRACE_S,
         )
 
     def reap(self) -> int:
