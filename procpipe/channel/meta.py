@@ -9,17 +9,15 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, NamedTuple, ParamSpec
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from procpipe.tree import Flat, Structure, from_json
-
-P = ParamSpec("P")
 
 #: Tensors in one block of memory begin at multiples of this, for fast copies; torch's own at some.
 ALIGNMENT = 256
@@ -86,27 +84,19 @@ class Meta:
         return message.sharing(self.memories, self.changes)
 
 
-def _outside_inference_mode(make: Callable[P, list[Tensor]]) -> Callable[P, list[Tensor]]:
-    """Make no inference tensors, even in inference mode.
+def _as_usual() -> AbstractContextManager[object]:
+    """Make no inference tensors within, even in inference mode.
 
     A message may arrive early and belong to a later call that records gradients, which refuses
     tensors made in inference mode.
     """
-
-    @wraps(make)
-    def made(*args: P.args, **kwargs: P.kwargs) -> list[Tensor]:
-        if not torch.is_inference_mode_enabled():
-            return make(*args, **kwargs)
-        with torch.inference_mode(False):
-            return make(*args, **kwargs)
-
-    return made
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-@_outside_inference_mode
 def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
     """Allocate the tensors of a message."""
-    return [tensor.empty(device) for tensor in meta.tensors]
+    with _as_usual():
+        return [tensor.empty(device) for tensor in meta.tensors]
 
 
 def layout(sizes_bytes: list[int]) -> tuple[list[int], int]:
@@ -126,17 +116,17 @@ def block_of(tensors: list[Tensor]) -> list[Any]:
     return parts
 
 
-@_outside_inference_mode
 def tensors_in(memory: memoryview, meta: Meta) -> list[Tensor]:
     """Return the tensors of a message that is in a block of memory, which they keep; no copies."""
-    return [
-        torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset).as_strided(
-            tensor.shape, tensor.strides
-        )
-        if count
-        else tensor.empty("cpu")
-        for tensor, count, offset in meta.places
-    ]
+    with _as_usual():
+        return [
+            torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset).as_strided(
+                tensor.shape, tensor.strides
+            )
+            if count
+            else tensor.empty("cpu")
+            for tensor, count, offset in meta.places
+        ]
 
 
 def encode(message: Flat, tensors: list[Tensor]) -> bytes:

@@ -94,7 +94,6 @@ class Communicators(DeviceTransfers):
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._is_drained = False
 
     def queued_with(self) -> list[int]:
         """Return the other ranks with which transfers may be under way."""
@@ -104,12 +103,12 @@ class Communicators(DeviceTransfers):
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
         self._begun.clear()
-        self._is_drained = True
 
     def close(self) -> None:
         """Drop the communicators; abort them, if they are known to be idle."""
+        is_idle = self.are_over()
         for group in self._groups.values():
-            if self._is_drained:
+            if is_idle:
                 group.abort()
             else:
                 keep_for_ever(group)  # its destructor would wait for its peers
