@@ -18,12 +18,12 @@ import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
 from procpipe.channel.frames import READ_BYTES, Frames
-from procpipe.channel.monitor import Monitor, Reports, too_long
+from procpipe.channel.monitor import Monitor, too_long
 from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError
 from procpipe.forks import give_up_in_children
 
@@ -49,37 +49,16 @@ _LOOK_EVERY_S = 0.02
 class Mesh:
     """The connections of one rank; ``add`` is called with each other rank's.
 
-    A wait is reported as a stall after ``stall_timeout_s``, and an error after ``timeout_s``.
-
     Attributes:
-        rank: this one.
-        ranks: each rank's number in the job, which messages name.
-        name_of: describes a rank.
         monitor: notices the failures of peers.
+        rank, ranks, name_of: as of the monitor.
+        timeout_s: how long a wait may take.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        timeout_s: float,
-        stall_timeout_s: float,
-        reports: Reports,
-        ranks: Sequence[int] = range(1 << 62),
-        name_of: Callable[[int], str] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
-        self.timeout_s = timeout_s
-        self.monitor = Monitor(
-            rank,
-            ranks,
-            self.name_of,
-            reports,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
-        )
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.rank, self.ranks, self.name_of = monitor.rank, monitor.ranks, monitor.name_of
+        self.timeout_s = monitor.timeout_s
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._data: dict[int, Frames] = {}
         self._data_of: dict[int, Frames] = {}  # by descriptor

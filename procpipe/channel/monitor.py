@@ -82,9 +82,13 @@ class Wait:
 class Monitor:
     """The thread of one rank's pipeline; it starts before the first peer is connected.
 
-    ``numbers`` holds each rank's number in the job, and ``name_of`` describes a rank.
+    A wait of the main thread is reported as a stall after ``stall_timeout_s``, and twice as long.
 
     Attributes:
+        rank: this one.
+        ranks: each rank's number in the job, which messages name.
+        name_of: describes a rank.
+        timeout_s: how long a wait may take.
         failure: the first failure, of a peer or of this rank.
         left: the peers that have left in good order.
         has_left: whether this rank has; nothing of its peers matters then.
@@ -95,23 +99,22 @@ class Monitor:
     def __init__(
         self,
         rank: int,
-        numbers: Sequence[int],
-        name_of: Callable[[int], str],
         reports: Reports,
         *,
         timeout_s: float,
         stall_timeout_s: float,
+        ranks: Sequence[int] = range(1 << 62),
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
+        self.timeout_s = timeout_s
         self.failure: ProcpipeError | None = None
         self.left: set[int] = set()
         self.has_left = self.is_closed = False
         self.wakes_main = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakes_us = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rank = rank
-        self._numbers = numbers
-        self._name_of = name_of
         self._reports = reports
-        self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._main = threading.get_ident()
         self._buffer = memoryview(bytearray(READ_BYTES))
@@ -193,10 +196,10 @@ class Monitor:
             self._watch()
         except Exception as error:  # a fault here, after which nothing would be noticed
             story = f"its monitor thread: {''.join(traceback.format_exception(error))}"
-            self._note(RemoteStageError(self._numbers[self._rank], story))
+            self._note(RemoteStageError(self.ranks[self.rank], story))
 
     def _watch(self) -> None:
-        every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self._timeout_s / 4)
+        every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self.timeout_s / 4)
         while not self.is_closed:
             for descriptor, _ in self._poller.poll(every_s * 1000):
                 self._look_at(descriptor)
@@ -232,11 +235,11 @@ class Monitor:
             return
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
-            f"{self._name_of(peer)} ended without a message: it was killed (out of memory?) or "
+            f"{self.name_of(peer)} ended without a message: it was killed (out of memory?) or "
             f"crashed{elsewhere}; see its own output and the launcher's exit code"
         )
         seen = self._reports.last_seen(peer)
-        self._note(PeerLostError(self._numbers[peer], f"{story}; {seen}" if seen else story))
+        self._note(PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story))
 
     def _note(self, error: ProcpipeError) -> None:
         """Keep the first failure, pass it on, and wake the main thread."""
@@ -274,10 +277,10 @@ class Monitor:
             wait.noted, self._shown = what, wait
             self._reports.start_wait(what, wait.since_s)
         error, is_in_device = self.failure, wait is self._in_device
-        if is_in_device and error is None and waited_s >= self._timeout_s:
-            error = too_long(self._name_of(self._rank), waited_s, what)
+        if is_in_device and error is None and waited_s >= self.timeout_s:
+            error = too_long(self.name_of(self.rank), waited_s, what)
             story = f"{type(error).__name__}: {error}"
-            self._note(RemoteStageError(self._numbers[self._rank], story))
+            self._note(RemoteStageError(self.ranks[self.rank], story))
             self._reports.end_process(error)
         elif is_in_device and error is not None:
             if now_s - max(wait.since_s, self._failed_s) >= _STUCK_AFTER_S:
@@ -297,7 +300,7 @@ class Monitor:
         if before is not None and before.place == place:
             self._in_device = before
         else:
-            what = f"its device, in transfers with ranks {[self._numbers[peer] for peer in peers]}"
+            what = f"its device, in transfers with ranks {[self.ranks[peer] for peer in peers]}"
             stall_s = self._stall_timeout_s
             self._in_device = Wait(lambda: what, now_s, stall_s, stall_s, place)
         return self._in_device
