@@ -48,8 +48,7 @@ class Opened(Protocol):
 class Transport(Opened, Protocol):
     """Moves tensors between two processes.
 
-    Both ends call in the same order for all channels from one to the other; only a receive that was
-    allowed for an earlier message (``Receiver.forgo``) may be posted before its turn.
+    Both ends call in the same order for all channels from one to the other.
     """
 
     holds_device: bool

@@ -119,6 +119,7 @@ class Monitor:
         self._main = threading.get_ident()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._alarms: dict[int, Frames] = {}
+        self._processes: list[int] = []
         self._peer_of: dict[int, int] = {}  # by descriptor, of an alarm or a process
         self._poller = select.poll()
         self._poller.register(self._wakes_us, select.POLLIN)
@@ -133,7 +134,11 @@ class Monitor:
     def add(self, peer: int, alarm: socket.socket, process: int | None) -> None:
         """Watch a peer: its alarm socket, and a descriptor of its process, if it has one."""
         self._alarms[peer] = Frames(alarm, partial(self._take, peer), self._buffer)
-        for descriptor in (alarm.fileno(), *([] if process is None else [process])):
+        watched = [alarm.fileno()]
+        if process is not None:
+            self._processes.append(process)
+            watched.append(process)
+        for descriptor in watched:
             self._peer_of[descriptor] = peer
             self._poller.register(descriptor, select.POLLIN)
         self.start()
@@ -171,9 +176,9 @@ class Monitor:
         if self._thread.is_alive():
             self._wake()
             self._thread.join(_SEND_TIMEOUT_S)
-        for peer in tuple(self._alarms):
-            self._close(peer)
-        for descriptor in (self.wakes_main, self._wakes_us):
+        for alarm in self._alarms.values():
+            alarm.close()
+        for descriptor in (self.wakes_main, self._wakes_us, *self._processes):
             os.close(descriptor)
 
     def _do(self, act: Callable[[], None]) -> None:
@@ -212,7 +217,7 @@ class Monitor:
     def _look_at(self, descriptor: int) -> None:
         if descriptor == self._wakes_us:
             os.eventfd_read(descriptor)
-        elif descriptor in self._peer_of:  # else closed by an event before this one
+        elif descriptor in self._peer_of:  # else it has ended by an event before this one
             peer = self._peer_of[descriptor]
             alarm = self._alarms[peer]
             while alarm.read():
@@ -228,11 +233,13 @@ class Monitor:
             self._note(error_type(rank, str(story, "utf-8", "surrogatepass")))
 
     def _end(self, peer: int) -> None:
-        """Forget a peer that has ended, which is a failure if it has not left before."""
-        is_local = self._alarms[peer].sock.family == socket.AF_UNIX
-        self._close(peer)
+        """Watch a peer that has ended no more, which is a failure if it has not left before."""
+        for descriptor in [each for each, of in self._peer_of.items() if of == peer]:
+            self._poller.unregister(descriptor)
+            del self._peer_of[descriptor]
         if peer in self.left:
             return
+        is_local = self._alarms[peer].sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
             f"{self.name_of(peer)} ended without a message: it was killed (out of memory?) or "
@@ -304,15 +311,6 @@ class Monitor:
             stall_s = self._stall_timeout_s
             self._in_device = Wait(lambda: what, now_s, stall_s, stall_s, place)
         return self._in_device
-
-    def _close(self, peer: int) -> None:
-        alarm = self._alarms.pop(peer)
-        for descriptor in [each for each, of in self._peer_of.items() if of == peer]:
-            self._poller.unregister(descriptor)
-            del self._peer_of[descriptor]
-            if descriptor != alarm.sock.fileno():
-                os.close(descriptor)
-        alarm.close()
 
 
 def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:

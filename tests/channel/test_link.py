@@ -61,10 +61,7 @@ class Broken(Slow):
         return Transfer(iter([False] * 3)), b""
 
     def post_receive(self, meta, peer, kind, note):
-        def wait():
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
-
-        return [], wait
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
 
 
 @pytest.fixture
