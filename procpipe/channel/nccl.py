@@ -57,9 +57,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
+from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.meta import Meta, allocate, elements
-from procpipe.channel.under_way import DeviceTransfers
-from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
 #: The part of a GPU's multiprocessors that all transfers of a rank may take, each with a block; and
@@ -89,23 +88,15 @@ class Communicators(DeviceTransfers):
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def queued_with(self) -> list[int]:
-        """Return the other ranks with which transfers may be under way."""
-        return [rank for rank in super().queued_with() if rank != self._rank]
-
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
         self._begun.clear()
 
     def close(self) -> None:
-        """Drop the communicators; abort them, if they are known to be idle."""
-        is_idle = self.are_over()
+        """Abort the communicators, which must be idle."""
         for group in self._groups.values():
-            if is_idle:
-                group.abort()
-            else:
-                keep_for_ever(group)  # its destructor would wait for its peers
+            group.abort()
         self._groups.clear()
 
     def _connect(

@@ -92,9 +92,6 @@ class ShmTransport:
         weakref.finalize(loan, _free, memory, start, os.getpid()).atexit = False
         return tensors_in(loan, meta), lambda: None  # they are there
 
-    def drain(self) -> None:
-        """Do nothing: no transfer is under way on a device."""
-
     def close(self) -> None:
         """Drop all slots; a tensor that is still in one keeps its memory."""
         self._slots.clear()

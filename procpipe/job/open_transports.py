@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from procpipe.channel.base import Opened, Transport
+from procpipe.channel.base import DeviceTransfers, Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.under_way import DeviceTransfers
 from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.transports import TransportChoice
@@ -42,7 +41,7 @@ class OpenTransports:
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
         self.memory_of: dict[int, int] = {}
-        self.opened: list[Opened] = []
+        self.opened: list[Transport | DeviceTransfers] = []
         self._mesh = mesh
         self._device = device
         self._memory = memory
@@ -124,11 +123,12 @@ class OpenTransports:
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
-        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
+        busy = set[int]().union(*(each.queued_with() for each in tuple(self._of_device)))
+        return sorted(busy - {self._mesh.rank})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self.opened:
+        for transport in self._of_device:
             transport.drain()
 
     def leave(self) -> None:
@@ -137,7 +137,8 @@ class OpenTransports:
 
     def close(self) -> None:
         """Close the transports; after a failure those of the device stay as they are."""
-        if self._of_device and self._mesh.monitor.failure is not None:
+        has_failed = self._mesh.monitor.failure is not None
+        if self._of_device and (has_failed or not all(each.are_over() for each in self._of_device)):
             keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
             _left_behind.extend(self._of_device)
