@@ -37,7 +37,8 @@ Wait = Callable[[], object]
 class Transport(Protocol):
     """Moves tensors between two processes.
 
-    Both ends call in the same order for all channels from one to the other.
+    Both ends call in the same order for all channels from one to the other; only a receive that was
+    allowed for an earlier message (``Receiver.forgo``) may be posted before its turn.
     """
 
     holds_device: bool

@@ -100,7 +100,7 @@ class Sender:
         tensors = [self._sendable(tensor) for tensor in message.tensors]
         meta = self._news(message, tensors)
         transport, size = self._transport, self._size_bytes
-        if transport is not None and tensors and size > transport.inline_bytes:
+        if transport is not None and size > transport.inline_bytes:
             note = self._post(transport, tensors)
             self._mesh.send(self._peer, self._channel_id, 0, len(meta), meta, note)
         else:
@@ -249,7 +249,7 @@ class Receiver:
         self._transport = transport
         self._what = what
         self._meta: Meta | None = None
-        self._num_allowed = self._num_skipped = 0
+        self._num_allowed = 0
         #: Of each token that has come: tensors, or None and the note of the transport's other end.
         self._arrived: deque[tuple[Meta, list[Tensor] | None, bytes]] = deque()
         self._posted: deque[tuple[Meta, list[Tensor], Wait | None]] = deque()
@@ -260,9 +260,9 @@ class Receiver:
         self._num_allowed += 1
         self._post()
 
-    def skip(self) -> None:
-        """Drop the next message, once it comes; does not wait for it."""
-        self._num_skipped += 1
+    def forgo(self) -> None:
+        """Withdraw one allowance: that message will not be sent."""
+        self._num_allowed -= 1
 
     def take(self) -> Flat:
         """Wait for the next message in order and return it.
@@ -271,13 +271,10 @@ class Receiver:
             RemoteStageError: a peer failed or was lost.
             WaitTimeoutError: nothing came within the timeout.
         """
-        posted, num_skipped = self._posted, self._num_skipped
-        if len(posted) <= num_skipped:
-            assert len(posted) + self._num_allowed > num_skipped, "this message was never expected"
-            self._mesh.wait(lambda: len(posted) > num_skipped, lambda: self._what, peer=self._peer)
-        for _ in range(num_skipped):
-            posted.popleft()
-        self._num_skipped = 0
+        posted = self._posted
+        if not posted:
+            assert self._num_allowed, "a message is taken that was never expected"
+            self._mesh.wait(lambda: posted, lambda: self._what, peer=self._peer)
         meta, tensors, wait = posted.popleft()
         if wait is not None:
             self._mesh.check_open()

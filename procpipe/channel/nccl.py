@@ -14,8 +14,9 @@ would queue behind the compute already launched; its tensors are recorded on the
 which waits for them in ``wait``. The host never waits for the device.
 
 **Order.** Transfers of a communicator run in the order in which both ends begin them. The programs
-of a plan list sends and receives of a pair in the same order (``plan/program.py``), and each
-message that a program allows is sent.
+of a plan list sends and receives of a pair in the same order (``plan/program.py``). A note counts
+the messages of the pair, and a receive is begun only after those before it: an allowance that is
+left over (``Receiver.forgo``) could allow it too early.
 
 **The class.** ``ProcessGroupNCCL``, by name: the same in torch 2.11 to 2.15. For
 ``init_process_group("nccl")`` newer torch makes ``ProcessGroupNCCL2`` (unless
@@ -47,7 +48,9 @@ Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 from __future__ import annotations
 
 import os
+import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +79,9 @@ _WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 #: Torch's own limit for a transfer, set so high that it is never reached.
 _OUT_OF_REACH_S = 30 * 86400.0
+
+#: A note: how many messages the sender has sent to the receiver before, on all channels.
+_NOTE = struct.Struct("<Q")
 
 
 class Communicators(DeviceTransfers):
@@ -148,6 +154,9 @@ class NcclTransport(Communicators):
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)
         self._receive_stream = torch.cuda.Stream(device)
+        self._num_sent: Counter[int] = Counter()
+        self._num_posted: Counter[int] = Counter()
+        self._early: dict[tuple[int, int], Receiving] = {}  # by source and number
 
     def connect(self, store: Store, channels: Iterable[tuple[int, int, int]]) -> None:
         """Connect this rank's communicators; waits for the peers.
@@ -167,17 +176,24 @@ class NcclTransport(Communicators):
         self, tensors: list[Tensor], peer: int, channel_id: int
     ) -> tuple[Sending | None, bytes]:
         """Begin to send dense tensors after the current stream has made them."""
+        note = _NOTE.pack(self._num_sent[peer])
+        self._num_sent[peer] += 1
         work = self._begin((self._rank, peer), tensors)
-        return (None if work is None else Sending(work)), b""
+        return (None if work is None else Sending(work)), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """Allocate the tensors of a message and begin to fill them; returns at once."""
+        (number,) = _NOTE.unpack(note)
         with torch.cuda.stream(self._receive_stream):
-            tensors = allocate(meta, self._device)
-            work = self._begin((peer, self._rank), tensors)
-        return tensors, partial(_wait_received, tensors, work)
+            receiving = Receiving(allocate(meta, self._device))
+            self._early[peer, number] = receiving
+            while next_one := self._early.pop((peer, self._num_posted[peer]), None):
+                self._num_posted[peer] += 1
+                next_one.work = self._begin((peer, self._rank), next_one.tensors)
+                next_one.is_posted = True
+        return receiving.tensors, receiving.wait
 
     def _begin(self, pair: tuple[int, int], tensors: list[Tensor]) -> Work | None:
         # As bytes, since NCCL supports neither all dtypes nor empty tensors.
@@ -227,12 +243,21 @@ class Sending:
         return bool(self.work.is_completed())
 
 
-def _wait_received(tensors: list[Tensor], work: Work | None) -> None:
-    """Make the current stream wait for received tensors; the host goes on."""
-    if work is not None:
-        work.block_current_stream()
-    for tensor in tensors:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+@dataclass
+class Receiving:
+    """The receive of one message's tensors."""
+
+    tensors: list[Tensor]
+    is_posted: bool = False
+    work: Work | None = None  # None if they have no elements
+
+    def wait(self) -> None:
+        """Make the current stream wait for received tensors; the host goes on."""
+        assert self.is_posted, "a program allows all that was sent before what it takes"
+        if self.work is not None:
+            self.work.block_current_stream()
+        for tensor in self.tensors:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def blocks_of(rank: int, pairs: Iterable[tuple[int, int]], num_multiprocessors: int) -> int:

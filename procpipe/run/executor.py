@@ -315,7 +315,7 @@ class Executor:
             elif transfer.source in self.partitions:
                 del self._made[transfer]
             else:
-                self._channels.receivers[transfer.channel].skip()  # it is empty
+                self._channels.receivers[transfer.channel].forgo()
                 self.ledger.size(transfer, 0)
         return gradients
 
@@ -358,6 +358,8 @@ class Executor:
             message = _message_of(self.tied.gradients_for(other))
         else:
             message = self._made.pop(transfer)
+            if message.structure == _NO_GRADIENTS and transfer.is_gradient:
+                return  # nothing requires it, as the metadata has shown
         start_ns = time.perf_counter_ns()
         self._channels.senders[transfer.channel].send(message)  # step 5
         self._observers.sent(transfer, message.tensors, start_ns)

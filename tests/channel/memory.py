@@ -27,7 +27,7 @@ class MemoryChannel:
         self.num_messages = 0
         self._what = what
         self._timeout_s = timeout_s
-        self._num_allowed = self._num_skipped = 0
+        self._num_allowed = 0
         self._messages: deque[Flat] = deque()
         self._changed = threading.Condition()
 
@@ -55,19 +55,16 @@ class MemoryChannel:
         """Allow one more message to be taken."""
         self._num_allowed += 1
 
-    def skip(self) -> None:
-        """Drop the next message."""
-        self._num_skipped += 1
+    def forgo(self) -> None:
+        """Undo one ``expect``: that message will not be sent."""
+        self._num_allowed -= 1
 
     def take(self) -> Flat:
         """Wait for the next message in order and return it."""
         assert self._num_allowed, "a message is taken that was never expected"
-        self._num_allowed -= 1 + self._num_skipped
-        self._wait_until(lambda: len(self._messages) > self._num_skipped, "to come")
+        self._num_allowed -= 1
+        self._wait_until(lambda: bool(self._messages), "to come")
         with self._changed:
-            while self._num_skipped:
-                self._num_skipped -= 1
-                self._messages.popleft()
             message = self._messages.popleft()
             self._changed.notify_all()
         return message

@@ -279,6 +279,22 @@ def a_device_may_be_waited_for_once_sends_are_posted(end: Any) -> None:
     assert_all(end.receiver().take().value, 1 - end.rank)
 
 
+def a_receive_that_is_allowed_early_is_posted_in_its_turn(end: Any) -> None:
+    """As with what ``forgo`` leaves: a pair has one communicator for all its channels."""
+    if end.rank == 0:
+        for kind in (KIND, SECOND_KIND):
+            end.sender(kind).send(Flat.of(full(end, kind)))
+        end.meet()
+        end.sender(SECOND_KIND).settle()
+    else:
+        end.meet()
+        end.receiver()._mesh.poll()  # reads the tokens
+        for kind in (SECOND_KIND, KIND):
+            end.receiver(kind).expect()
+        for kind in (SECOND_KIND, KIND):
+            assert_all(end.receiver(kind).take().value, kind)
+
+
 CASES: tuple[Callable[[Any], None], ...] = (  # for both transports
     compute_waits_for_received_tensors,
     a_transfer_does_not_wait_for_the_receivers_compute,
@@ -298,6 +314,7 @@ OF_SLOTS = (
 )
 OF_PAIRS = (
     torch_runs_no_watchdog,
+    a_receive_that_is_allowed_early_is_posted_in_its_turn,
     a_device_may_be_waited_for_once_sends_are_posted,
 )
 
