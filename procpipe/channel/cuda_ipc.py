@@ -86,6 +86,7 @@ class CudaIpcTransport(DeviceTransfers):
         self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream] = defaultdict(new_stream)
         self._making = new_stream(priority=-1)
         self._opened: dict[tuple[int, int], _OpenedSlot] = {}
+        self._closing: list[_OpenedSlot] = []
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
@@ -117,8 +118,8 @@ class CudaIpcTransport(DeviceTransfers):
         gpu = self._gpu
         handle, numbers = note[:HANDLE_BYTES], memoryview(note)[HANDLE_BYTES:]
         number, serial, *dropped = numbers.cast("Q")
-        for each in dropped:
-            self._close(self._opened.pop((peer, each)))
+        self._closing += [self._opened.pop((peer, each)) for each in dropped]
+        self._close_unused()
         slot = self._opened.get((peer, number))
         if slot is None:
             slot = _OpenedSlot(number, gpu.open(handle), self._flags_of[peer])
@@ -145,8 +146,9 @@ class CudaIpcTransport(DeviceTransfers):
         for slot in slots:
             gpu.wait(self._making, slot.address + _TAKEN, slot.serial)
         torch.cuda.synchronize(gpu.device)
-        while self._opened:
-            self._close(self._opened.popitem()[1])
+        self._closing += self._opened.values()
+        self._opened.clear()
+        self._close_unused()
         self._dropped = slots
         self._slots.clear()
         self._begun.clear()
@@ -154,7 +156,7 @@ class CudaIpcTransport(DeviceTransfers):
     def close(self) -> None:
         """Free what all peers have closed (all, after ``drain`` on all ranks); drop the rest."""
         self._free_closed()
-        for held in (self._slots, self._dropped, self._opened, self._flags_of):
+        for held in (self._slots, self._dropped, self._opened, self._closing, self._flags_of):
             held.clear()
 
     # -- slots of this rank, to send from -------------------------------------------------------
@@ -193,12 +195,13 @@ class CudaIpcTransport(DeviceTransfers):
 
     # -- slots of peers, to receive from --------------------------------------------------------
 
-    def _close(self, slot: _OpenedSlot) -> None:
-        """Close a slot, once its last message is copied, for which no host is needed any more."""
-        slot.copied.synchronize()
-        with contextlib.suppress(RuntimeError):  # its process may have ended
-            self._gpu.close(slot.address)
-        slot.flags[slot.number] = _CLOSED
+    def _close_unused(self) -> None:
+        """Close dropped slots whose copies are done; the others with a later message."""
+        for slot in [slot for slot in self._closing if slot.copied.query()]:
+            self._closing.remove(slot)
+            with contextlib.suppress(RuntimeError):  # its process may have ended
+                self._gpu.close(slot.address)
+            slot.flags[slot.number] = _CLOSED
 
 
 @dataclass(eq=False)
