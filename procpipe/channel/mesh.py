@@ -150,16 +150,15 @@ class Mesh:
         if ready():
             return
         self.check_open()  # in a forked child nothing would end the wait
-        started_s, gone_s = time.monotonic(), math.inf
-        grace_s = _FAILURE_TIMEOUT_S if every_s < math.inf else 0.0
+        started_s = time.monotonic()
         self.monitor.start_wait(what, started_s)
         while True:
-            now_s = time.monotonic()
             if peer is not None and not self.is_connected(peer):
-                gone_s = min(gone_s, now_s)
-                if now_s - gone_s >= grace_s:
+                if every_s < math.inf:
+                    self._read_until(ready, _FAILURE_TIMEOUT_S)
+                if not ready():
                     self._blame_for_leaving(peer, f"waits for {what()}")
-            self._read_and_write(min(started_s + self.timeout_s - now_s, every_s))
+            self._read_and_write(min(started_s + self.timeout_s - time.monotonic(), every_s))
             if ready():  # before any failure: a peer may have sent it before it failed
                 self.monitor.end_wait()
                 return
