@@ -23,7 +23,7 @@ def hold(stream: torch.cuda.Stream) -> Callable[[], None]:
     gpu.wait(stream, number.data_ptr(), 1)
 
     def let_go() -> None:
-        letting_go = gpu.new_stream()
+        letting_go = torch.cuda.Stream(stream.device)
         gpu.write(letting_go, number.data_ptr(), 1)
         letting_go.synchronize()
 

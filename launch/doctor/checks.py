@@ -274,9 +274,9 @@ def _check_files(facts: Facts) -> Iterator[Verdict]:
 def _check_address_space(facts: Facts) -> Iterator[Verdict]:
     if facts.max_address_bytes < NO_LIMIT:
         yield (
-            FAILURE if facts.gpus else WARNING,
+            FAILURE,
             f"a process may have {_gib(facts.max_address_bytes)}",
-            "ulimit -v unlimited: threads' stacks count, and CUDA reserves far more than it uses",
+            "ulimit -v unlimited: shared memory and CUDA reserve far more than they use",
         )
 
 

@@ -59,7 +59,7 @@ class Line:
         self, mesh: Mesh, peer: int, transport: Transport | None, device: torch.device
     ) -> None:
         sends, takes = (_DOWN, _UP) if mesh.rank < peer else (_UP, _DOWN)
-        self._sender = Sender(mesh, peer, sends, transport, device, f"a probe to rank {peer}")
+        self._sender = Sender(mesh, peer, sends, transport, f"a probe to rank {peer}")
         self._receiver = Receiver(mesh, peer, takes, transport, f"a probe from rank {peer}")
         self._device = device
 

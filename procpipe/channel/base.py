@@ -7,6 +7,8 @@ Transports: ``shm`` (CPUs of one host), ``nccl`` (different GPUs), ``cuda_ipc`` 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -32,20 +34,7 @@ class Sending(Protocol):
 Wait = Callable[[], object]
 
 
-class Opened(Protocol):
-    """What a rank has open until it leaves."""
-
-    def drain(self) -> None:
-        """Wait until no transfer is under way on this rank's device; called before ``close``."""
-
-    def close(self) -> None:
-        """Release everything that is shared with other processes.
-
-        Without ``drain`` before, as after a failure, only what no device may still use.
-        """
-
-
-class Transport(Opened, Protocol):
+class Transport(Protocol):
     """Moves tensors between two processes.
 
     Both ends call in the same order for all channels from one to the other; only a receive that was
@@ -56,7 +45,7 @@ class Transport(Opened, Protocol):
     """Whether a send holds the sender's device until its receive is posted."""
 
     inline_bytes: int
-    """Messages of CPU tensors up to this size travel inside their token instead."""
+    """Messages up to this size travel inside their token, and arrive on the CPU; -1 for none."""
 
     def post_send(
         self, tensors: list[Tensor], peer: int, channel_id: int
@@ -74,3 +63,55 @@ class Transport(Opened, Protocol):
 
         ``note`` is what the sender's ``post_send`` returned.
         """
+
+    def close(self) -> None:
+        """Release what is shared with other processes; after a failure, what no device may use."""
+
+
+class DeviceTransfers(ABC):
+    """Transfers that a device performs, so that a dead peer blocks the device.
+
+    Counts what is under way without asking the device, for a thread that must not call CUDA: to
+    query a device from another thread than the one that uses it can hang while that one waits for
+    it, and breaks what it captures as a graph (https://github.com/pytorch/pytorch/issues/104487).
+    So the main thread notes what it has begun, and, as it begins more, what it sees done.
+
+    They are kept by the ranks that take part. Those of the same ranks mostly end in order.
+    """
+
+    def __init__(self) -> None:
+        self._begun: defaultdict[tuple[int, ...], deque[Callable[[], bool]]] = defaultdict(deque)
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until no transfer is under way on this rank's device; called before ``close``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is shared with other processes.
+
+        Without ``drain`` before, as after a failure, only what no device may still use.
+        """
+
+    def queued_with(self) -> set[int]:
+        """Return the ranks with which transfers may be under way; safe in any thread.
+
+        Those that the main thread has begun and not seen done; perhaps this one, too.
+        """
+        return {rank for ranks, begun in tuple(self._begun.items()) if begun for rank in ranks}
+
+    def are_over(self) -> bool:
+        """Return, without waiting, whether the device has done all transfers; asks the device."""
+        for ranks in tuple(self._begun):
+            self._look(ranks)
+        return not any(self._begun.values())
+
+    def _add(self, ranks: tuple[int, ...], is_done: Callable[[], bool]) -> None:
+        """Note what has begun, and look what is done; ``is_done`` queries the device."""
+        self._look(ranks)
+        self._begun[ranks].append(is_done)
+
+    def _look(self, ranks: tuple[int, ...]) -> None:
+        begun = self._begun[ranks]
+        while begun and begun[0]():
+            begun.popleft()

@@ -37,15 +37,15 @@ import mmap
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
-from procpipe.channel.meta import Meta, layout
-from procpipe.channel.under_way import DeviceTransfers
+from procpipe.channel.meta import Meta, allocate, layout
 
 #: States of a slot, the values of its flag.
 _FREE, _IN_USE, _CLOSED = 0, 1, 2
@@ -69,7 +69,7 @@ class CudaIpcTransport(DeviceTransfers):
     """
 
     holds_device = False
-    inline_bytes = 0
+    inline_bytes = -1
 
     def __init__(self, gpu: Gpu, own_file: int, files: Mapping[int, int]) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class CudaIpcTransport(DeviceTransfers):
         self._numbers = itertools.count()
         self._slots: defaultdict[tuple[int, int], list[_Slot]] = defaultdict(list)
         self._dropped: list[_Slot] = []
-        # One stream for each channel and direction, so that no channel waits for another.
-        self._sending: defaultdict[tuple[int, int], torch.cuda.Stream]
-        self._sending = defaultdict(gpu.new_stream)
-        self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream]
-        self._receiving = defaultdict(gpu.new_stream)
-        self._making = gpu.new_stream(is_urgent=True)  # the host waits for it
+        # One for each channel and direction, so that no channel waits for another. Torch gives out
+        # 32 of each priority in turn, so the one that the host waits for is none of these.
+        new_stream = partial(torch.cuda.Stream, gpu.device)
+        self._sending: defaultdict[tuple[int, int], torch.cuda.Stream] = defaultdict(new_stream)
+        self._receiving: defaultdict[tuple[int, int], torch.cuda.Stream] = defaultdict(new_stream)
+        self._making = new_stream(priority=-1)
         self._opened: dict[tuple[int, int], _OpenedSlot] = {}
         self._closing: list[_OpenedSlot] = []
 
@@ -96,7 +96,7 @@ class CudaIpcTransport(DeviceTransfers):
         offsets, size = layout([tensor.nbytes for tensor in tensors])
         slot, dropped = self._free_slot(peer, channel_id, size)
         stream = self._sending[peer, channel_id]
-        stream.wait_stream(gpu.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(gpu.device))
         gpu.wait(stream, slot.address + _TAKEN, slot.serial)
         address = slot.address + _TENSORS
         for tensor, offset in zip(tensors, offsets, strict=True):
@@ -109,7 +109,7 @@ class CudaIpcTransport(DeviceTransfers):
         self._add((peer,), copied.query)
         # What opens the slot, its number, that of its message, and slots that have been dropped.
         note = slot.handle + array("Q", (slot.number, slot.serial, *dropped)).tobytes()
-        return CudaIpcSent(gpu, slot, copied), note
+        return CudaIpcSent(slot, slot.serial, copied), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -125,7 +125,8 @@ class CudaIpcTransport(DeviceTransfers):
             slot = _OpenedSlot(number, gpu.open(handle), self._flags_of[peer])
             self._opened[peer, number] = slot
         stream = self._receiving[peer, channel_id]
-        tensors = gpu.new_tensors(meta, stream)
+        with torch.cuda.stream(stream):
+            tensors = allocate(meta, gpu.device)
         gpu.wait(stream, slot.address + _FILLED, serial)
         address = slot.address + _TENSORS
         offsets, _ = layout([tensor.nbytes for tensor in tensors])
@@ -136,7 +137,7 @@ class CudaIpcTransport(DeviceTransfers):
         slot.copied = stream.record_event()
         self._add((peer,), slot.copied.query)
         slot.flags[slot.number] = _FREE  # only once the write is queued
-        return tensors, partial(_wait_received, gpu, tensors, slot.copied)
+        return tensors, partial(_wait_received, tensors, slot.copied)
 
     def drain(self) -> None:
         """Wait until no transfer is under way, at the peers either; close their memory."""
@@ -144,7 +145,7 @@ class CudaIpcTransport(DeviceTransfers):
         slots = [*self._dropped, *itertools.chain.from_iterable(self._slots.values())]
         for slot in slots:
             gpu.wait(self._making, slot.address + _TAKEN, slot.serial)
-        gpu.synchronize()
+        torch.cuda.synchronize(gpu.device)
         self._closing += self._opened.values()
         self._opened.clear()
         self._close_unused()
@@ -196,7 +197,7 @@ class CudaIpcTransport(DeviceTransfers):
 
     def _close_unused(self) -> None:
         """Close dropped slots whose copies are done; the others with a later message."""
-        for slot in [slot for slot in self._closing if slot.copied is None or slot.copied.query()]:
+        for slot in [slot for slot in self._closing if slot.copied.query()]:
             self._closing.remove(slot)
             with contextlib.suppress(RuntimeError):  # its process may have ended
                 self._gpu.close(slot.address)
@@ -222,31 +223,31 @@ class _OpenedSlot:
     number: int
     address: int
     flags: mmap.mmap
-    copied: torch.cuda.Event | None = None  # its last message
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # its last message
 
 
+@dataclass
 class CudaIpcSent:
     """A message on its way into a slot, or out of it."""
 
-    def __init__(self, gpu: Gpu, slot: _Slot, copied: torch.cuda.Event) -> None:
-        self._gpu = gpu
-        self._slot = slot
-        self._serial = slot.serial
-        self._copied = copied
+    slot: _Slot
+    serial: int
+    copied: torch.cuda.Event  # into the slot
 
     def wait(self) -> None:
         """Make the current stream wait until the tensors are in the slot; the host goes on."""
-        self._gpu.current_stream().wait_event(self._copied)
+        torch.cuda.current_stream(self.copied.device).wait_event(self.copied)
 
     def is_done(self) -> bool:
         """Return whether the tensors are in the slot and the receiver has queued its part."""
-        slot = self._slot
-        is_taken = slot.serial > self._serial or slot.flags[slot.number] != _IN_USE
-        return is_taken and bool(self._copied.query())
+        slot = self.slot
+        is_taken = slot.serial > self.serial or slot.flags[slot.number] != _IN_USE
+        return is_taken and bool(self.copied.query())
 
 
-def _wait_received(gpu: Gpu, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
+def _wait_received(tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
     """Make the current stream wait until the tensors are filled; the host goes on."""
-    compute = gpu.current_stream()
+    compute = torch.cuda.current_stream(copied.device)
     compute.wait_event(copied)
-    gpu.keep_for(tensors, compute)
+    for tensor in tensors:
+        tensor.record_stream(compute)

@@ -9,6 +9,7 @@ What is read is passed on frame by frame; a body that has not come as a whole, a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections import deque
@@ -122,6 +123,11 @@ class Frames:
             self._body = None
             self._take(*self._head, body)
         return True
+
+    def end(self) -> None:
+        """Send no more; the peer sees that once it has read all."""
+        with contextlib.suppress(OSError):  # it has ended itself
+            self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket, and drop what waits to be sent."""

@@ -1,4 +1,4 @@
-"""One GPU as ``cuda_ipc`` uses it: torch's streams, and memory that processes share.
+"""The memory of one GPU that processes share, as ``cuda_ipc`` uses it.
 
 Torch's own sharing of tensors does not fit: it counts users in a file of /dev/shm, which stays when
 a process is killed, and shares whole blocks of its allocator, with expandable segments in a way
@@ -13,12 +13,8 @@ gets there, and another process's stream waits for it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
-
-from procpipe.channel.meta import Meta, allocate
 
 #: Size of what names memory to other processes (``CU_IPC_HANDLE_SIZE``).
 HANDLE_BYTES = 64
@@ -73,7 +69,7 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
-        self._device = device
+        self.device = device
         self._driver = _loaded_driver()
         number, context = ctypes.c_int(), _Pointer()
         self._check("cuDeviceGet", self._driver.cuDeviceGet(ctypes.byref(number), device.index))
@@ -81,34 +77,6 @@ class Gpu:
         status = self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
         self._check("cuDevicePrimaryCtxRetain", status)
         self._context = context
-
-    # -- torch's --------------------------------------------------------------------------------
-
-    def new_stream(self, *, is_urgent: bool = False) -> torch.cuda.Stream:
-        """Return a stream beside the current one.
-
-        Torch gives out 32 streams of each priority in turn, so an urgent one (high priority) is
-        never among the others, however many of these there are.
-        """
-        return torch.cuda.Stream(self._device, priority=-1 if is_urgent else 0)
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """Return the stream on which this thread computes."""
-        return torch.cuda.current_stream(self._device)
-
-    def new_tensors(self, meta: Meta, stream: torch.cuda.Stream) -> list[Tensor]:
-        """Allocate the tensors of a message, to be filled on a stream."""
-        with torch.cuda.stream(stream):
-            return allocate(meta, self._device)
-
-    def keep_for(self, tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> None:
-        """Keep the tensors' memory from reuse until a stream's queued work is done."""
-        for tensor in tensors:
-            tensor.record_stream(stream)
-
-    def synchronize(self) -> None:
-        """Wait until all queued work is done."""
-        torch.cuda.synchronize(self._device)
 
     # -- shared memory --------------------------------------------------------------------------
 
@@ -124,7 +92,7 @@ class Gpu:
             status = self._status("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
         if status == _OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(
-                f"{self._device} has no {num_bytes / 2**20:.0f} MiB for a message to a rank that "
+                f"{self.device} has no {num_bytes / 2**20:.0f} MiB for a message to a rank that "
                 "shares it: give smaller micro-batches (chunks), or fewer ranks a GPU"
             )
         self._check("cuMemAlloc_v2", status)
@@ -190,7 +158,7 @@ class Gpu:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             story = text.value.decode() if text.value else "an error without a text"
-            raise RuntimeError(f"{name} failed on {self._device}: {story} ({status}); {_ADVICE}")
+            raise RuntimeError(f"{name} failed on {self.device}: {story} ({status}); {_ADVICE}")
 
 
 def _loaded_driver() -> ctypes.CDLL:

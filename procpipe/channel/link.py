@@ -1,11 +1,9 @@
 """Channels between processes: FIFOs of messages, each a token and tensors inside it or behind it.
 
     sender                                        receiver
-    send  ── token [metadata if new | tensors] ──>  tensors are there at once     (small, CPU)
+    send  ── token [metadata if new | tensors] ──>  tensors are there       (small, or no transport)
     send  ── token [metadata if new | note] ─────>  post a receive of the right size
           ══ tensors by the transport ═══════════>                                (large, or GPU)
-    send  ── token [metadata if new] ────────────>
-          ── block of tensors ───────────────────>  tensors are there               (no transport)
 
 A message is a ``Flat``: all tensors of one hop, with their structure. Shapes, dtypes and structure
 may differ from message to message. From the token the receiver knows the size of its buffers in
@@ -15,55 +13,38 @@ tensors travel inside it: one system call at each end, no rendezvous.
 A receiver reads tokens whenever its process polls or waits. It posts a large receive as soon as
 the token is there and the program allows a buffer (``expect``).
 
-**Blocks.** Between hosts large tensors follow the token on the same socket, straight out of their
-memory and into that of the receiver's. A sender sends on while the receiver reads, and reads
-meanwhile, too, so two ranks may send to each other. If the receiver is in a task, the sender does
-not wait for its end: what the socket did not take is kept by reference, and sent on at the sender's
-later polls and waits.
+Between hosts all tensors travel inside their token, straight out of their memory and into that of
+the receiver's, if they are large. A sender sends on while the receiver reads, and reads meanwhile,
+too, so two ranks may send to each other. If the receiver is in a task, the sender does not wait for
+its end: what the socket did not take is kept by reference, and sent on at the sender's later polls
+and waits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
 from collections import deque
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.frames import READ_BYTES
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.meta import (
-    ALIGNMENT,
-    Meta,
-    allocate,
-    decode,
-    dense,
-    describe,
-    encode,
-    memory_of,
-    tensors_in,
-)
+from procpipe.channel.meta import Meta, block_of, decode, dense, encode, tensors_in
 from procpipe.errors import BoundaryError, OverwrittenError
 from procpipe.tree import Flat, is_plain
 
-#: Without a transport, up to this size tensors travel inside their token; a larger body has memory
-#: of its own.
+#: Without a transport, larger messages are not copied.
 INLINE_BYTES = READ_BYTES
 
 _HAS_TENSORS = 1
-_BLOCK_FOLLOWS = 2
-_IS_BLOCK = 4  # no token, but the tensors of the message whose token was the last
 _IS_POSTED = 64  # added to a channel id: frame type by which the receiver says that it has posted
 
-#: How often to look whether a transport is done, which no socket shows; and for how long after the
-#: peer has left, whose device may complete a transfer before this rank's does.
+#: How often to look whether a transport is done, which no socket shows.
 _LOOK_EVERY_S = 0.001
-_GRACE_S = 2.0
 
 #: A peer that has not read for so long is in a task. (A socket may be writable again only once a
 #: third of its buffer is free, megabytes.)
@@ -82,8 +63,8 @@ def send_on(mesh: Mesh, peer: int) -> None:
 class Sender:
     """The sending end of a channel between two processes.
 
-    ``channel_id`` is the same at both ends. ``transport`` carries large tensors; None if they
-    follow their token in a block. ``what`` names the channel in errors: "activation to stage 1
+    ``channel_id`` is the same at both ends. ``transport`` carries large tensors; None if
+    all travel inside their token. ``what`` names the channel in errors: "activation to stage 1
     (rank 1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages``
     messages.
     """
@@ -94,7 +75,6 @@ class Sender:
         peer: int,
         channel_id: int,
         transport: Transport | None,
-        device: torch.device,
         what: str = "a message",
     ) -> None:
         self.num_bytes = 0
@@ -103,9 +83,6 @@ class Sender:
         self._peer = peer
         self._channel_id = channel_id
         self._transport = transport
-        self._inline_bytes = INLINE_BYTES if transport is None else transport.inline_bytes
-        if device.type != "cpu":
-            self._inline_bytes = -1
         self._last: object = None  # what the receiver knows
         self._size_bytes = 0
         self._what = what
@@ -122,18 +99,19 @@ class Sender:
         """
         tensors = [self._sendable(tensor) for tensor in message.tensors]
         meta = self._news(message, tensors)
-        parts: list[Any] = [meta]
-        transport, size, flags = self._transport, self._size_bytes, 0
-        if size <= self._inline_bytes:
-            flags = _HAS_TENSORS
-            parts += [memory_of(tensor) for tensor in tensors if tensor.numel()]
-        elif transport is not None:
-            parts.append(self._post(transport, tensors))
+        transport, size = self._transport, self._size_bytes
+        if transport is not None and size > transport.inline_bytes:
+            note = self._post(transport, tensors)
+            self._mesh.send(self._peer, self._channel_id, 0, len(meta), meta, note)
         else:
-            flags = _BLOCK_FOLLOWS
-        self._mesh.send(self._peer, self._channel_id, flags, len(meta), *parts)
-        if flags & _BLOCK_FOLLOWS:
-            self._send_block(tensors)
+            block, is_large = block_of(tensors), size > INLINE_BYTES
+            parts = meta, *block
+            self._mesh.send(
+                self._peer, self._channel_id, _HAS_TENSORS, len(meta), *parts, keep=is_large
+            )
+            if is_large:
+                self._keep(tensors, _Lent(self._mesh, self._peer, weakref.ref(block[-2].obj)))
+                send_on(self._mesh, self._peer)
         self.num_messages += 1
         self.num_bytes += size
 
@@ -147,26 +125,12 @@ class Sender:
         )
         if what == self._last:
             return b""
-        meta = describe(Flat(tensors, structure, requires_grad))
-        self._last, self._size_bytes = what, meta.num_bytes
-        return encode(meta)
-
-    def _send_block(self, tensors: list[Tensor]) -> None:
-        self.reap()
-        parts: list[Any] = []
-        lent = []
-        for memory in map(memory_of, tensors):
-            lent.append(weakref.ref(memory.obj))
-            parts += [memory, bytes(-len(memory) % ALIGNMENT)]
-        self._mesh.send(self._peer, self._channel_id, _IS_BLOCK, 0, *parts, keep=True)
-        pending = _Block(self._mesh, self._peer, lent)
-        self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
-        send_on(self._mesh, self._peer)
+        self._last, self._size_bytes = what, sum(tensor.nbytes for tensor in tensors)
+        return encode(message, tensors)
 
     def _post(self, transport: Transport, tensors: list[Tensor]) -> bytes:
         """Pass tensors to the transport; return its note for the receiver."""
         self._mesh.check_open()
-        self.reap()
         try:
             pending, note = transport.post_send(tensors, self._peer, self._channel_id)
         except RuntimeError:
@@ -174,8 +138,13 @@ class Sender:
             raise
         self._num_unposted += self.holds_device
         if pending is not None:
-            self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
+            self._keep(tensors, pending)
         return note
+
+    def _keep(self, tensors: list[Tensor], pending: Sending) -> None:
+        """Keep tensors until they have arrived, and release others that have."""
+        self.reap()
+        self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
 
     def wait_posted(self) -> None:
         """Wait until the receiver has posted what holds this rank's device until then.
@@ -198,7 +167,6 @@ class Sender:
             lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
             peer=peer,
             every_s=_LOOK_EVERY_S,
-            grace_s=_GRACE_S,
         )
 
     def reap(self) -> int:
@@ -250,12 +218,12 @@ class _Departure(NamedTuple):
     pending: Sending
 
 
-class _Block(NamedTuple):
-    """The tensors of a message that follow its token."""
+class _Lent(NamedTuple):
+    """Tensors that a socket takes out of their memory."""
 
     mesh: Mesh
     peer: int
-    lent: list[weakref.ref[Any]]  # alive until the socket has taken a tensor
+    last: weakref.ref[Any]  # the memory of the last one, alive until the socket has taken it
 
     def wait(self) -> None:
         """Wait until the socket has taken them, so that they may be reused."""
@@ -263,7 +231,7 @@ class _Block(NamedTuple):
         mesh.wait(self.is_done, lambda: f"rank {name} to read a value", peer=self.peer)
 
     def is_done(self) -> bool:
-        return all(lent() is None for lent in self.lent)
+        return self.last() is None
 
 
 class Receiver:
@@ -307,25 +275,20 @@ class Receiver:
         meta, tensors, wait = posted.popleft()
         if wait is not None:
             self._mesh.check_open()
-            try:
-                wait()
-            except (OSError, RuntimeError):  # the peer is gone; its own failure says why
-                self._mesh.wait_failure()
-                raise
-        return Flat(tensors, meta.structure, meta.requires_grad)
+            wait()
+        return meta.holding(tensors)
 
     def _on_frame(self, meta_size: int, flags: int, body: memoryview) -> None:
         if meta_size:
             self._meta = decode(bytes(body[:meta_size]))
         assert self._meta is not None, "the first token of a channel carries metadata"
-        if flags & _BLOCK_FOLLOWS:
-            return
-        if flags & _IS_BLOCK:
-            self._arrived.append((self._meta, tensors_in(body, self._meta), b""))
-        elif flags & _HAS_TENSORS:
-            self._arrived.append((self._meta, _tensors_from(body[meta_size:], self._meta), b""))
+        rest = body[meta_size:]
+        if flags & _HAS_TENSORS:
+            if len(body) <= READ_BYTES:  # else it has memory of its own
+                rest = memoryview(bytearray(rest))
+            self._arrived.append((self._meta, tensors_in(rest, self._meta), b""))
         else:
-            self._arrived.append((self._meta, None, bytes(body[meta_size:])))
+            self._arrived.append((self._meta, None, bytes(rest)))
         self._post()
 
     def _post(self) -> None:
@@ -339,7 +302,7 @@ class Receiver:
                 try:
                     posted = self._transport.post_receive(meta, self._peer, self._channel_id, note)
                 except (OSError, RuntimeError) as error:
-                    posted = [], partial(_fail, error)
+                    posted = [], partial(self._fail, error)
                 else:
                     if self._transport.holds_device:
                         self._mesh.send(self._peer, self._channel_id + _IS_POSTED, 0, 0)
@@ -347,24 +310,12 @@ class Receiver:
             self._arrived.popleft()
             self._num_allowed -= 1
 
-
-def _fail(error: OSError | RuntimeError) -> None:
-    """Raise the error of a transfer that could not begin, when it is waited for."""
-    raise error
+    def _fail(self, error: OSError | RuntimeError) -> None:
+        """Raise the error of a transfer that could not begin, when it is waited for."""
+        self._mesh.wait_failure()  # if the peer is gone, its own failure says why
+        raise error
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
     """Return each tensor's version, which rises when it is written to."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _tensors_from(body: memoryview, meta: Meta) -> list[Tensor]:
-    assert len(body) == meta.num_bytes, "a token carries what its metadata says"
-    tensors = allocate(meta, "cpu")
-    if len(body):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(body))
-        for tensor in tensors:
-            size = tensor.nbytes
-            ctypes.memmove(tensor.data_ptr(), address, size)
-            address += size
-    return tensors

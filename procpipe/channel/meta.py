@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,65 +19,34 @@ from torch import Tensor
 
 from procpipe.tree import Flat, Structure
 
-#: The order of elements in memory that is kept, by number of dimensions, besides contiguous; a
-#: tensor of any other order arrives contiguous.
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 #: Tensors in one block of memory begin at multiples of this, for fast copies; torch's own at some.
 ALIGNMENT = 256
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of one tensor, and whether it is to send back a gradient."""
+    """What a receiver must know of one tensor."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
-    is_channels_last: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor's elements."""
-        return self.dtype.itemsize * math.prod(self.shape)
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Allocate the tensor."""
-        if not self.is_channels_last:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        order = _CHANNELS_LAST[len(self.shape)]
-        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=order)
-
-    def of(self, elements: Tensor) -> Tensor:
-        """Return the tensor of these elements, 1-D in the order of memory; not a copy."""
-        if not self.is_channels_last:
-            return elements.view(self.shape)
-        num, channels, *extents = self.shape
-        return elements.view(num, *extents, channels).movedim(-1, 1)
-
-
-def is_channels_last(tensor: Tensor) -> bool:
-    """Return whether a tensor has its elements in memory with the channels last.
-
-    Where extents are 1 it may be contiguous, too: its strides say which it was made as.
-    """
-    order = _CHANNELS_LAST.get(tensor.dim())
-    return (
-        order is not None
-        and tensor.is_contiguous(memory_format=order)
-        and tensor.stride(1) == 1
-        and tensor.stride(-1) == tensor.shape[1]
-    )
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with its elements one behind the other in memory, contiguous or not.
+    """Return the tensor with its elements one behind the other in memory, in whatever order.
 
     Copies it if it is not so already. Lazy conjugation and negation are resolved.
     """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if is_channels_last(tensor) else tensor.contiguous()
+    if tensor.is_contiguous():
+        return tensor
+    # This takes over the strides of tensors that are dense.
+    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor if is_dense else tensor.clone()
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -97,44 +67,33 @@ class Meta:
 
     structure: Structure
     tensors: tuple[TensorMeta, ...]
+    requires_grad: tuple[bool, ...]
 
     @cached_property
-    def requires_grad(self) -> tuple[bool, ...]:
-        """For each tensor, whether a gradient is to be sent back."""
-        return tuple(tensor.requires_grad for tensor in self.tensors)
+    def places(self) -> list[tuple[TensorMeta, int, int]]:
+        """Each tensor, its number of elements, and its offset in a block of memory."""
+        counts = [math.prod(tensor.shape) for tensor in self.tensors]
+        sizes = [k * tensor.dtype.itemsize for k, tensor in zip(counts, self.tensors, strict=True)]
+        return list(zip(self.tensors, counts, layout(sizes)[0], strict=True))
 
-    @cached_property
-    def sizes_bytes(self) -> list[int]:
-        """Bytes of each tensor's elements."""
-        return [tensor.num_bytes for tensor in self.tensors]
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors' elements."""
-        return sum(self.sizes_bytes)
+    def holding(self, tensors: list[Tensor]) -> Flat:
+        """Return the message of which these are the tensors."""
+        return Flat(tensors, self.structure, self.requires_grad)
 
 
-def describe(message: Flat) -> Meta:
-    """Return the metadata of a message."""
-    return Meta(
-        message.structure,
-        tuple(
-            TensorMeta(tuple(tensor.shape), tensor.dtype, requires_grad, is_channels_last(tensor))
-            for tensor, requires_grad in zip(message.tensors, message.requires_grad, strict=True)
-        ),
-    )
+def _as_usual() -> AbstractContextManager[object]:
+    """Make no inference tensors within, even in inference mode.
+
+    A message may arrive early and belong to a later call that records gradients, which refuses
+    tensors made in inference mode.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def allocate(meta: Meta, device: torch.device | str) -> list[Tensor]:
-    """Allocate the tensors of a message.
-
-    Not as inference tensors, even in inference mode: a message may arrive early and belong to a
-    later call that records gradients, which refuses tensors made in inference mode.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return allocate(meta, device)
-    return [tensor.empty(device) for tensor in meta.tensors]
+    """Allocate the tensors of a message."""
+    with _as_usual():
+        return [tensor.empty(device) for tensor in meta.tensors]
 
 
 def layout(sizes_bytes: list[int]) -> tuple[list[int], int]:
@@ -146,37 +105,46 @@ def layout(sizes_bytes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def tensors_in(memory: memoryview, meta: Meta) -> list[Tensor]:
-    """Return the tensors of a message that is in a block of memory, which they keep; no copies.
+def block_of(tensors: list[Tensor]) -> list[Any]:
+    """Return the parts of a block of memory: those of dense CPU tensors, and what is between."""
+    parts: list[Any] = []
+    for memory in map(memory_of, tensors):
+        parts += [memory, bytes(-len(memory) % ALIGNMENT)]
+    return parts
 
-    No inference tensors, see :func:`allocate`.
-    """
-    offsets, _ = layout(meta.sizes_bytes)
-    with torch.inference_mode(False):
+
+def tensors_in(memory: memoryview, meta: Meta) -> list[Tensor]:
+    """Return the tensors of a message that is in a block of memory, which they keep; no copies."""
+    with _as_usual():
         return [
-            tensor.of(torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset))
-            if (count := size // tensor.dtype.itemsize)
+            torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset).as_strided(
+                tensor.shape, tensor.strides
+            )
+            if count
             else tensor.empty("cpu")
-            for tensor, size, offset in zip(meta.tensors, meta.sizes_bytes, offsets, strict=True)
+            for tensor, count, offset in meta.places
         ]
 
 
-def encode(meta: Meta) -> bytes:
-    """Encode metadata as JSON."""
-    tensors = [
-        (t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad, t.is_channels_last)
-        for t in meta.tensors
-    ]
-    return json.dumps((meta.structure, tensors), separators=(",", ":")).encode()
+def encode(message: Flat, tensors: list[Tensor]) -> bytes:
+    """Encode the metadata of a message as JSON, in a multiple of ``ALIGNMENT`` bytes.
+
+    ``tensors`` are those of the message, made dense.
+    """
+    metas = [(t.shape, t.stride(), str(t.dtype).removeprefix("torch.")) for t in tensors]
+    _, structure, requires_grad = message
+    text = json.dumps((structure, metas, requires_grad), separators=(",", ":"))
+    return text.encode().ljust(layout([len(text)])[1])
 
 
 def decode(data: bytes) -> Meta:
     """Decode what :func:`encode` wrote."""
-    structure, tensors = json.loads(data)
+    structure, tensors, requires_grad = json.loads(data)
     return Meta(
         tuple(structure),
         tuple(
-            TensorMeta(tuple(shape), getattr(torch, dtype), *flags)
-            for shape, dtype, *flags in tensors
+            TensorMeta(tuple(shape), tuple(strides), getattr(torch, dtype))
+            for shape, strides, dtype in tensors
         ),
+        tuple(requires_grad),
     )

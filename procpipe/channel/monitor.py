@@ -82,56 +82,65 @@ class Wait:
 class Monitor:
     """The thread of one rank's pipeline; it starts before the first peer is connected.
 
-    ``numbers`` holds each rank's number in the job, and ``name_of`` describes a rank.
+    A wait of the main thread is reported as a stall after ``stall_timeout_s``, and twice as long.
 
     Attributes:
+        rank: this one.
+        ranks: each rank's number in the job, which messages name.
+        name_of: describes a rank.
+        timeout_s: how long a wait may take.
         failure: the first failure, of a peer or of this rank.
         left: the peers that have left in good order.
+        has_left: whether this rank has; nothing of its peers matters then.
+        is_closed: whether the thread is to end.
         wakes_main: a descriptor that is readable once there is a failure.
     """
 
     def __init__(
         self,
         rank: int,
-        numbers: Sequence[int],
-        name_of: Callable[[int], str],
         reports: Reports,
         *,
         timeout_s: float,
         stall_timeout_s: float,
+        ranks: Sequence[int] = range(1 << 62),
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
+        self.timeout_s = timeout_s
         self.failure: ProcpipeError | None = None
         self.left: set[int] = set()
+        self.has_left = self.is_closed = False
         self.wakes_main = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wakes_us = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rank = rank
-        self._numbers = numbers
-        self._name_of = name_of
         self._reports = reports
-        self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._main = threading.get_ident()
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._alarms: dict[int, Frames] = {}
+        self._processes: list[int] = []
         self._peer_of: dict[int, int] = {}  # by descriptor, of an alarm or a process
         self._poller = select.poll()
         self._poller.register(self._wakes_us, select.POLLIN)
-        self._wait: Wait | None = None  # for another rank
+        self._wait: Wait | None = None  # of the main thread for another rank
         self._in_device: Wait | None = None
+        self._shown: Wait | None = None  # on the board
         self._num_waits = 0
-        self._lock = threading.RLock()  # of all above
         self._asked: list[tuple[Callable[[], None], threading.Event]] = []
-        self._has_left = self._is_closed = False
         self._failed_s = math.inf
         self._thread = threading.Thread(target=self._run, name="procpipe monitor", daemon=True)
 
     def add(self, peer: int, alarm: socket.socket, process: int | None) -> None:
         """Watch a peer: its alarm socket, and a descriptor of its process, if it has one."""
-        with self._lock:
-            self._alarms[peer] = Frames(alarm, partial(self._take, peer), self._buffer)
-            for descriptor in (alarm.fileno(), *([] if process is None else [process])):
-                self._peer_of[descriptor] = peer
-                self._poller.register(descriptor, select.POLLIN)
+        self._alarms[peer] = Frames(alarm, partial(self._take, peer), self._buffer)
+        watched = [alarm.fileno()]
+        if process is not None:
+            self._processes.append(process)
+            watched.append(process)
+        for descriptor in watched:
+            self._peer_of[descriptor] = peer
+            self._poller.register(descriptor, select.POLLIN)
         self.start()
         self._wake()
 
@@ -149,10 +158,9 @@ class Monitor:
 
     def end_wait(self) -> None:
         """Follow it no more: it was successful."""
-        with self._lock:
-            wait, self._wait = self._wait, None
-            if wait is not None and wait.noted:
-                self._reports.end_wait()
+        wait, self._wait = self._wait, None
+        if wait is not None and wait.noted:
+            self._wake()
 
     def fail(self, error: ProcpipeError) -> None:
         """Send this rank's failure to every peer, unless there was one; waits until it is sent."""
@@ -164,20 +172,14 @@ class Monitor:
 
     def close(self) -> None:
         """End the thread, and close the alarm sockets."""
-        self._is_closed = True
+        self.is_closed = True
         if self._thread.is_alive():
             self._wake()
             self._thread.join(_SEND_TIMEOUT_S)
-        with self._lock:
-            for peer in tuple(self._alarms):
-                self._close(peer)
-            for descriptor in (self.wakes_main, self._wakes_us):
-                os.close(descriptor)
-
-    def give_up_in_child(self, error: ProcpipeError) -> None:
-        """Note that this is a forked child, in which this thread does not run."""
-        self._lock = threading.RLock()  # the parent's thread may have held the old one
-        self.failure = error
+        for alarm in self._alarms.values():
+            alarm.close()
+        for descriptor in (self.wakes_main, self._wakes_us, *self._processes):
+            os.close(descriptor)
 
     def _do(self, act: Callable[[], None]) -> None:
         """Have the thread do something, and wait for that; a signal ends only the wait."""
@@ -199,14 +201,13 @@ class Monitor:
             self._watch()
         except Exception as error:  # a fault here, after which nothing would be noticed
             story = f"its monitor thread: {''.join(traceback.format_exception(error))}"
-            self._note(RemoteStageError(self._numbers[self._rank], story))
+            self._note(RemoteStageError(self.ranks[self.rank], story))
 
     def _watch(self) -> None:
-        every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self._timeout_s / 4)
-        while not self._is_closed:
+        every_s = min(_LOOK_EVERY_S, self._stall_timeout_s / 4, self.timeout_s / 4)
+        while not self.is_closed:
             for descriptor, _ in self._poller.poll(every_s * 1000):
-                with self._lock:
-                    self._look_at(descriptor)
+                self._look_at(descriptor)
             while self._asked:
                 act, is_done = self._asked.pop(0)
                 act()
@@ -216,7 +217,7 @@ class Monitor:
     def _look_at(self, descriptor: int) -> None:
         if descriptor == self._wakes_us:
             os.eventfd_read(descriptor)
-        elif descriptor in self._peer_of:  # else closed by an event before this one
+        elif descriptor in self._peer_of:  # else it has ended by an event before this one
             peer = self._peer_of[descriptor]
             alarm = self._alarms[peer]
             while alarm.read():
@@ -232,23 +233,25 @@ class Monitor:
             self._note(error_type(rank, str(story, "utf-8", "surrogatepass")))
 
     def _end(self, peer: int) -> None:
-        """Forget a peer that has ended, which is a failure if it has not left before."""
-        is_local = self._alarms[peer].sock.family == socket.AF_UNIX
-        self._close(peer)
+        """Watch a peer that has ended no more, which is a failure if it has not left before."""
+        for descriptor in [each for each, of in self._peer_of.items() if of == peer]:
+            self._poller.unregister(descriptor)
+            del self._peer_of[descriptor]
         if peer in self.left:
             return
+        is_local = self._alarms[peer].sock.family == socket.AF_UNIX
         elsewhere = "" if is_local else ", or its host or network failed"
         story = (
-            f"{self._name_of(peer)} ended without a message: it was killed (out of memory?) or "
+            f"{self.name_of(peer)} ended without a message: it was killed (out of memory?) or "
             f"crashed{elsewhere}; see its own output and the launcher's exit code"
         )
         seen = self._reports.last_seen(peer)
-        self._note(PeerLostError(self._numbers[peer], f"{story}; {seen}" if seen else story))
+        self._note(PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story))
 
     def _note(self, error: ProcpipeError) -> None:
         """Keep the first failure, pass it on, and wake the main thread."""
         # No fault after this rank's goodbye: a peer may have ended without sending its own.
-        if self.failure is not None or self._has_left:
+        if self.failure is not None or self.has_left:
             return
         self.failure, self._failed_s = error, time.monotonic()
         if isinstance(error, RemoteStageError):
@@ -260,62 +263,54 @@ class Monitor:
     def _say_goodbye(self) -> None:
         if self.failure is None:
             self._send_to_all(GOODBYE, 0, b"")
-            self._has_left = True
+            self.has_left = True
 
     def _send_to_all(self, frame_type: int, number: int, body: bytes) -> None:
         """Send a frame of 400 kB at most (``story_of``), which an empty socket takes at once."""
-        for peer, alarm in self._alarms.items():
+        for peer, alarm in tuple(self._alarms.items()):
             if peer not in self.left:
                 alarm.send(frame_type, 0, number, (body,))
 
     def _look_at_main(self, now_s: float) -> None:
         """Report a long wait of the main thread; end the process if it will never end."""
-        with self._lock:
-            wait, before = self._wait, self._in_device
-            in_device = self._in_device = self._wait_for_device(now_s) if wait is None else None
-            if before is not None and before is not in_device and before.noted:
-                self._reports.end_wait()
-            wait = wait or in_device
-            if wait is None:
-                return
-            waited_s = now_s - wait.since_s
-            if waited_s >= wait.note_after_s and wait.noted != wait.what():
-                wait.noted = wait.what()
-                self._reports.start_wait(wait.noted, wait.since_s)
-        error = self.failure
-        if in_device is not None and error is None and waited_s >= self._timeout_s:
-            error = too_long(self._name_of(self._rank), waited_s, wait.what())
+        wait = self._wait or self._wait_for_device(now_s)
+        if self._shown is not None and self._shown is not wait:
+            self._shown = None
+            self._reports.end_wait()
+        if wait is None:
+            return
+        what, waited_s = wait.what(), now_s - wait.since_s
+        if waited_s >= wait.note_after_s and wait.noted != what:
+            wait.noted, self._shown = what, wait
+            self._reports.start_wait(what, wait.since_s)
+        error, is_in_device = self.failure, wait is self._in_device
+        if is_in_device and error is None and waited_s >= self.timeout_s:
+            error = too_long(self.name_of(self.rank), waited_s, what)
             story = f"{type(error).__name__}: {error}"
-            self._note(RemoteStageError(self._numbers[self._rank], story))
+            self._note(RemoteStageError(self.ranks[self.rank], story))
             self._reports.end_process(error)
-        elif in_device is not None and error is not None:
+        elif is_in_device and error is not None:
             if now_s - max(wait.since_s, self._failed_s) >= _STUCK_AFTER_S:
                 self._reports.end_process(error)
         elif waited_s >= wait.next_stall_s:
             wait.next_stall_s *= 2
-            self._reports.stalled(wait.what(), waited_s)
+            self._reports.stalled(what, waited_s)
 
     def _wait_for_device(self, now_s: float) -> Wait | None:
         """Return the main thread's wait for its device: it does not move, transfers are queued."""
+        before, self._in_device = self._in_device, None
         peers = self._reports.busy_with()
         frame = sys._current_frames().get(self._main) if peers else None
         if frame is None:
             return None
         place = id(frame), frame.f_lasti, self._num_waits
-        if self._in_device is not None and self._in_device.place == place:
-            return self._in_device
-        what = f"its device, in transfers with ranks {[self._numbers[peer] for peer in peers]}"
-        stall_s = self._stall_timeout_s
-        return Wait(lambda: what, now_s, stall_s, stall_s, place)
-
-    def _close(self, peer: int) -> None:
-        alarm = self._alarms.pop(peer)
-        for descriptor in [each for each, of in self._peer_of.items() if of == peer]:
-            self._poller.unregister(descriptor)
-            del self._peer_of[descriptor]
-            if descriptor != alarm.sock.fileno():
-                os.close(descriptor)
-        alarm.close()
+        if before is not None and before.place == place:
+            self._in_device = before
+        else:
+            what = f"its device, in transfers with ranks {[self.ranks[peer] for peer in peers]}"
+            stall_s = self._stall_timeout_s
+            self._in_device = Wait(lambda: what, now_s, stall_s, stall_s, place)
+        return self._in_device
 
 
 def too_long(name: str, waited_s: float, what: str) -> WaitTimeoutError:

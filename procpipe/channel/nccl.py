@@ -60,9 +60,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
+from procpipe.channel.base import DeviceTransfers
 from procpipe.channel.meta import Meta, allocate, elements
-from procpipe.channel.under_way import DeviceTransfers
-from procpipe.forks import keep_for_ever
 from procpipe.torch_internals import in_a_batch, nccl_options
 
 #: The part of a GPU's multiprocessors that all transfers of a rank may take, each with a block; and
@@ -94,25 +93,16 @@ class Communicators(DeviceTransfers):
         self._rank = rank
         # Any: torch's stubs leave out a group's send and recv.
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._is_drained = False
-
-    def queued_with(self) -> list[int]:
-        """Return the other ranks with which transfers may be under way."""
-        return [rank for rank in super().queued_with() if rank != self._rank]
 
     def drain(self) -> None:
         """Wait until the device has done all transfers, those of this rank's receives too."""
         torch.cuda.synchronize(self._device)
         self._begun.clear()
-        self._is_drained = True
 
     def close(self) -> None:
-        """Drop the communicators; abort them, if they are known to be idle."""
+        """Abort the communicators, which must be idle."""
         for group in self._groups.values():
-            if self._is_drained:
-                group.abort()
-            else:
-                keep_for_ever(group)  # its destructor would wait for its peers
+            group.abort()
         self._groups.clear()
 
     def _connect(
@@ -159,7 +149,7 @@ class NcclTransport(Communicators):
     """One two-rank communicator per directed pair of ranks, its key ``(source, destination)``."""
 
     holds_device = True  # NCCL's are rendezvous
-    inline_bytes = 0
+    inline_bytes = -1
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(rank, device)

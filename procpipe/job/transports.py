@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from procpipe.channel.base import Opened, Transport
+from procpipe.channel.base import DeviceTransfers, Transport
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.under_way import DeviceTransfers
 from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.devices import HOW_TO_SHARE
@@ -29,7 +28,7 @@ from procpipe.optional import needed
 if TYPE_CHECKING:
     from procpipe.channel.store import MeshStore
 
-_Added = TypeVar("_Added", bound=Opened)
+_Added = TypeVar("_Added", bound="Transport | DeviceTransfers")
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -114,7 +113,7 @@ class Transports:
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
         self.memory_of: dict[int, int] = {}
-        self.opened: list[Opened] = []
+        self.opened: list[Transport | DeviceTransfers] = []
         self._mesh = mesh
         self._device = device
         self._memory = memory
@@ -193,11 +192,12 @@ class Transports:
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
-        return sorted({peer for each in tuple(self._of_device) for peer in each.queued_with()})
+        busy = set[int]().union(*(each.queued_with() for each in tuple(self._of_device)))
+        return sorted(busy - {self._mesh.rank})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self.opened:
+        for transport in self._of_device:
             transport.drain()
 
     def close(self) -> None:
@@ -208,7 +208,8 @@ class Transports:
         """
         self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
         self._mesh.close()
-        if self._of_device and self._mesh.monitor.failure is not None:
+        has_failed = self._mesh.monitor.failure is not None
+        if self._of_device and (has_failed or not all(each.are_over() for each in self._of_device)):
             keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
             self.opened.clear()
             _left_behind.extend(self._of_device)

@@ -18,6 +18,7 @@ from itertools import chain, count
 import torch
 
 from procpipe.channel.mesh import Mesh
+from procpipe.channel.monitor import Monitor
 from procpipe.errors import RemoteStageError
 from procpipe.job.board import Board
 from procpipe.job.devices import (
@@ -38,8 +39,9 @@ DEFAULT_STALL_TIMEOUT_S = 30.0
 #: More than the second to which torchrun rounds, and the tenth of a second at which it looks.
 _HEAD_START_S = 1.5
 
-#: The first size of the file of messages, no page of which takes memory before it is written to.
-_MEMORY_BYTES = 1 << 20
+#: The size of the file of messages: four times the memory of the largest hosts (see
+#: ``channel/shm.py``). No page of it takes memory before it is written to.
+_MEMORY_BYTES = 1 << 42
 
 #: Numbers the pipelines of the same ranks, which make them in the same order.
 _made: defaultdict[Sequence[int], Iterator[int]] = defaultdict(count)
@@ -88,14 +90,15 @@ class World:
             _closed_boards.pop().close()
         self.board = Board.create(grid.job_rank, grid.num_ranks, grid.rank)
         self._stalls = StallReports(self.board, grid)
-        self.mesh = Mesh(
+        monitor = Monitor(
             grid.rank,
+            self._stalls,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
-            reports=self._stalls,
             ranks=grid.numbers,
             name_of=lambda rank: self.grid.rank_name(rank),
         )
+        self.mesh = Mesh(monitor)
         # Where messages to ranks of this host are, or the flags of those in a GPU's memory.
         self.memory = os.memfd_create("procpipe-memory", os.MFD_CLOEXEC)
         os.ftruncate(self.memory, _MEMORY_BYTES)

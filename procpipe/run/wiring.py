@@ -91,14 +91,13 @@ def connect(
         raise DisagreementError(differences)
     choice = control.agree(world.offer(), choose)
     channels = _open_channels(world, grid, mesh, routes, choice)
-    cpu = torch.device("cpu")
     return Wires(
         world.device,
         mesh,
         control,
         channels,
         choice,
-        {peer: Sender(mesh, peer, _VALUE_NUMBER, None, cpu) for peer in mesh.peers},
+        {peer: Sender(mesh, peer, _VALUE_NUMBER, None) for peer in mesh.peers},
         {
             peer: Receiver(mesh, peer, _VALUE_NUMBER, None, f"{VALUE} from {grid.name_of(peer)}")
             for peer in mesh.peers
@@ -121,9 +120,7 @@ def _open_channels(
         if source == mesh.rank:
             transport = transports[destination]
             what = f"{payload} to {grid.name_of(destination)}"
-            channels.senders[channel] = Sender(
-                mesh, destination, number, transport, world.device, what
-            )
+            channels.senders[channel] = Sender(mesh, destination, number, transport, what)
         if destination == mesh.rank:
             what = f"{payload} from {grid.name_of(source)}"
             channels.receivers[channel] = Receiver(mesh, source, number, transports[source], what)

@@ -124,8 +124,8 @@ def non_contiguous_tensors(end: End) -> None:
         transfer(end, [*views, z.conj(), z.conj().imag, z[:, 1].conj()])
 
 
-def channels_last_stays_so(end: End) -> None:
-    """Any other order arrives contiguous; where extents are 1, strides tell what a tensor was."""
+def the_order_of_elements_in_memory_stays(end: End) -> None:
+    """Where extents are 1, strides tell what a tensor was; a view with gaps arrives without."""
     shapes: list[tuple[int, ...]] = [(2, 3, 4, 5), (2, 3, 1, 1), (1, 1, 4, 5), (2, 64, 16, 17)]
     shapes += [(0, 3, 2, 2), (2, 3, 4, 5, 6)]
     kept = []
@@ -133,21 +133,21 @@ def channels_last_stays_so(end: End) -> None:
         x = numbers(math.prod(shape), torch.float64).reshape(shape)
         last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         kept += [x, x.contiguous(memory_format=last), torch.complex(x, x + 1).conj()]
-        kept += [kept[-2].float()]
+        kept += [kept[-2].float(), x.transpose(0, 2)]
     values = [*kept, kept]
     if end.device.type == "cpu":  # on its way to a device such a view becomes dense
-        values += [kept[1].transpose(2, 3), kept[3][:, ::2], kept[1].transpose(0, 1)]
+        values.append(kept[3][:, ::2])
     if end.rank == 0:
         for value in values:
             end.sender().send(flat(end, value))
     else:
-        for k, value in enumerate(values):
+        for value in values:
             end.receiver().expect()
             message = end.receiver().take()
             assert_same(message.value, value)
             for received, sent in zip(message.tensors, flatten(value)[0], strict=True):
-                expected = sent if k <= len(kept) else sent.contiguous()
-                assert received.stride() == expected.stride(), (received.stride(), sent.stride())
+                strides = torch.empty_like(sent).stride()
+                assert received.stride() == strides, (received.stride(), strides)
     settle(end)
 
 
@@ -265,7 +265,7 @@ CASES: tuple[Case, ...] = (
     empty_and_dimensionless_tensors,
     every_dtype,
     non_contiguous_tensors,
-    channels_last_stays_so,
+    the_order_of_elements_in_memory_stays,
     structures_and_plain_values_are_exact,
     sends_do_not_wait_for_the_receiver,
     ping_and_pong,

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from procpipe.channel.meta import dense, describe
+from procpipe.channel.meta import dense
 from procpipe.errors import WaitTimeoutError
 from procpipe.tree import Flat
 
@@ -37,7 +37,7 @@ class MemoryChannel:
         with self._changed:
             self._messages.append(Flat(tensors, *message[1:]))
             self.num_messages += 1
-            self.num_bytes += describe(message).num_bytes
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
             self._changed.notify_all()
 
     def reap(self) -> int:

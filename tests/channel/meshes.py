@@ -8,7 +8,7 @@ import socket
 import struct
 
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.monitor import Reports
+from procpipe.channel.monitor import Monitor, Reports
 
 HEADER = struct.Struct("<QIBB")
 
@@ -18,10 +18,12 @@ DEADLINE_S = 20.0
 
 def make_mesh(rank, reports=None, *, timeout_s=DEADLINE_S, stall_timeout_s=DEADLINE_S):
     return Mesh(
-        rank,
-        timeout_s=timeout_s,
-        stall_timeout_s=stall_timeout_s,
-        reports=Reports() if reports is None else reports,
+        Monitor(
+            rank,
+            Reports() if reports is None else reports,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )
     )
 
 

@@ -46,13 +46,13 @@ def socket_sides():
     """Two meshes in one process, one thread each; all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
     meshes = make_meshes(2, timeout_s=TIMEOUT_S)
-    sides = [Side(mesh.rank, links(mesh, None, CPU), barrier.wait) for mesh in meshes]
+    sides = [Side(mesh.rank, links(mesh, None), barrier.wait) for mesh in meshes]
     return sides, lambda: [mesh.close() for mesh in meshes]
 
 
-def links(mesh, transport, device):
+def links(mesh, transport):
     (peer,) = mesh.peers
-    senders = {kind: Sender(mesh, peer, kind, transport, device) for kind in KINDS}
+    senders = {kind: Sender(mesh, peer, kind, transport) for kind in KINDS}
     receivers = {kind: Receiver(mesh, peer, kind, transport, f"kind {kind}") for kind in KINDS}
     return senders, receivers
 
@@ -95,7 +95,7 @@ def run_all(world, transport_name, cases):
     (transport,) = world.transports.open([[transport_name] * 2] * 2, routes).values()
     errors: dict[str, str | None] = {}
     for case in cases:
-        channels, meet = links(mesh, transport, world.device), Meeting(world, case.__name__)
+        channels, meet = links(mesh, transport), Meeting(world, case.__name__)
         try:
             meet()  # the channels of this case exist on both ranks
             side = Side(world.rank, channels, meet, world.device, transport)

@@ -43,7 +43,7 @@ def compute_waits_for_received_tensors(end: Any) -> None:
         result.copy_(received + 1, non_blocking=True)
         end.meet()
         assert not happens(compute(end).query, PATIENCE_S)
-        assert end.transport.queued_with() == [0]
+        assert 0 in end.transport.queued_with()
         end.meet()
         assert_all(result, 8)
 
@@ -177,7 +177,7 @@ def a_message_waits_for_none_of_another_channel(end: Any) -> None:
             end.receiver(kind).expect()
         result = end.receiver(SECOND_KIND).take().value + 1
         assert happens(compute(end).query, TIMEOUT_S)
-        assert end.transport.queued_with() == [0]
+        assert 0 in end.transport.queued_with()
         end.meet()
         assert_all(result, 3)
         assert_all(end.receiver().take().value, 1)
@@ -265,7 +265,7 @@ def a_send_is_done_while_a_receive_is_not(end: Any) -> None:
         end.receiver().expect()
         send(end, 9)
         assert happens(lambda: end.sender().reap() == 0, TIMEOUT_S)
-        assert end.transport.queued_with() == [1]
+        assert 1 in end.transport.queued_with()
         end.meet()
         assert_all(end.receiver().take().value, 7)
 

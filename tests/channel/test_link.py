@@ -17,7 +17,6 @@ from procpipe.errors import OverwrittenError, RemoteStageError, WaitTimeoutError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
 
-CPU = torch.device("cpu")
 LARGE_BYTES = 1 << 24
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
 
@@ -62,10 +61,7 @@ class Broken(Slow):
         return Transfer(iter([False] * 3)), b""
 
     def post_receive(self, meta, peer, kind, note):
-        def wait():
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
-
-        return [], wait
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
 
 
 @pytest.fixture
@@ -78,7 +74,7 @@ def meshes():
 
 def ends(meshes, ours: Any = None, theirs: Any = None):
     """Return both ends of a channel from rank 0 to rank 1, by default without a transport."""
-    sender = Sender(meshes[0], 1, 1, ours, CPU, "activation")
+    sender = Sender(meshes[0], 1, 1, ours, "activation")
     return sender, Receiver(meshes[1], 0, 1, theirs, "x")
 
 
@@ -138,7 +134,7 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
 def test_metadata_is_sent_only_when_it_changes(meshes):
     has_meta = []
     meshes[1].on(0, 1, lambda meta_size, flags, body: has_meta.append(int(meta_size > 0)))
-    sender = Sender(meshes[0], 1, 1, None, CPU)
+    sender = Sender(meshes[0], 1, 1, None)
     t = torch.ones(2)
 
     for value in (t, t, t + 1, t[:1], t[:1], [t], [t], [t, 1], [t, True], [t, True], t):
@@ -180,7 +176,7 @@ def test_a_transfer_that_fails_names_the_failed_rank(meshes, monkeypatch, fails,
 # -- large messages -------------------------------------------------------------------------------
 
 
-def test_without_a_transport_a_large_message_follows_its_token(meshes):
+def test_without_a_transport_a_large_message_is_kept_until_it_is_sent(meshes):
     """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
     sender, receiver = ends(meshes)
     large = torch.arange(2 * LARGE_BYTES // 8 + 1)

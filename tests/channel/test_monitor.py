@@ -22,12 +22,7 @@ class Watched:
     def __init__(self, timeout_s=100.0, stall_timeout_s=8.0):
         self.reports: Any = Recorded()
         self.monitor = Monitor(
-            0,
-            range(3),
-            lambda rank: f"rank {rank}",
-            self.reports,
-            timeout_s=timeout_s,
-            stall_timeout_s=stall_timeout_s,
+            0, self.reports, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
         self.process = subprocess.Popen(["sleep", "60"])  # that of rank 1
         self.alarms = {}
@@ -226,7 +221,7 @@ class MainThread(threading.Thread):
         self.monitor = self.done.get()
 
     def run(self):
-        self.done.put(Monitor(0, range(3), str, self.reports, timeout_s=100.0, stall_timeout_s=8.0))
+        self.done.put(Monitor(0, self.reports, timeout_s=100.0, stall_timeout_s=8.0))
         for act in iter(self.acts.get, None):
             self.done.put(act())
 
@@ -299,10 +294,10 @@ def test_a_main_thread_that_stands_still_with_transfers_queued_is_stuck(main):
     assert main.monitor.failure is None
     assert looked(main, 2100.0) == [
         f"waits for {TRANSFERS}",
-        f"ends: WaitTimeoutError: 0 has waited 100.0 s for {TRANSFERS}; if that is not a fault, "
-        "give Stage a larger timeout_s",
+        f"ends: WaitTimeoutError: rank 0 has waited 100.0 s for {TRANSFERS}; if that is not a "
+        "fault, give Stage a larger timeout_s",
     ]
-    assert "WaitTimeoutError: 0 has waited 100.0 s for its d" in str(main.monitor.failure)
+    assert "WaitTimeoutError: rank 0 has waited 100.0 s for its d" in str(main.monitor.failure)
 
 
 @pytest.mark.parametrize(

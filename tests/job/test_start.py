@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.monitor import Reports
+from procpipe.channel.monitor import Monitor, Reports
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job import start
 from procpipe.job.grid import Grid
@@ -33,7 +33,7 @@ class Rank(threading.Thread):
 
     def __init__(self, rank, num_ranks, meeting, host="", timeout_s=DEADLINE_S):
         super().__init__(name=host, daemon=True)
-        self.mesh = Mesh(rank, timeout_s=timeout_s, stall_timeout_s=DEADLINE_S, reports=Reports())
+        self.mesh = Mesh(Monitor(rank, Reports(), timeout_s=timeout_s, stall_timeout_s=DEADLINE_S))
         self.file = os.memfd_create("a file")
         grid = Grid(rank, num_ranks)
         self.connection = Start(self.mesh, grid, meeting, [self.file])
