@@ -12,7 +12,6 @@ import torch
 
 from procpipe.channel.link import Receiver, Sender
 from tests.channel.conformance import CASES, KINDS
-from tests.channel.memory import MemoryChannel
 from tests.channel.meshes import make_meshes
 
 CPU = torch.device("cpu")
@@ -35,13 +34,6 @@ class Side:
         self.receiver = lambda kind=1: receivers[kind]
 
 
-def memory_sides():
-    barrier = threading.Barrier(2, timeout=TIMEOUT_S)
-    down = {kind: MemoryChannel(timeout_s=TIMEOUT_S) for kind in KINDS}
-    up = {kind: MemoryChannel(timeout_s=TIMEOUT_S) for kind in KINDS}
-    return [Side(0, (down, up), barrier.wait), Side(1, (up, down), barrier.wait)], lambda: None
-
-
 def socket_sides():
     """Two meshes in one process, one thread each; all data is on their socket."""
     barrier = threading.Barrier(2, timeout=TIMEOUT_S)
@@ -58,9 +50,8 @@ def links(mesh, transport):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("make", [memory_sides, socket_sides])
-def test_in_one_process(make, case):
-    sides, close = make()
+def test_in_one_process(case):
+    sides, close = socket_sides()
     failures: queue.Queue[str] = queue.Queue()
 
     def run(side):

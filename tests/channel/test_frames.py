@@ -79,19 +79,6 @@ def test_any_frames_arrive_by_any_pieces(frames, sizes, buffer_bytes):
     assert received == [(*head, b"".join(parts)) for (*head, parts), _ in frames]
 
 
-def test_frames_may_be_split_after_every_byte():
-    sent = frame(7, b"hello", 5) + frame(7) + frame(9, b"!", 2**32 - 1, 1)
-
-    for cut in range(1, len(sent)):
-        received = Received()
-        sock = Narrow([cut, len(sent)])
-        sock.under_way += sent
-        reader = frames_on(sock, received)
-        while reader.read():
-            pass
-        assert received == [(5, 7, 0, b"hello"), (0, 7, 0, b""), (2**32 - 1, 9, 1, b"!")], cut
-
-
 def test_a_large_body_has_memory_of_its_own():
     bodies = []
     sock: Any = Narrow([1 << 12])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from torch.distributed import PrefixStore
 
 from procpipe.channel.monitor import FAILURE
 from procpipe.channel.store import MeshStore
-from procpipe.errors import PeerLostError, RemoteStageError, StageClosedError, WaitTimeoutError
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from tests.channel.meshes import Recorded, frame, make_mesh, make_meshes, nothing, received_by
 
 
@@ -144,38 +143,6 @@ def test_a_peer_that_has_left_is_a_fault_if_a_rank_needs_it(net):
         "for nothing: every rank must make the same calls"
     )
     assert str(failed(b)) == str(error)  # and not that rank 2 failed
-
-
-def test_other_uses_of_a_peer_that_has_left(net):
-    for act, what in (
-        (lambda mesh: mesh.send(1, 7, 0, 0), "sends to it"),
-        (lambda mesh: mesh.wait_failure([1], "adds up"), "adds up"),
-    ):
-        one, other = net(2)
-        other.leave()
-        one._read_until(lambda one=one: not one.is_connected(1), 20.0)
-        with pytest.raises(PeerLostError, match=f"rank 1 has left .* while rank 0 {what}"):
-            act(one)
-
-
-def test_ranks_leave_together(net):
-    """They send what is left, and wait for one another; then each may end as it likes."""
-    one, other = net(2)
-    received = received_by(other, 0, 7)
-    for _ in range(20):
-        one.send(1, 7, 0, 0, bytes(1 << 20))
-    leaving = threading.Thread(target=lambda: (one.leave(20.0), one.close()))
-    leaving.start()
-    other.leave(20.0)
-    other.close()
-    leaving.join()
-
-    assert len(received) == 20
-    for mesh in (one, other):
-        assert mesh.monitor.failure is None
-        with pytest.raises(StageClosedError, match="the stage was closed"):
-            mesh.check_open()
-        mesh.close()
 
 
 def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):

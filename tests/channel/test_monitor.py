@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import threading
 from typing import Any
@@ -151,47 +150,6 @@ def test_a_failure_is_passed_on_as_it_came(watched, kind, error_type):
     error = watched.monitor.failure
     assert (type(error), error.rank, error.story) == (error_type, 3, "what a \ud800 says")
     assert watched.alarms[2].recv(1000) == sent
-
-
-class WokenError(Exception):
-    """Raised by a signal handler."""
-
-
-class InterruptingError(RemoteStageError):
-    """Interrupts the main thread while its story is being sent, until that has raised."""
-
-    def __init__(self):
-        self.has_raised = threading.Event()
-        super().__init__(0, "")
-
-    @property
-    def story(self):
-        if threading.current_thread() is not threading.main_thread():
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert self.has_raised.wait(20.0)
-        return "ours"
-
-    @story.setter
-    def story(self, _):
-        pass
-
-
-def test_a_signal_handler_that_raises_does_not_stop_a_failure(watched):
-    error = InterruptingError()
-
-    def handle(number, frame):
-        error.has_raised.set()
-        raise WokenError
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(WokenError):
-            watched.monitor.fail(error)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-    assert is_readable(watched.alarms[2])
-    assert watched.sent_to(2) == [OURS]
 
 
 def test_a_fault_of_the_thread_is_a_failure(watched, monkeypatch):

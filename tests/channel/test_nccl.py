@@ -37,13 +37,6 @@ def test_more_communicators_than_streams_are_refused():
         blocks_of(0, pairs, 132)
 
 
-def test_neighbours_connect_at_the_same_time():
-    assert in_rounds(chain(5)) == [
-        *((0, 1), (0, 4), (1, 0), (2, 3), (3, 2)),
-        *((1, 2), (2, 1), (3, 4), (4, 3)),
-    ]
-
-
 @for_each("num_ranks", [2, 3, 8, 33])
 def test_all_pairs_connect_in_few_rounds(num_ranks):
     pairs = chain(num_ranks)

@@ -115,14 +115,6 @@ def test_a_slot_grows_where_it_is(ends):
     assert (slot.start, slot.room_bytes) == (0, 8192)
 
 
-def test_tensors_are_ordinary_in_inference_mode(ends):
-    with torch.inference_mode():
-        _, (received,) = ends.transfer(numbers(3))
-
-    assert not received.is_inference()
-    received.requires_grad_().sum().backward()
-
-
 def test_slots_have_no_names_and_are_freed_with_the_transports():
     descriptors = len(os.listdir("/proc/self/fd"))
     adds_a_name = []

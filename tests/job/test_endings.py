@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -109,21 +108,6 @@ def end_thread(error):
     threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
 
 
-def test_as_many_stages_as_one_likes_have_one_hook(printed, capfd):
-    follower, dropped = Follower(), Follower()
-    for _ in range(2 * sys.getrecursionlimit()):
-        follow_exceptions(follower)
-        follow_exceptions(dropped)
-    remote, own = RemoteStageError(1, STORY), KeyError("mine")
-    del dropped
-    for error in (remote, own):
-        end_main_thread(error)
-
-    assert capfd.readouterr().err == f"{VICTIM}\n"
-    assert printed == [own]
-    assert follower.errors == [remote, own]
-
-
 def test_an_exit_of_a_thread_is_no_failure(printed):
     follower = Follower()
     follow_exceptions(follower)
@@ -185,17 +169,3 @@ def test_a_worker_ends_with_its_launcher(monkeypatch):
     os.close(writer)
     with open(reader) as file:
         assert file.read() == ""
-
-
-def test_the_launchers_store_must_exist(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        port = store.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-        monkeypatch.setenv("PROCPIPE_RUN", "x")
-        endings.end_with_launcher()
-    with pytest.raises(ConnectionRefusedError, match=f"rank 1 finds no launcher at .*1:{port}: it"):
-        endings.end_with_launcher()

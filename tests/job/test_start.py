@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -14,7 +13,7 @@ from torch.distributed import HashStore
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Monitor, Reports
-from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import PeerLostError, WaitTimeoutError
 from procpipe.job import start
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting, Start, host_identity, own_address
@@ -109,21 +108,6 @@ def test_all_ranks_connect_to_one_another(job, hosts):
             rank.mesh.on(peer, 7, lambda *frame, received=received: received.append(frame))
             ranks[peer].mesh.send(number, 7, 0, 1, b"hello")
             rank.mesh.wait(lambda received=received: received, lambda: "hello", peer=peer)
-
-
-@pytest.mark.parametrize("hosts", ["xx", "xy"])
-def test_a_long_story_arrives(job, hosts):
-    """Symptom: the peer was said to have ended without a message."""
-    ranks = job(hosts)
-    assert [rank.ended() for rank in ranks] == [None, None]
-    story = "\N{GRINNING FACE}" * (1 << 16) + "\udcff"
-
-    ranks[0].mesh.fail(RemoteStageError(0, story))
-    ranks[0].mesh.close()
-
-    with pytest.raises(RemoteStageError) as caught:
-        ranks[1].mesh.wait(lambda: False, lambda: "nothing")
-    assert caught.value.story == story
 
 
 def test_jobs_of_one_host_do_not_meet_nor_listen_on_the_network(job, monkeypatch):
@@ -229,37 +213,6 @@ def test_a_rank_that_ends_during_the_start_is_noticed(job, hosts):
     assert str(error).startswith("rank 1 failed:\nrank 1 ended without a message")
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n" + bytes(100), "end"])
-def test_strangers_are_refused(job, monkeypatch, sent):
-    """One that sends nothing is waited for, for a moment. By TCP: tests/launch/run/test_hosts."""
-    monkeypatch.setattr(start, "_HANDSHAKE_TIMEOUT_S", 0.1)
-    meeting = meeting_of("xx")
-    (first,) = job("x", 2, meeting)
-    strangers = [connected(first) for _ in range(3)]
-    for stranger in strangers:
-        if sent == "end":
-            stranger.close()
-        else:
-            stranger.sendall(sent)
-    (second,) = job("x", 2, meeting, first=1)
-
-    assert [first.ended(), second.ended()] == [None, None]
-    assert first.mesh.peers == (1,)
-    for stranger in strangers:
-        stranger.close()
-
-
-def connected(rank):
-    """Return a socket that is connected to a rank's listener."""
-    while True:
-        link = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(ConnectionRefusedError):
-            link.connect(rank.connection._unix_name(0))
-            return link
-        link.close()
-        assert rank.is_alive()
-
-
 @pytest.mark.parametrize("refuses", ["connector", "acceptor"])
 def test_a_rank_of_another_user_is_refused(job, monkeypatch, refuses):
     ours, meeting = os.geteuid(), meeting_of("xx")
@@ -343,16 +296,6 @@ def test_a_loopback_address_is_replaced_by_the_one_of_the_way_out(monkeypatch):
 
 
 # -- sockets -------------------------------------------------------------------------------------
-
-
-def test_the_process_at_the_other_end():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        process = start._open_process(ours)
-    with open(f"/proc/self/fdinfo/{process}") as info:
-        assert f"Pid:\t{os.getpid()}\n" in info.readlines()
-    assert process is not None
-    os.close(process)
 
 
 def test_only_tcp_sockets_are_probed(job):

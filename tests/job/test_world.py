@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 
 import pytest
 import torch
 
-from procpipe.job.devices import pci_addresses
-from procpipe.job.world import World, _made, _raise_file_limit
+from procpipe.job.world import World, _made
 from tests.cases import for_each
 from tests.test_forks import in_child
 
@@ -115,21 +113,6 @@ def test_devices_that_cannot_be_used_are_refused(
         World.from_environment(devices)
 
 
-def test_the_addresses_of_other_ranks_gpus_are_not_guessed(environment, monkeypatch):
-    """Each process that sees one GPU names it cuda:0: the wrong GPU would determine the cores."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    gpus = [torch.device("cuda", index) for index in (0, 1)]
-
-    environment(num_gpus=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    assert pci_addresses([CPU, *gpus, CPU], rank=2) == ["0000:07:00.0", "0000:08:00.0"]
-    assert pci_addresses([gpus[0], torch.device("cuda:2")], rank=1) == []
-    assert pci_addresses([CPU, CPU], rank=1) == []
-    environment(num_gpus=1, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    assert pci_addresses([gpus[0]] * 2, rank=1) == []
-    environment(num_gpus=1)
-    assert pci_addresses(gpus, rank=0) == ["0000:07:00.0"]
-
-
 class Properties:
     def __init__(self, index):
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
@@ -166,13 +149,3 @@ def test_a_second_close_does_nothing(environment):
 
     assert os.listdir("/proc/self/fd") == before
     newer.close()
-
-
-@pytest.mark.dist
-def test_the_file_limit_is_raised_to_what_is_allowed():
-    def raised():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-        _raise_file_limit()
-        return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    assert in_child(raised) == "(200, 200)"

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from procpipe.run.faults import in_a_line, story_of, text_of
-
-
-class MuteError(Exception):
-    """Its ``str()`` raises another error."""
-
-    def __str__(self):
-        raise ZeroDivisionError
+from procpipe.run.faults import in_a_line, story_of
 
 
 def raised(error):
@@ -17,15 +10,6 @@ def raised(error):
         raise error
     except Exception as caught:
         return caught
-
-
-def test_an_error_whose_str_raises():
-    error = raised(MuteError())
-
-    text = "(what it says is not known: its __str__ raised ZeroDivisionError)"
-    assert text_of(error) == text
-    assert in_a_line(error) == f"MuteError: {text}"
-    assert "in raised\n    raise error" in story_of(error)
 
 
 def test_a_story_has_causes_and_notes():
