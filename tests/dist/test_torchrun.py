@@ -35,7 +35,7 @@ HEAD = """
 
 
 def test_torchrun_shows_the_traceback_and_the_place_of_an_exception():
-    done = run_script(HEAD, nproc=2, num_forked=2, args=["fails"])
+    done = run_script(HEAD, nproc=2, args=["fails"])
 
     _, _, report = done.stderr.partition("Root Cause (first observed failure):")
     assert done.returncode == 1
