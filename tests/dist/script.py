@@ -41,7 +41,7 @@ TOKEN = "PROCPIPE_TEST_JOB"
 #: Each job gets its own port; the host's name is not looked up.
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 
-#: How long processes may take to end once the first one has ended, or was aborted.
+#: How long a process may take to end once it was aborted.
 END_TIMEOUT_S = 5.0
 
 #: How long the kernel may take to end a killed process.
@@ -56,26 +56,23 @@ class Completed:
         stdout: all that its processes wrote there; stderr likewise.
         returncode: of the first process; negative if a signal ended it.
         duration_s: from the start of the first process to its end.
-        left_behind: command lines of processes that had to be killed then.
     """
 
     stdout: str
     stderr: str
     returncode: int
     duration_s: float
-    left_behind: tuple[str, ...]
 
     def check(self) -> Completed:
-        """Return itself; raise if the script failed or left processes behind."""
-        if self.returncode != 0 or self.left_behind:
+        """Return itself; raise if the script failed."""
+        if self.returncode != 0:
             raise RanksFailedError(f"the script did not end well\n{self}")
         return self
 
     def __str__(self) -> str:
-        left = "".join(f"\n--- left behind: {command}" for command in self.left_behind)
         return (
             f"exit code {self.returncode} after {self.duration_s:.1f} s\n"
-            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}{left}"
+            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
         )
 
 
@@ -201,7 +198,6 @@ def _run(
             process.wait(max(0.0, start + timeout_s - time.monotonic())) for process in processes
         ]
         duration_s = time.monotonic() - start
-        left_behind = _end_leftovers(token)
     except subprocess.TimeoutExpired:
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
         stacks = _stacks(token, processes[0].pid, err)
@@ -215,20 +211,7 @@ def _run(
             process.wait(KILL_TIMEOUT_S)
     code = next((code for code in codes if code != 0), 0)
     texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-    return Completed(*texts, code, duration_s, left_behind)
-
-
-def _end_leftovers(token: str) -> tuple[str, ...]:
-    """Wait for a job's processes to end, kill the rest, and return their command lines."""
-    deadline_s = time.monotonic() + END_TIMEOUT_S
-    left = [p for p in job_of(token) if not wait_end(p.pid, deadline_s - time.monotonic())]
-    commands = []
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            commands.append(" ".join(process.cmdline()))
-            process.kill()
-            wait_end(process.pid, KILL_TIMEOUT_S)
-    return tuple(commands)
+    return Completed(*texts, code, duration_s)
 
 
 def _stacks(token: str, launcher_pid: int, err: Path) -> str:
@@ -238,7 +221,10 @@ def _stacks(token: str, launcher_pid: int, err: Path) -> str:
     so that the end of one does not wake them.
     """
     reports = []
-    for process in sorted(_frozen(token), key=lambda process: process.pid == launcher_pid):
+    processes = sorted(job_of(token), key=lambda process: process.pid == launcher_pid)
+    for process in processes:
+        process.suspend()
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = process.environ().get("RANK")
             name = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
@@ -259,23 +245,13 @@ def job_of(token: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _frozen(token: str) -> list[psutil.Process]:
-    """Stop all processes of a job, including those that are started meanwhile."""
-    stopped: dict[int, psutil.Process] = {}
-    while new := [process for process in job_of(token) if process.pid not in stopped]:
-        for process in new:
-            stopped[process.pid] = process
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-    return list(stopped.values())
-
-
 def kill_job(token: str) -> None:
     """Kill the processes of a job, and wait for their ends."""
-    for survivor in _frozen(token):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-            wait_end(survivor.pid, KILL_TIMEOUT_S)
+    while processes := list(job_of(token)):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, KILL_TIMEOUT_S)
 
 
 def wait_end(pid: int, timeout_s: float) -> bool:

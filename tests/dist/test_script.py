@@ -23,23 +23,6 @@ HANG = """
     wait_for_ever()
 """
 
-#: Each leaves a process behind.
-FORK = """
-    import os, threading
-    child = os.fork()
-    if child == 0:
-        threading.Event().wait()
-    print("pid", child)
-    raise SystemExit(3)
-"""
-
-SESSION = """
-    import subprocess
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    print("pid", child.pid)
-    raise SystemExit(3)
-"""
-
 
 def pids(text):
     return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
@@ -70,14 +53,3 @@ def test_a_hang_ends_with_the_stacks_of_each_rank(run, number, limit_s):
     for rank in range(2):
         _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-
-
-@pytest.mark.parametrize(("run", "code"), [(run_script, SESSION), (run_forked, FORK)])
-def test_a_process_left_behind_is_reported_and_killed(monkeypatch, run, code):
-    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
-
-    done = run(code)
-
-    assert done.returncode == 3
-    assert len(done.left_behind) == len(pids(done.stdout)) == 1
-    assert not any(map(runs, pids(done.stdout)))

@@ -16,8 +16,8 @@ from torch import nn
 
 from tests.dist.forks import fork_server
 from tests.dist.script import KILL_TIMEOUT_S, wait_end
+from tests.forked import in_child
 from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
-from tests.test_forks import in_child
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
