@@ -5,19 +5,16 @@
 
     done = run_forked(ROOT / "examples/train_digits.py", num_ranks=2, args=["--epochs", "1"])
 
-The second starts several times faster, for tests of what a script computes: it has no launcher, and
-its processes have imported torch before (tests/dist/forks.py), as torchrun itself has in the first,
-and with ``num_forked`` its ranks.
+The second has no launcher. The processes of both have imported torch before (tests/dist/forks.py),
+except for the ranks of torchrun on GPUs, and for plain Python.
 
 The processes of a job are found by a token in their environment, since torchrun gives each rank
-its own session (and so its own process group), and those of a fork by its session. None outlives
-the call.
+its own session (and so its own process group). None outlives the call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -27,7 +24,7 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -44,19 +41,11 @@ TOKEN = "PROCPIPE_TEST_JOB"
 #: Each job gets its own port; the host's name is not looked up.
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
 
-#: How long processes may take to end once the first one has ended, or was aborted.
+#: How long a process may take to end once it was aborted.
 END_TIMEOUT_S = 5.0
 
 #: How long the kernel may take to end a killed process.
 KILL_TIMEOUT_S = 10.0
-
-#: Why a script's end is reported late while one of its threads lives; "" if it is not.
-REPORTED_LATE = ""
-if (3, 12) <= sys.version_info < (3, 12, 3):
-    REPORTED_LATE = "this Python starts no thread as it ends: python/cpython#113964"
-
-#: Finds the processes of a job that exist now.
-Find = Callable[[], Iterator[psutil.Process]]
 
 
 @dataclass(frozen=True)
@@ -67,26 +56,23 @@ class Completed:
         stdout: all that its processes wrote there; stderr likewise.
         returncode: of the first process; negative if a signal ended it.
         duration_s: from the start of the first process to its end.
-        left_behind: command lines of processes that had to be killed then.
     """
 
     stdout: str
     stderr: str
     returncode: int
     duration_s: float
-    left_behind: tuple[str, ...]
 
     def check(self) -> Completed:
-        """Return itself; raise if the script failed or left processes behind."""
-        if self.returncode != 0 or self.left_behind:
+        """Return itself; raise if the script failed."""
+        if self.returncode != 0:
             raise RanksFailedError(f"the script did not end well\n{self}")
         return self
 
     def __str__(self) -> str:
-        left = "".join(f"\n--- left behind: {command}" for command in self.left_behind)
         return (
             f"exit code {self.returncode} after {self.duration_s:.1f} s\n"
-            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}{left}"
+            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
         )
 
 
@@ -96,9 +82,6 @@ def run_script(
     nproc: int | None = None,
     args: Sequence[str] = (),
     timeout_s: float = 90.0,
-    env: Mapping[str, str] | None = None,
-    launcher_args: Sequence[str] = (),
-    num_forked: int = 0,
 ) -> Completed:
     """Run a script to its end, in an empty working directory that is removed afterwards.
 
@@ -107,21 +90,17 @@ def run_script(
         nproc: number of ranks under torchrun; ``None`` runs ``python script`` without a launcher.
         args: the script's arguments.
         timeout_s: hard limit.
-        env: added to the environment, which has ``OMP_NUM_THREADS=1``.
-        launcher_args: more arguments of torchrun.
-        num_forked: how many of the ranks that torchrun starts are forks, the first ones; they
-            start several times faster. None on GPUs.
 
     Raises:
         RanksHungError: the time limit has passed; holds the output and the stacks of all threads
             of every Python process. All processes are killed.
     """
-    with _script_in_a_folder(path_or_code) as (script, cwd, folder):
-        launcher = [] if nproc is None else [*TORCHRUN, f"--nproc-per-node={nproc}"]
-        argv = [*launcher, *launcher_args, script, *args]
-        num_forked = 0 if is_on_gpus() else num_forked
-        is_fork = nproc is not None
-        return _run(argv, cwd, folder, timeout_s, dict(env or {}), num_forked, is_fork=is_fork)
+    with _script_in_a_folder(path_or_code) as (script, folder):
+        argv = [script, *args]
+        if nproc is None:
+            return _run(argv, [{}], folder, timeout_s, is_new=True)
+        argv = [*TORCHRUN, f"--nproc-per-node={nproc}", *argv]
+        return _run(argv, [{}], folder, timeout_s, num_ranks=0 if is_on_gpus() else nproc)
 
 
 def run_forked(
@@ -147,190 +126,135 @@ def run_forked(
         RanksHungError: the time limit has passed; as for :func:`run_script`.
     """
     tears_down = tears_down or is_on_gpus()
-    with _script_in_a_folder(path_or_code) as (script, cwd, folder):
-        out, err = folder / "stdout", folder / "stderr"
-        with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
-            files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-            processes = [
-                fork_server().start(
-                    [script, *args], env=env, cwd=cwd, files=files, tears_down=tears_down
-                )
-                for env in _environments(num_ranks)
-            ]
-        start = time.monotonic()
-        find = functools.partial(_in_sessions, {process.pid for process in processes})
-        try:
-            codes = [
-                process.wait(max(0.0, start + timeout_s - time.monotonic()))
-                for process in processes
-            ]
-            duration_s = time.monotonic() - start
-            left_behind = _end_leftovers(find())
-        except subprocess.TimeoutExpired:
-            texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-            stacks = _stacks(find, processes[0].pid, err)
-            raise RanksHungError(
-                f"{script} on {len(processes)} ranks did not end in {timeout_s} s\n"
-                f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
-            ) from None
-        finally:
-            _kill(find)
-            for process in processes:
-                process.wait(KILL_TIMEOUT_S)
-        code = next((code for code in codes if code != 0), 0)
-        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        return Completed(*texts, code, duration_s, left_behind)
+    with _script_in_a_folder(path_or_code) as (script, folder):
+        argv, environments = [script, *args], _environments(num_ranks)
+        return _run(argv, environments, folder, timeout_s, tears_down=tears_down)
 
 
 def _environments(num_ranks: int | None) -> list[dict[str, str]]:
-    """Return the environment of each process."""
-    common = job_environment({"PYTHONFAULTHANDLER": "1"}) | visible_to_script()
+    """Return what a launcher would add to the environment of each process."""
     if num_ranks is None:
-        return [common]
+        return [{}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     ranks = map(str, range(num_ranks))
     return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 @contextlib.contextmanager
-def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path, Path]]:
-    """Yield a script's path, an empty folder to run it in, and the folder of both."""
+def _script_in_a_folder(path_or_code: Path | str) -> Iterator[tuple[str, Path]]:
+    """Yield a script's path, and a folder that has an empty one, ``cwd``, to run it in."""
     with tempfile.TemporaryDirectory(prefix="procpipe-script-") as name:
         folder = Path(name)
         script = path_or_code
         if isinstance(script, str):
             code, script = script, folder / "script.py"
             script.write_text(textwrap.dedent(code))
-        cwd = folder / "cwd"
-        cwd.mkdir()
-        yield str(script.resolve()), cwd, folder
+        (folder / "cwd").mkdir()
+        yield str(script.resolve()), folder
 
 
 def _run(
     argv: list[str],
-    cwd: Path,
+    environments: list[dict[str, str]],
     folder: Path,
     timeout_s: float,
-    env: dict[str, str],
-    num_forked: int,
     *,
-    is_fork: bool,
+    is_new: bool = False,
+    tears_down: bool = False,
+    num_ranks: int = 0,
 ) -> Completed:
+    """Run a process for each environment, as new interpreters or forks."""
     token = uuid.uuid4().hex
-    env = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token} | visible_to_script() | env)
-    out, err = folder / "stdout", folder / "stderr"
+    common = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token}) | visible_to_script()
+    cwd, out, err = folder / "cwd", folder / "stdout", folder / "stderr"
     start = time.monotonic()
+    processes: list[Forked | subprocess.Popen[bytes]] = []
     # Files, not pipes: a leftover process would keep a pipe open.
     with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
-        process: Forked | subprocess.Popen[bytes]
-        if is_fork:
-            files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
-            process = fork_server().start(argv, env=env, cwd=cwd, files=files, num_ranks=num_forked)
-        else:
-            argv = [sys.executable, *argv]
-            process = subprocess.Popen(
-                argv, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr
-            )
-    find = functools.partial(job_of, token, process.pid)
+        files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
+        for environment in environments:
+            env = common | environment
+            process: Forked | subprocess.Popen[bytes]
+            if is_new:
+                process = subprocess.Popen(
+                    [sys.executable, *argv],
+                    cwd=cwd,
+                    env=env,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                )
+            else:
+                process = fork_server().start(
+                    argv, env=env, cwd=cwd, files=files, tears_down=tears_down, num_ranks=num_ranks
+                )
+            processes.append(process)
     try:
-        returncode = process.wait(timeout_s)
+        codes = [
+            process.wait(max(0.0, start + timeout_s - time.monotonic())) for process in processes
+        ]
         duration_s = time.monotonic() - start
-        left_behind = _end_leftovers(find())
-        texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        return Completed(*texts, returncode, duration_s, left_behind)
     except subprocess.TimeoutExpired:
         texts = out.read_text(errors="replace"), err.read_text(errors="replace")
-        stacks = _stacks(find, process.pid, err)
+        stacks = _stacks(token, processes[0].pid, err)
         raise RanksHungError(
             f"{' '.join(argv)} did not end in {timeout_s} s\n"
             f"--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}\n{stacks}"
         ) from None
     finally:
-        _kill(find)
-        process.wait(KILL_TIMEOUT_S)
+        kill_job(token)
+        for process in processes:
+            process.wait(KILL_TIMEOUT_S)
+    code = next((code for code in codes if code != 0), 0)
+    texts = out.read_text(errors="replace"), err.read_text(errors="replace")
+    return Completed(*texts, code, duration_s)
 
 
-def _end_leftovers(job: Iterator[psutil.Process]) -> tuple[str, ...]:
-    """Wait for a job's processes to end, kill the rest, and return their command lines."""
-    deadline_s = time.monotonic() + END_TIMEOUT_S
-    left = [p for p in job if not _wait_end(p.pid, deadline_s - time.monotonic())]
-    commands = []
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            commands.append(" ".join(process.cmdline()))
-            process.kill()
-            _wait_end(process.pid, KILL_TIMEOUT_S)
-    return tuple(commands)
-
-
-def _stacks(find: Find, launcher_pid: int, err: Path) -> str:
+def _stacks(token: str, launcher_pid: int, err: Path) -> str:
     """Abort the processes of a job one by one, the launcher last; return their stacks.
 
     One by one, so that stacks do not mix in the common stderr; all others are stopped meanwhile,
     so that the end of one does not wake them.
     """
     reports = []
-    for process in sorted(_frozen(find), key=lambda process: process.pid == launcher_pid):
+    processes = sorted(job_of(token), key=lambda process: process.pid == launcher_pid)
+    for process in processes:
+        process.suspend()
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank = process.environ().get("RANK")
             name = f"rank {rank}" if rank is not None else " ".join(process.cmdline())
             written = err.stat().st_size
             process.send_signal(signal.SIGABRT)
             process.send_signal(signal.SIGCONT)
-            _wait_end(process.pid, END_TIMEOUT_S)
+            wait_end(process.pid, END_TIMEOUT_S)
             text = err.read_bytes()[written:].decode(errors="replace")
             reports.append(f"--- {name} (process {process.pid}) is still at\n{text}")
     return "\n".join(reports)
 
 
-def _job(token: str) -> Iterator[psutil.Process]:
+def job_of(token: str) -> Iterator[psutil.Process]:
+    """Find the processes with a token in their environment."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(TOKEN) == token:
                 yield process
 
 
-def job_of(token: str, launcher_pid: int) -> Iterator[psutil.Process]:
-    """Find the processes with a token in their environment, and those in a fork's session."""
-    found = {process.pid: process for process in _job(token)}
-    found.update((process.pid, process) for process in _in_sessions({launcher_pid}))
-    return iter(found.values())
-
-
-def _in_sessions(ids: set[int]) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(process.pid) in ids:
-                yield process
-
-
-def _frozen_job(token: str) -> list[psutil.Process]:
-    return _frozen(functools.partial(_job, token))
-
-
-def _frozen(find: Find) -> list[psutil.Process]:
-    """Stop all processes of a job, including those that are started meanwhile."""
-    stopped: dict[int, psutil.Process] = {}
-    while new := [process for process in find() if process.pid not in stopped]:
-        for process in new:
-            stopped[process.pid] = process
+def kill_job(token: str) -> None:
+    """Kill the processes of a job, and wait for their ends."""
+    while processes := list(job_of(token)):
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-    return list(stopped.values())
+                process.kill()
+        psutil.wait_procs(processes, KILL_TIMEOUT_S)
 
 
-def _kill(find: Find) -> None:
-    for survivor in _frozen(find):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
-            _wait_end(survivor.pid, KILL_TIMEOUT_S)
-
-
-def _wait_end(pid: int, timeout_s: float) -> bool:
+def wait_end(pid: int, timeout_s: float) -> bool:
     """Wait for the end of any process; return whether it has ended or is a zombie."""
     try:
         fd = os.pidfd_open(pid)

@@ -49,18 +49,14 @@ def fetch_large(world, num_bytes):
         stage(torch.ones(1))
     value = None
     if stage.rank == 0:
-        value = [torch.arange(num_bytes // 8), torch.ones(0), torch.tensor([1.5]), "text"]
+        value = torch.arange(num_bytes // 8)
     reset_peak()
     before = peak_bytes()
     fetched = stage.fetch(value)
     taken = peak_bytes() - before
-    assert torch.equal(fetched[0], torch.arange(num_bytes // 8))
-    assert fetched[1].shape == (0,)
-    assert fetched[2].item() == 1.5
-    assert fetched[3] == "text"
-    assert stage.fetch(torch.tensor(3.0)).item() == 3.0  # the next one is in order
+    assert torch.equal(fetched, torch.arange(num_bytes // 8))
     stage.close()
-    return taken - (0 if value else num_bytes)
+    return taken - (0 if stage.rank == 0 else num_bytes)
 
 
 def reset_peak():

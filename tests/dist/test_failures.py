@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from collections import OrderedDict
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import RemoteStageError, Stage, is_recomputing
-from procpipe.channel.link import INLINE_BYTES
-from procpipe.job.board import Board
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Outcomes
 
@@ -92,11 +89,11 @@ def stage_of(world, faulty_stage=None, faulty=None, **options):
     return Stage(nn.Sequential(layers), balance, world=world, **(defaults | options))
 
 
-def batch(size=6):
-    return torch.ones(size, WIDTH), torch.zeros(size, WIDTH)
+def batch():
+    return torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
 
 
-def train(world, faulty_stage, where, act=boom, api="step", size=6):
+def train(world, faulty_stage, where, act=boom):
     """Train until something acts: a layer, for instance."""
     options = {where: act} if where == "loss_weight" else {}
     faulty: nn.Module | None = None if faulty_stage is None else Faulty(where, act)
@@ -104,11 +101,8 @@ def train(world, faulty_stage, where, act=boom, api="step", size=6):
         faulty, options = Returns(act), {"check_loss": True}
 
     stage = stage_of(world, faulty_stage, faulty, **options)
-    for input, target in [batch(size)] * 2:
-        if api == "step":
-            stage.step(input, target)
-        else:
-            F.mse_loss(stage(input), target.to(stage.device)).backward()
+    for input, target in [batch()] * 2:
+        stage.step(input, target)
 
 
 def without_ended(outcomes, origin):
@@ -166,22 +160,22 @@ LAYER = ", layer 'l3' (Faulty)"
 
 
 @pytest.mark.parametrize(
-    ("n", "stage", "where", "act", "api", "origin", "error", "words"),
+    ("n", "stage", "where", "act", "origin", "error", "words"),
     [
-        (2, 1, "forward", boom, "step", 1, "BoomError", f"task F1@1 (micro-batch 1){LAYER}"),
-        (4, 1, "recompute", boom, "step", 1, "BoomError", f"task R2@1 (micro-batch 2){LAYER}"),
-        (3, 1, "backward", boom, "call", 1, "BoomError", "B2@1 (micro-batch 2), its layers'"),
-        (3, None, "loss_weight", boom, "step", 0, "BoomError", "boom in the layer"),
+        (2, 1, "forward", boom, 1, "BoomError", f"task F1@1 (micro-batch 1){LAYER}"),
+        (4, 1, "recompute", boom, 1, "BoomError", f"task R2@1 (micro-batch 2){LAYER}"),
+        (3, 1, "backward", boom, 1, "BoomError", "B2@1 (micro-batch 2), its layers'"),
+        (3, None, "loss_weight", boom, 0, "BoomError", "boom in the layer"),
         # The layer that got the value is named, in the next stage, and the value.
         (
-            *(3, 1, "output", torch.Tensor.double, "step"),
+            *(3, 1, "output", torch.Tensor.double),
             *(2, "RuntimeError", "'l4' (Linear) was given float64 (2, 4)"),
         ),
-        (2, 1, "output", not_a_number, "step", 1, "NonFiniteLossError", "the output is float32 ("),
+        (2, 1, "output", not_a_number, 1, "NonFiniteLossError", "the output is float32 ("),
     ],
 )
-def test_an_error_says_where_it_was(ranks, n, stage, where, act, api, origin, error, words):
-    check(ranks(n).run(train, stage, where, act, api), origin, error, words)
+def test_an_error_says_where_it_was(ranks, n, stage, where, act, origin, error, words):
+    check(ranks(n).run(train, stage, where, act), origin, error, words)
 
 
 def allocate():
@@ -197,52 +191,6 @@ def test_memory_runs_out(ranks):
         error, words = "OutOfMemoryError", "CUDA out of memory"
     check(outcomes, 1, error, words, "Give the stage fewer layers")
     assert all(re.search(message, failure.text) for failure in outcomes.errors())
-
-
-# -- ranks that end ------------------------------------------------------------------------------
-
-
-def is_lost(world, how):
-    """Train until rank 1 leaves, or is killed: in its layer, or while its task waits."""
-    world.store.set(f"pid/{world.rank}", str(os.getpid()))
-    pid = int(world.store.get("pid/1"))
-
-    def kill_once_it_waits():
-        board = Board.of_process(pid)
-        assert board is not None
-        while not (reading := board.read()).waits_for or reading.task != "B2":
-            pass
-        os.kill(pid, signal.SIGKILL)
-
-    waits = 2, Faulty("forward", kill_once_it_waits)
-    stage = stage_of(world, *(waits if how == "waits" else (1, Faulty(how, kill))))
-    for number, (input, target) in enumerate(stage.batches([batch()] * 3)):
-        if how == "leaves" and number == 1 and world.rank == 1:
-            return
-        stage.step(input, target)
-
-
-KILLED = r"rank 1 ended without a message.*out of memory\?.*it was last seen "
-
-
-@pytest.mark.parametrize(
-    ("how", "story"),
-    [
-        ("forward", rf"{KILLED}in F1, layer 'l3' \(Faulty\), for "),
-        pytest.param(
-            *("waits", rf"{KILLED}in B2, waiting \d+\.\d s for gradient from stage 2 \(rank 2\)"),
-            marks=pytest.mark.only_on_cpus,  # rank 1 waits there until rank 2 posts its receive
-        ),
-        ("leaves", "rank 1 has left the pipeline.*must make the same calls"),
-    ],
-)
-def test_a_rank_is_lost(ranks, how, story):
-    outcomes = ranks(3).run(is_lost, how)
-
-    check_lost(outcomes, 1)
-    for outcome in (outcomes[0], outcomes[2]):
-        text = f"{outcome.error.text}{outcome.output}"
-        assert re.search(story, text, re.DOTALL), str(outcome)
 
 
 # -- ranks that differ ---------------------------------------------------------------------------
@@ -269,23 +217,6 @@ def test_ranks_disagree(ranks):
 
 
 # -- ranks that wait -----------------------------------------------------------------------------
-
-
-def runs_ahead(world):
-    """Rank 0 returns from its call long before the others, and then waits for them by a store."""
-    stage = Stage(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=400, world=world)
-    with torch.no_grad():
-        output = stage(torch.ones(400, INLINE_BYTES // 4))
-    if world.rank == 0:
-        world.store.wait(["rank 1 is done"], timedelta(seconds=5))
-        return None
-    world.store.set("rank 1 is done", "")
-    return output.shape
-
-
-def test_a_rank_may_run_ahead_and_wait_for_another_by_other_means(ranks):
-    assert ranks(2).run(runs_ahead).values() == [None, (400, INLINE_BYTES // 4)]
-
 
 MANY = 2000
 

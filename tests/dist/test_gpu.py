@@ -113,12 +113,22 @@ print(*names)
 #: As many ranks as there are GPUs: over NCCL, except with one GPU.
 NUM_RANKS = max(n for n in (1, 2, 4, 8) if n <= max(1, num_gpus()))
 
+#: Ranks that share GPUs use CUDA IPC, and NCCL too where there are two.
+DEVICES = [
+    pytest.param(None, marks=pytest.mark.gpu(every=True)),
+    pytest.param(["cuda:0"] * 2, marks=pytest.mark.gpu(1)),
+    pytest.param(["cuda:0"] * 8, marks=pytest.mark.gpu(1)),
+    pytest.param(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], marks=pytest.mark.gpu(2)),
+    pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], marks=pytest.mark.gpu(2)),
+]
 
-@pytest.mark.gpu(every=True)
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_parity_on_gpus(dropout: float) -> None:
-    script = TRAINING.format(n=NUM_RANKS, dropout=dropout, devices=None)
-    done = run_forked(script, num_ranks=NUM_RANKS if NUM_RANKS > 1 else None).check()
+@pytest.mark.parametrize("devices", DEVICES)
+def test_parity_on_gpus(devices: list[str] | None, dropout: float) -> None:
+    n = NUM_RANKS if devices is None else len(devices)
+    script = TRAINING.format(n=n, dropout=dropout, devices=devices)
+    done = run_forked(script, num_ranks=n if n > 1 else None).check()
     assert "parity holds" in done.stdout
 
 
@@ -151,23 +161,6 @@ def test_parity_where_kernels_load_late_and_all_streams_share_a_queue(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     script = TRAINING.format(n=2, dropout=0.0, devices=None)
     assert "parity holds" in run_forked(script, num_ranks=2).check().stdout
-
-
-#: Ranks that share GPUs: over CUDA IPC, and over NCCL too where there are two.
-SHARED = [
-    pytest.param(["cuda:0"] * 2, marks=pytest.mark.gpu(1)),
-    pytest.param(["cuda:0"] * 8, marks=pytest.mark.gpu(1)),
-    pytest.param(["cuda:0", "cuda:0", "cuda:1", "cuda:1"], marks=pytest.mark.gpu(2)),
-    pytest.param(["cuda:0", "cuda:1", "cuda:0", "cuda:1"], marks=pytest.mark.gpu(2)),
-]
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("devices", SHARED)
-def test_parity_where_ranks_share_a_gpu(devices: list[str], dropout: float) -> None:
-    n = len(devices)
-    done = run_forked(TRAINING.format(n=n, dropout=dropout, devices=devices), num_ranks=n).check()
-    assert "parity holds" in done.stdout
 
 
 @pytest.mark.gpu

@@ -70,25 +70,27 @@ def train_long(world: Any, origin: int, act: Any, reads: bool) -> None:
             loss.item()
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
-@pytest.mark.parametrize(("n", "origin"), [(2, 0), (3, 1), (4, 3)])
-def test_a_layer_raises_while_the_device_has_queued_work(
-    ranks: Any, n: int, origin: int, reads: bool
-) -> None:
-    outcomes = ranks(n).run(train_long, origin, boom, reads)
-
-    check(outcomes, origin, "BoomError", "boom in the layer")
+def leave() -> None:
+    raise SystemExit
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["", "host waits"])
-@pytest.mark.parametrize(("n", "origin"), [(2, 0), (2, 1), (3, 1), (4, 2)])
-def test_a_rank_is_killed_while_the_device_has_queued_work(
-    ranks: Any, n: int, origin: int, reads: bool
+@pytest.mark.parametrize(
+    ("n", "origin", "act"),
+    [(2, 0, boom), (4, 3, boom), (3, 1, leave), (2, 0, kill), (2, 1, kill), (4, 2, kill)],
+)
+def test_a_rank_ends_while_the_device_has_queued_work(
+    ranks: Any, n: int, origin: int, act: Any, reads: bool
 ) -> None:
     """Also where a host waits inside CUDA for a transfer that will never end."""
-    outcomes = ranks(n).run(train_long, origin, kill, reads)
+    outcomes = ranks(n).run(train_long, origin, act, reads)
 
-    check_killed(outcomes, origin)
+    if act is kill:
+        check_killed(outcomes, origin)
+    else:
+        error = "BoomError" if act is boom else "SystemExit"
+        place = f"task F1@{origin} (micro-batch 1), layer '{origin}' (Long)"
+        check(outcomes, origin, error, place)
 
 
 def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
@@ -202,13 +204,3 @@ def test_a_rank_is_killed_as_it_connects(ranks: Any) -> None:
     outcomes = ranks(2).run(is_killed_as_it_connects)
 
     check_killed(outcomes, 1)
-
-
-def leave() -> None:
-    raise SystemExit
-
-
-def test_a_script_ends_while_the_device_has_queued_work(ranks: Any) -> None:
-    outcomes = ranks(3).run(train_long, 1, leave, True)
-
-    check(outcomes, 1, "SystemExit", "task F1@1 (micro-batch 1), layer '1' (Long)")

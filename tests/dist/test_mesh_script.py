@@ -79,7 +79,7 @@ def assert_losses(text, num_ranks):
 
 
 def test_a_mesh_under_torchrun_has_the_plain_models_losses():
-    done = run_script(TRAINING, nproc=4, args=["3"], num_forked=4)
+    done = run_script(TRAINING, nproc=4, args=["3"])
 
     done.check()
     assert_losses(done.stdout, 4)
@@ -87,7 +87,7 @@ def test_a_mesh_under_torchrun_has_the_plain_models_losses():
 
 
 def test_a_killed_rank_of_a_mesh_ends_all_pipelines_and_is_named():
-    with started("-n", "4", script=(TRAINING, str(10**9)), num_forked=4) as run:
+    with started("-n", "4", script=(TRAINING, str(10**9))) as run:
         run.wait_for("rank 0, step 2")
         victim = run.rank(2)
         start_s = time.monotonic()

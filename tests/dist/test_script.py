@@ -23,23 +23,6 @@ HANG = """
     wait_for_ever()
 """
 
-#: Each leaves a process behind.
-FORK = """
-    import os, threading
-    child = os.fork()
-    if child == 0:
-        threading.Event().wait()
-    print("pid", child)
-    raise SystemExit(3)
-"""
-
-SESSION = """
-    import subprocess
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    print("pid", child.pid)
-    raise SystemExit(3)
-"""
-
 
 def pids(text):
     return [int(pid) for pid in re.findall(r"pid (\d+)", text)]
@@ -57,33 +40,16 @@ def test_a_forked_process_writes_nothing_as_it_ends():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_hang_of_new_processes_ends_with_the_stacks_of_each():
-    with pytest.raises(RanksHungError, match=r"did not end in 8\.0 s") as caught:
-        run_script(HANG, nproc=2, timeout_s=8.0)
+@pytest.mark.parametrize(
+    ("run", "number", "limit_s"), [(run_script, "nproc", 8.0), (run_forked, "num_ranks", 2.0)]
+)
+def test_a_hang_ends_with_the_stacks_of_each_rank(run, number, limit_s):
+    with pytest.raises(RanksHungError, match=rf"did not end in {limit_s} s") as caught:
+        run(HANG, **{number: 2}, timeout_s=limit_s)
 
     text = str(caught.value)
-    assert len(pids(text)) == text.count("in wait_for_ever") == 2
+    assert len(pids(text)) == 2
     assert not any(map(runs, pids(text)))
     for rank in range(2):
         _, _, stack = text.partition(f"--- rank {rank} (process ")
         assert "in wait_for_ever" in stack.partition("---")[0]
-
-
-def test_a_hang_of_forks_ends_with_the_stacks_of_each():
-    with pytest.raises(RanksHungError, match=r"on 2 ranks did not end in 2\.0 s") as caught:
-        run_forked(HANG, num_ranks=2, timeout_s=2.0)
-
-    text = str(caught.value)
-    assert text.count("in wait_for_ever") == len(pids(text)) == 2
-    assert not any(map(runs, pids(text)))
-
-
-@pytest.mark.parametrize(("run", "code"), [(run_script, SESSION), (run_forked, FORK)])
-def test_a_process_left_behind_is_reported_and_killed(monkeypatch, run, code):
-    monkeypatch.setattr("tests.dist.script.END_TIMEOUT_S", 0.2)
-
-    done = run(code)
-
-    assert done.returncode == 3
-    assert len(done.left_behind) == len(pids(done.stdout)) == 1
-    assert not any(map(runs, pids(done.stdout)))

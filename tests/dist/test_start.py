@@ -63,7 +63,6 @@ for stage in (a, b):
         sys.stdout.write(f"{type(error).__name__} {error}\\n")  # in one piece
 """),
         nproc=2,
-        num_forked=2,
     ).check()
 
     refused = "StageClosedError step() cannot run: the stage was closed"

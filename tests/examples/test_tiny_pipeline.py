@@ -155,7 +155,7 @@ def test_1f1b_with_large_tensors_ends_and_holds_few_micro_batches(ranks):
 
 @pytest.mark.dist
 def test_the_script_trains_under_torchrun():
-    done = run_script(FILE, nproc=2, num_forked=2).check()
+    done = run_script(FILE, nproc=2).check()
     losses = re.findall(r"loss ([\d.]+), of the whole model ([\d.]+)\n", done.stdout)
     assert len(losses) == 9
     assert all(ours == expected for ours, expected in losses)

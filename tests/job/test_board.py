@@ -1,7 +1,7 @@
 """A process's board, as other processes of the host read it.
 
-That what a killed or stopped process wrote last can be read: tests/dist/test_failures.py,
-tests/dist/test_stalls.py. That it is closed: tests/dist/test_descriptors.py.
+That what a killed or stopped process wrote last can be read: tests/faults. That it is
+closed: tests/dist/test_descriptors.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ctypes import sizeof
 import pytest
 
 from procpipe.job.board import Board, Page
-from tests.test_forks import in_child
+from tests.forked import in_child
 
 pytestmark = pytest.mark.dist
 

@@ -23,7 +23,7 @@ from procpipe.job import endings
 from procpipe.job.board import Board
 from procpipe.job.endings import follow_exceptions, line_of
 from tests.cases import for_each
-from tests.test_forks import in_child
+from tests.forked import in_child
 
 pytestmark = pytest.mark.dist  # some fork
 

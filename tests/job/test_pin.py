@@ -14,7 +14,7 @@ import pytest
 from procpipe.job.pin import cores_of_host, pin_this_process, shares
 from procpipe.words import cpus_text
 from tests.cases import for_each
-from tests.test_forks import in_child
+from tests.forked import in_child
 
 ROOT = Path(__file__).parents[2]
 FIRST_CPU = min(os.sched_getaffinity(0))

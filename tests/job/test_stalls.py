@@ -1,6 +1,7 @@
-"""What reports of stalls say of ranks that are elsewhere or have ended.
+"""What reports of stalls say, also of ranks that are elsewhere, have ended or are sharded.
 
-Who prints them, and when: tests/dist/test_stalls.py.
+When they are printed: tests/channel/test_monitor.py. That a stopped rank is reported, and that the
+run continues after it: tests/faults.
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ def test_a_report_has_the_place_of_every_rank_and_names_those_that_do_not_run(
     ]
     assert reports.last_seen(1).startswith("it was last seen in F3, layer 'b' (Conv2d), for ")
     assert reports.last_seen(2) == ""
+
+
+def test_only_one_rank_reports(reports, theirs, capfd):
+    theirs.page.reported_ns = time.monotonic_ns()
+    reports.stalled("something", 3.0)
+    assert capfd.readouterr().err == ""
 
 
 def wait_status(pid, status):

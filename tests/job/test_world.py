@@ -9,7 +9,7 @@ import torch
 
 from procpipe.job.world import World, _made
 from tests.cases import for_each
-from tests.test_forks import in_child
+from tests.forked import in_child
 
 CPU = torch.device("cpu")
 
@@ -116,6 +116,26 @@ def test_devices_that_cannot_be_used_are_refused(
 class Properties:
     def __init__(self, index):
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
+
+
+@for_each(("chosen", "found"), [(None, "32"), ("1", "1")])
+def test_ranks_ask_for_all_hardware_queues_before_cuda_starts(
+    environment, monkeypatch, chosen, found
+):
+    seen = []
+
+    def count():
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return 2
+
+    environment(num_gpus=2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2)
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    World.from_environment()
+
+    assert seen[0] == found
 
 
 @pytest.mark.dist

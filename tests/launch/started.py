@@ -34,7 +34,7 @@ import psutil
 from tests.dist.devices import is_on_gpus
 from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
-from tests.dist.script import KILL_TIMEOUT_S, TOKEN, _wait_end, job_of
+from tests.dist.script import KILL_TIMEOUT_S, TOKEN, job_of, kill_job
 
 TIMEOUT_S = 90.0
 _POLL_S = 0.02
@@ -115,7 +115,7 @@ class Started:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
 
     def processes(self) -> list[psutil.Process]:
-        return list(job_of(self.token, self.process.pid))
+        return list(job_of(self.token))
 
     def rank(self, number: int) -> psutil.Process:
         """Find the process of a rank."""
@@ -159,10 +159,7 @@ class Started:
         return Ended(code, *texts, tuple(left), root.name, logs)
 
     def end_all(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-                _wait_end(process.pid, KILL_TIMEOUT_S)
+        kill_job(self.token)
 
     def __str__(self) -> str:
         return f"--- out\n{self.text('out')}\n--- err\n{self.text('err')}"

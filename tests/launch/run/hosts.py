@@ -31,7 +31,7 @@ import pytest
 
 from tests.dist.forks import Forked, end_with_parent, fork_server
 from tests.dist.pool import job_environment
-from tests.dist.script import TOKEN, _frozen_job, _job, _wait_end
+from tests.dist.script import TOKEN, job_of, kill_job
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -155,10 +155,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for survivor in _frozen_job(self._token):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                survivor.kill()
-                _wait_end(survivor.pid, 10.0)
+        kill_job(self._token)
         for process in self._processes:
             process.popen.wait()
         self._folder.cleanup()
@@ -217,7 +214,7 @@ class Job:
 
     def survivors(self) -> list[str]:
         """Return the command lines of processes that still run."""
-        return [" ".join(process.cmdline()) for process in _job(self._token)]
+        return [" ".join(process.cmdline()) for process in job_of(self._token)]
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:

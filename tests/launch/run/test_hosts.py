@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.dist.forks import fork_server
-from tests.dist.script import KILL_TIMEOUT_S, _wait_end
+from tests.dist.script import KILL_TIMEOUT_S, wait_end
+from tests.forked import in_child
 from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
-from tests.test_forks import in_child
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
@@ -112,8 +112,8 @@ def test_processes_on_a_host_end_with_the_process_of_the_tests():
         with fork_server().copy() as requests:
             agent, sleeper = map(int, in_child(start).strip("()").split(","))
 
-        assert _wait_end(sleeper, KILL_TIMEOUT_S)
-        assert _wait_end(agent, KILL_TIMEOUT_S)
+        assert wait_end(sleeper, KILL_TIMEOUT_S)
+        assert wait_end(agent, KILL_TIMEOUT_S)
 
 
 # -- one job -------------------------------------------------------------------------------------

@@ -1,16 +1,10 @@
-"""What a job holds is given up in a forked child, and nowhere else."""
+"""Calls a function in a forked child."""
 
 from __future__ import annotations
 
 import os
 import traceback
 from collections.abc import Callable
-
-import pytest
-
-from procpipe.forks import give_up_in_children
-
-pytestmark = pytest.mark.dist
 
 
 def in_child(act: Callable[[], object]) -> str:
@@ -29,20 +23,3 @@ def in_child(act: Callable[[], object]) -> str:
         result = file.read()
     os.waitpid(pid, 0)
     return result
-
-
-class Holder:
-    num_given_up = 0
-
-    def give_up_in_child(self):
-        self.num_given_up += 1
-
-
-def test_what_lives_is_given_up_in_a_child_only():
-    holder, dropped = Holder(), Holder()
-    for each in (holder, dropped):
-        give_up_in_children(each)
-    del dropped
-
-    assert in_child(lambda: holder.num_given_up) == "1"
-    assert holder.num_given_up == 0
