@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
@@ -133,7 +134,7 @@ def test_a_peer_that_has_left_is_a_fault_if_a_rank_needs_it(net):
     a.close()
     b.send(2, 7, 0, 0, b"still here")
     c.wait(lambda: all(received), nothing, peer=1)
-    answers = iter([False] * 5 + [True])
+    answers = itertools.chain([False] * 5, itertools.repeat(True))
     c.wait(lambda: next(answers), nothing, peer=0, every_s=0.001)
 
     error = failed(c, PeerLostError, peer=0)
