@@ -182,8 +182,7 @@ def test_unusual_plain_values_survive_json(value):
         (NotRegistered(), r"NotRegistered cannot travel .* by register_dataclass\("),
         ((Encoding({}),), r"Encoding at \[0\] cannot travel .* give dict\("),
         (Unnamed(1), r"Unnamed.* cannot travel.* _register_namedtuple\("),
-        (torch.ones(2, 3).max(0), r"No registered serialization name for .*return_types\.max"),
-        (Unnameable(), r"No registered serialization name for .*Unnameable"),
+        (Unnameable(), r"(?s)Unnameable.* cannot travel"),
         (Registered(1, 2, (3,)), r"its context or its keys change when they are written as JSON"),
         (collections.defaultdict(lambda: 0), r"<lambda>.* cannot travel"),
     ],
@@ -196,7 +195,7 @@ def test_other_types_are_refused_and_placed(value, message):
 @for_each("name", ["tests.Missing", "subprocess.Popen", "torch.Tensor"])
 def test_a_class_that_is_not_registered_here_is_not_rebuilt(name):
     containers, leaves = flatten(Registered(1, 2, None))[1]
-    with pytest.raises(BoundaryError, match=f"{name} in pytree is not registered.*on every rank"):
+    with pytest.raises(BoundaryError, match=f"(?s){name}.*on every rank"):
         unflatten([], (containers.replace("tests.Registered", name), leaves))
 
 
