@@ -89,10 +89,6 @@ class OverwrittenError(ProcpipeError, RuntimeError):
     """A tensor was written to while it was being sent, so what arrived may be a mixture."""
 
 
-#: Errors that every rank finds by itself, at the same place.
-FOUND_BY_EACH = (DisagreementError,)
-
-
 class RemoteStageError(ProcpipeError, RuntimeError):
     """Another rank failed, which ends the step here too.
 

@@ -90,11 +90,6 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
     )
 
 
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether hooks are called with a parameter's gradient during a backward pass."""
-    return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
-
-
 def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks are called when a gradient has been added to a parameter's."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

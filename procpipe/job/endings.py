@@ -27,7 +27,7 @@ import weakref
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from procpipe.errors import FOUND_BY_EACH, PeerLostError, RemoteStageError, StageClosedError
+from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.job.board import Page
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
@@ -150,7 +150,7 @@ def line_of(error: BaseException, reading: Page, first: int = 0) -> str:
     ours = grid.rank_name(reading.rank)
     if isinstance(error, KeyboardInterrupt):
         return f"procpipe: {ours} was interrupted {reading.where()}"
-    if isinstance(error, FOUND_BY_EACH) and reading.rank != first:
+    if isinstance(error, DisagreementError) and reading.rank != first:
         return f"procpipe: {ours} ends, because of the {type(error).__name__} of rank {first}"
     before = error.__context__
     if isinstance(error, StageClosedError) and isinstance(before, RemoteStageError):

@@ -134,13 +134,6 @@ class Proposal:
         """When each task runs."""
         return simulate(self.plan, self.costs, self.routes)
 
-    @property
-    def between_tasks_bytes(self) -> tuple[int, ...]:
-        """The peak that each stage itself counts: ``held_bytes`` without what is inside layers."""
-        nothing = (0,) * self.costs.num_partitions
-        outside = replace(self.costs, saved_bytes=nothing, put_off_bytes=nothing, buckets=())
-        return all_peak_bytes(self.plan, outside, self.routes)
-
 
 def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from procpipe.errors import FOUND_BY_EACH, ProcpipeError, RemoteStageError, StageClosedError
+from procpipe.errors import DisagreementError, ProcpipeError, RemoteStageError, StageClosedError
 from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions, line_of
 from procpipe.job.world import World
 from procpipe.notes import write_note
@@ -119,7 +119,7 @@ class Calls:
             if isinstance(error, RemoteStageError):
                 self._world.mesh.fail(error)  # new to ranks of this pipeline if it is of another
                 self._is_victim = True
-            elif not isinstance(error, FOUND_BY_EACH):
+            elif not isinstance(error, DisagreementError):
                 who = self._world.grid.name_of(self._world.rank)
                 story = f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}"
                 self._world.give_up(story, error)

@@ -174,14 +174,6 @@ def test_slow_links_make_steps_slower() -> None:
     assert slow > fast
 
 
-def test_bytes_between_tasks_do_not_include_those_within_layers() -> None:
-    proposals = propose(model(1, 1, kept=1000), Question(2, 1, chunks=(1,)), divide)
-    lean = propose(model(1, 1), Question(2, 1, chunks=(1,)), divide)
-
-    assert of(proposals, "gpipe").between_tasks_bytes == of(lean, "gpipe").held_bytes
-    assert of(proposals, "gpipe").held_bytes != of(lean, "gpipe").held_bytes
-
-
 def test_skip_tensors_are_routed_and_counted() -> None:
     skips = (Skip(0, (3,), (1000.0,)),)
     proposals = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)), divide)
@@ -209,7 +201,6 @@ def test_literal_times_of_two_replicas() -> None:
     assert (alone.total_s, gpipe.total_s) == (18, 18 + 4)
     assert gpipe.timeline.exposed_s == 4
     assert gpipe.static_bytes == alone.static_bytes == (4 * 600,) * 2
-    assert gpipe.between_tasks_bytes == alone.between_tasks_bytes
     uneven = replace(question, batch=9, chunks=(3,))
     assert of(propose(of_model, uneven, divide), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
 
