@@ -115,7 +115,7 @@ def step_of(schedule: str, num_layers: int, layer_s: float, bucket_s: float, nam
         replicas=REPLICAS,
         loss_fn=torch.nn.functional.mse_loss,
     )
-    data = torch.zeros(REPLICAS * NUM_MICRO_BATCHES, 4), torch.ones(REPLICAS * NUM_MICRO_BATCHES, 4)
+    data = torch.zeros(NUM_MICRO_BATCHES, 4), torch.ones(NUM_MICRO_BATCHES, 4)
     stage.step(*data)
     replicas: Any = stage._calls.pipeline.replicas  # type: ignore[union-attr]
     link = SlowGroup(replicas._group, bucket_s)

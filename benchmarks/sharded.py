@@ -97,6 +97,7 @@ def replicas(blocks: int, input: Tensor, target: Tensor) -> Callable[[], Tensor]
         checkpoint="never", balance=balance_of(blocks),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(stage.parameters())
+    input, target = (part.chunk(2)[stage.replica] for part in (input, target))
 
     def train() -> Tensor:
         optimizer.zero_grad()

@@ -34,9 +34,6 @@ def main() -> None:
     torch.set_num_threads(1)  # as under torchrun; the number changes the order of additions
     torch.manual_seed(0)
     train_text, test_text = read_text().tensor_split([NUM_BYTES * 95 // 100])
-    train_batches = random_passages(train_text, args.batch_size)
-    test_batches = [*islice(random_passages(test_text, 64), 4)]
-
     with torch.device("meta"):  # no memory here; Stage allocates this process's layers only
         model = build_model()
     stage = Stage(
@@ -47,6 +44,9 @@ def main() -> None:
         replicas=args.replicas,
         loss_fn=next_byte_loss,
     )
+    # Each replica reads its own part; without replicas that is all.
+    train_batches = random_passages(train_text, args.batch_size // stage.replicas, stage.replica)
+    test_batches = [*islice(random_passages(test_text, 64), 4)][stage.replica :: stage.replicas]
     optimizer = torch.optim.AdamW(parameter_groups(stage), lr=args.learning_rate)
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step / args.steps))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -81,10 +81,12 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(text[:NUM_BYTES]), dtype=torch.uint8)
 
 
-def random_passages(text: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def random_passages(
+    text: Tensor, batch_size: int, replica: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield passages, and the same one byte later: both ``(batch_size, CONTEXT)``, for ever."""
     passages = text.unfold(0, CONTEXT + 1, 1)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + replica)
     while True:
         chosen = torch.randint(len(passages), (batch_size,), generator=generator)
         batch = passages[chosen].long()
@@ -171,9 +173,13 @@ def warm_up_and_cosine(progress: float) -> float:
 def evaluate(stage: Stage, batches: Iterable[Any]) -> Tensor:
     """Return the mean loss without training."""
     stage.eval()
-    losses = [stage.step(input, target) for input, target in stage.batches(batches)]
+    total, weight = torch.zeros(()), torch.zeros(())
+    for input, target in stage.batches(batches):
+        total = total + stage.step(input, target).cpu() * stage.last_weight.cpu()
+        weight = weight + stage.last_weight.cpu()
     stage.train()
-    return torch.stack(losses).mean()
+    mean: Tensor = stage.sum_over_replicas(total) / stage.sum_over_replicas(weight)
+    return mean
 
 
 @torch.no_grad()

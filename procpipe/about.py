@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from procpipe import build
 from procpipe.errors import StageClosedError
 from procpipe.local_layers import LocalLayers
 from procpipe.run.calls import Calls
-from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.statistics import StageStatistics, TimedTask, table
 
@@ -20,7 +20,7 @@ class About(LocalLayers):
     """A stage's place among all, its statistics, and a table of all stages."""
 
     _calls: Calls
-    _issue_or_follow: Callable[..., Order]
+    _shared_call: Callable[..., AbstractContextManager[Pipeline]]
     _settings: build.Settings
 
     @property
@@ -55,7 +55,7 @@ class About(LocalLayers):
 
     @property
     def schedule(self) -> str:
-        """The name of the schedule; ``"a function"`` for one of the user's own."""
+        """The name of the schedule; ``"a function"`` for a plan of your own."""
         return self._settings.schedule.name
 
     # -- statistics ----------------------------------------------------------------------------
@@ -89,8 +89,8 @@ class About(LocalLayers):
         the same numbers from then on.
         """
         report_of_all = build.reporter()
-        with self._calls.together("report") as pipeline:
-            self._issue_or_follow("report")
+        with self._shared_call("report") as pipeline:
+            pipeline.coordinator.meet()
             statistics = report_of_all(pipeline)
             pipeline.split = statistics[self.rank].split
             return table(statistics)

@@ -46,7 +46,6 @@ from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
 from procpipe.run.log import Log
 from procpipe.run.pipeline import Pipeline
@@ -268,10 +267,9 @@ def connect(
     wires = connect_wires(world, control, grid, routes, facts)
     coordinator = Coordinator(wires.control, grid, routes, settings.schedule)
     log = log_of(world, settings, partitions, wires, facts, coordinator)
-    replicas = connect_replicas(world, settings, cut, wires, layers, log)
+    replicas = connect_replicas(world, settings, cut, wires, layers, log, coordinator.meet)
     executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
-    exchange = Exchange(grid, cut.placement[-1], wires)
-    pipeline = Pipeline(world, wires, executor, coordinator, exchange, log)
+    pipeline = Pipeline(world, wires, executor, coordinator, log)
     tied.make_equal(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
@@ -306,6 +304,7 @@ def connect_replicas(
     wires: Wires,
     layers: Mapping[str, nn.Module],
     log: Log,
+    meet: Callable[[], object],
 ) -> Replicas:
     """Connect this stage to that of the other replicas; waits for them."""
     grid = settings.grid
@@ -333,7 +332,7 @@ def connect_replicas(
         from procpipe.replicas.group import Group
         from procpipe.replicas.reduction import Reduction
     group = Group(world, grid, wires.choice, wires.mesh)
-    return Reduction(group, world.device, log)
+    return Reduction(group, world.device, log, meet)
 
 
 def tied_of(cut: Cut, stage: int) -> Tied:

@@ -2,12 +2,13 @@
 
     stage.step(input, target)          forward and backward of a whole mini-batch
     output = stage(input)              forward only; then any loss code, then loss.backward()
-    for … in stage.batches(loader)     rank 0 reads, the others follow
+    for … in stage.batches(loader)     the first rank of a replica reads, its others follow
 
 Every rank makes the same calls. Each call goes the same way:
 
-    1  rank 0 scatters the mini-batch and issues an order     Coordinator.issue
-       the others wait for it, in the same call               Coordinator.follow
+    1  a replica's first rank scatters its mini-batch and     Coordinator.issue
+       issues an order; its others wait for it, in the        Coordinator.follow
+       same call; replicas compare their calls                Coordinator.announce, meet
     2  every rank runs its stage's program                    Executor.run
     3  the result: a loss everywhere; an output on the last
        stage, a placeholder elsewhere
@@ -22,7 +23,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,12 +85,12 @@ class Stage(Gradients):
             :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
             without a balance on every rank, where only shapes count, or left out: then it is the
             model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
-        replicas: number of pipelines of this model, of equally many processes each. A mini-batch is
-            divided among them, and gradients are added up once a step, over the processes of the
-            same stage. See docs/replicas.md.
+        replicas: number of pipelines of this model, of equally many processes each. The first rank
+            of each reads data of its own, and gradients are added up once a step, over the
+            processes of the same stage. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
             pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
-        chunks: number of micro-batches a mini-batch, or a replica's share of it, is scattered into.
+        chunks: number of micro-batches that a replica's mini-batch is scattered into.
         devices: one device a rank; by default this host's GPUs in order, or CPUs. Several ranks may
             share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
@@ -132,8 +132,8 @@ class Stage(Gradients):
 
     Attributes:
         balance: number of layers in each partition, a list of int.
-        chunks: see above; rank 0's counts, and in ``batches(sharded=True)`` that of each reader.
-        checkpoint: see above; rank 0's counts.
+        chunks: see above; that of each replica's first rank counts.
+        checkpoint: see above; that of each replica's first rank counts.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
@@ -197,20 +197,20 @@ class Stage(Gradients):
             self.balance = cut.balance
             self._adopt(cut, build.tied_of(cut, self._grid.stage), is_training=module.training)
             self._checks_tied = bool(check_tied)
-            if isinstance(loss_fn, nn.Module) and self._grid.stage == self._output_rank:
+            if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
             self._loss = Loss(loss_fn, loss_weight, check_loss)
             self._keeps_own = False
             self._batches = Batches(
-                self._calls, self._issue_or_follow, self.rank, self._output_rank, self.device
-            )
-            self._intake = Intake(
-                self._issue_or_follow,
-                self._loss,
-                self._batches,
+                self._calls,
+                self._begin_call,
+                lambda: self.training,
                 self._grid,
                 self._output_rank,
                 self.device,
+            )
+            self._intake = Intake(
+                self._loss, self._batches, self._grid, self.placement[-1], self.device
             )
             self._same_input = SameInput(self._grid)
             build.claim_trace(trace, self._world)
@@ -231,29 +231,31 @@ class Stage(Gradients):
     ) -> Tensor:
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
-        Every rank calls it; rank 0's ``inputs`` and ``target`` are the ones that count, so the
-        others may pass anything, or nothing. Returns once this stage has done its part.
+        Every rank calls it; the ``inputs`` and the ``target`` of the first rank (of each replica)
+        are the ones that count, so the others may pass anything, or nothing. Returns once this
+        stage has done its part. In training the mini-batches of all replicas are one, of which each
+        has a part. In eval mode each replica has mini-batches of its own, as many as it wants.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
             target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
                 ``None`` for none. A model of several inputs needs it by name:
-                ``step(a, b, target=y)``. If only the last stage passes a target, that one is used,
-                unless there are replicas.
+                ``step(a, b, target=y)``. If only the last stage passes a target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
                 from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
-                in eval mode; rank 0's counts.
+                in eval mode; the first rank's counts, and in training all replicas need the same.
             total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
-                weight of all mini-batches whose gradients are added up, a number above 0. For
-                means over tokens; not together with ``accumulate``.
+                weight of all mini-batches whose gradients are added up, of all replicas, a number
+                above 0. For means over tokens; not together with ``accumulate``.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
                 the target, unless that is given: ``step(**batch)``.
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
             ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them:
-            the sum of the four returned losses is the mean loss. Gradients are added to the
+            the sum of the four returned losses is the mean loss. In eval mode it is that of this
+            replica, see :meth:`sum_over_replicas`. Gradients are added to the
             ``.grad`` of parameters (and of inputs that require a gradient).
 
         Raises:
@@ -261,23 +263,27 @@ class Stage(Gradients):
             ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or an ``accumulate``
                 that is no int from 1 or is given with ``total_weight``.
             TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
+            CallMismatchError: another rank is in another call or mode, or in training another
+                replica has another ``accumulate`` or ``total_weight``.
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
-            given, target = inputs_and_target(inputs, named, target, is_read=self.rank == 0)
+            given, target = inputs_and_target(inputs, named, target, is_read=self._grid.stage == 0)
             order, batch, ingoing = self._begin(
                 pipeline, "step", given, target, total_weight, accumulate
             )
             outcome = self._run_mini_batch(pipeline, order, batch)
-            self._add_input_gradients(pipeline, order, ingoing, outcome)
-            weight = order.whole if outcome.weight is None else outcome.weight
+            if ingoing is not None:
+                ingoing.add_gradients(outcome.input_gradients)
+            weight = order.count if outcome.weight is None else outcome.weight
             return self._loss.note(outcome.loss, weight)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
         """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
 
-        0-dim, float64, on every rank; does not communicate. So a loss over several mini-batches is
+        In training it is that of all replicas, as the loss is, in eval mode this one's. 0-dim,
+        float64, on every rank; does not communicate. So a loss over several mini-batches is
         the sum of ``loss * stage.last_weight`` over the sum of ``stage.last_weight``.
 
         Raises:
@@ -290,10 +296,11 @@ class Stage(Gradients):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
-        Every rank calls it; rank 0's ``inputs`` are the ones that count. Another rank may pass
-        nothing, or placeholders; if it passes tensors, they are compared with rank 0's in calls 1,
-        2, 4, 8 and so on (in a loop over ``batches(…, sharded=True)`` with those of the first rank
-        of its replica).
+        Every rank calls it; the ``inputs`` of the first rank (of each replica) are the ones that
+        count. Another rank may pass nothing, or placeholders; if it passes tensors, they are
+        compared with the first rank's in calls 1, 2, 4, 8 and so on. With replicas, where this is
+        done in training only, each has an output and a loss of its own. ``backward()``, which all
+        call, then averages gradients over replicas, weighted by their samples.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
@@ -308,15 +315,14 @@ class Stage(Gradients):
             RemoteStageError: another rank failed.
             ValueError: a mini-batch that cannot be scattered.
             TypeError: no tensor in the inputs.
-            DisagreementError: a rank passes other tensors than rank 0.
+            DisagreementError: a rank passes other tensors than the first rank of its replica.
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
             order, batch, ingoing = self._begin(pipeline, "forward", given)
-            agree = pipeline.control.agree
-            self._same_input.check(agree, given, is_sharded=order.is_sharded)
+            if batch.is_shared or self.replicas == 1:
+                self._same_input.check(pipeline.coordinator.agree, given)
             outputs = self._run_mini_batch(pipeline, order, batch).outputs
-            all_outputs = pipeline.exchange.gather_outputs(order, outputs)
         this = self._open_pass = object()
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
@@ -327,42 +333,46 @@ class Stage(Gradients):
         if self.rank != self._output_rank:
             what = "the output of stage(input)"
             return Remote(self._output_rank, what, may_follow, here=self.rank)
-        return join_outputs(all_outputs, may_follow)
+        return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
-        self, loader: Loader, *, sharded: bool = False, stop_on: Signals = ()
+        self, loader: Loader, *, stop_on: Signals = (), same_data: bool = False
     ) -> Iterator[Any]:
-        """Iterate over a data loader that rank 0 alone reads; ends everywhere when it ends.
+        """Iterate over a data loader that the first rank of each replica alone reads.
 
-        Every rank calls it, and each item waits for rank 0. Other ranks may pass anything for
-        ``loader``; it is not touched there.
+        Every rank calls it, and each item waits for the first rank. Other ranks may pass anything
+        for ``loader``; it is not touched there. With replicas each reads data of its own, as by a
+        ``DistributedSampler`` of ``stage.replicas`` and ``stage.replica``, and all wait for each
+        other at each item. In training the loops of all replicas end with the first loader, in
+        eval mode each ends with its own.
 
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
-                makes such a loader, called on rank 0 only (``lambda: tqdm(loader)`` shows one bar).
-            sharded: with replicas, the first rank of each reads a loader of its own, which gives
-                it its share of the mini-batch (by a ``DistributedSampler`` of ``stage.replicas``
-                and ``stage.replica``, say). Shares may be unequal. The loop ends when all loaders
-                have ended; until then, a replica whose loader has ended adds nothing.
+                makes such a loader, called on the first rank only (``lambda: tqdm(loader)`` shows
+                one bar a replica).
             stop_on: signals on which the loop ends, such as ``(signal.SIGTERM,)``; the same on
                 every rank, in the main thread. When any rank gets one, the loop ends on every rank
                 after the current mini-batch, ``is_stopped`` is True, and later loops with
                 ``stop_on`` end at once. From then on these signals do nothing until ``close``. A
                 loop that ends without a signal sets the earlier handlers again. Each item then
-                waits for all ranks.
+                waits for all ranks. Once a replica has ended its loop in eval mode, a signal ends
+                the next loop only.
+            same_data: whether replicas may read the same; otherwise it is an error if they do so
+                in the first mini-batch in training.
 
         Yields:
-            On rank 0 the loader's items. Elsewhere items of the same form, with placeholders in
-            the place of tensors; except that on the last stage all but the first entry of a tuple
-            or list (the target) is real, so that a loss can be computed there. Any other item is
-            real there as a whole: a tensor, a dict, a dataclass, a tuple of one entry. An entry
-            that cannot travel (a NumPy array) remains a placeholder. An item of a class that
-            torch's pytree knows keeps its class; another Mapping is a dict.
+            On the first rank the loader's items. Elsewhere items of the same form, with
+            placeholders in the place of tensors; except that on the last stage all but the first
+            entry of a tuple or list (the target) is real, so that a loss can be computed there. Any
+            other item is real there as a whole: a tensor, a dict, a dataclass, a tuple of one
+            entry. An entry that cannot travel (a NumPy array) remains a placeholder. An item of a
+            class that torch's pytree knows keeps its class; another Mapping is a dict.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
-            CallMismatchError: with replicas, ``sharded`` is not the same on all ranks; or
-                ``stop_on`` is not.
+            CallMismatchError: ``stop_on`` is not the same on all ranks, or ``same_data`` or the
+                mode is not on all replicas.
+            DisagreementError: replicas have read the same.
             TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
                 is given with ``mesh``.
             RuntimeError: ``stop_on`` in another thread than the main one.
@@ -374,10 +384,9 @@ class Stage(Gradients):
                 "of the job have their own, which would go on: leave stop_on out, agree by "
                 "torch.distributed and break"
             )
-        items_of: Callable[[str], Iterator[Any]] = partial(batches.read, loader)
-        if sharded and self.replicas > 1:
-            items_of = partial(batches.shards, loader, is_first=self._grid.stage == 0)
-        return batches.until_stopped(stop_on, items_of) if stop_on != () else items_of("")
+        if stop_on != ():
+            return batches.until_stopped(loader, stop_on, same_data=bool(same_data))
+        return batches.read(loader, same_data=bool(same_data))
 
     @property
     def is_stopped(self) -> bool:
@@ -388,8 +397,28 @@ class Stage(Gradients):
         """
         return self._batches.stops.is_stopped
 
+    def sum_over_replicas(self, value: Any) -> Any:
+        """Add up a number of each replica, as the losses of all in eval mode; on every rank.
+
+        Every rank calls it, once after a loop, and waits for the same stage of other replicas.
+        Without replicas the result is the number itself.
+
+        Args:
+            value: a number, or a tensor of one; the same on all ranks of a replica. A placeholder
+                remains one.
+
+        Returns:
+            The sum; of a tensor, a tensor of its shape and dtype, detached.
+        """
+        with self._shared_call("sum_over_replicas", _number_of(value)) as pipeline:
+            numbers = pipeline.coordinator.meet()
+        if isinstance(value, Remote):
+            return value
+        total = sum(numbers)
+        return torch.full_like(value, total) if isinstance(value, Tensor) else total
+
     def fetch(self, value: Any) -> Any:
-        """Bring a value that one rank holds to every rank.
+        """Bring a value that one rank holds to every rank of its replica.
 
         Every rank calls it, with the value where it is real and the placeholder elsewhere, and
         waits for the rank that holds it.
@@ -404,13 +433,14 @@ class Stage(Gradients):
             RemoteValueError: no rank has all of it.
         """
         with self._calls.together("fetch") as pipeline:
-            detail = self._issue_or_follow("fetch", detail=FetchDetail(holder_of(value))).detail
-            assert isinstance(detail, FetchDetail), "rank 0 says where the value is"
+            ours = FetchDetail(holder_of(value, self._grid.rank_of(0)))
+            detail = self._begin_call("fetch", detail=ours).detail
+            assert isinstance(detail, FetchDetail), "the first rank says where the value is"
             holder = detail.holder
             if self.rank != holder:
                 return pipeline.wires.take_value(holder)
             check_held(value)
-            for peer in range(self._world.num_ranks):
+            for peer in self._grid.same_replica():
                 if peer != holder:
                     pipeline.wires.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
@@ -426,19 +456,28 @@ class Stage(Gradients):
 
     @property
     def _output_rank(self) -> int:
-        """The stage of the last partition, which has the loss; of replica 0, the whole output."""
-        return self._cut.placement[-1]
+        """The rank of this replica that runs the last partition, and has the output."""
+        return self._grid.rank_of(self._cut.placement[-1])
 
-    def _issue_or_follow(self, call: str, **decided: Any) -> Order:
-        return self._calls.issue_or_follow(call, is_training=self.training, **decided)
+    def _begin_call(self, call: str, **decided: Any) -> Order:
+        """Begin a call, which the ranks of this replica make together."""
+        pipeline = self._calls.pipeline
+        assert pipeline is not None, "an order is part of a call"
+        return pipeline.coordinator.begin(call, is_training=self.training, **decided)
+
+    @contextmanager
+    def _shared_call(self, call: str, value: Any = None) -> Iterator[Pipeline]:
+        """Surround a call that all replicas make together; ``value`` is what this one announces."""
+        with self._calls.together(call) as pipeline:
+            pipeline.coordinator.announce(self._begin_call(call), value)
+            yield pipeline
 
     @contextmanager
     def _agreement(self, call: str, *, of_gradients: bool = False) -> Iterator[Agree]:
-        with self._calls.together(call) as pipeline:
-            self._issue_or_follow(call)
+        with self._shared_call(call) as pipeline:
             if of_gradients:
                 pipeline.replicas.check_added_up(call)
-            yield pipeline.control.agree
+            yield pipeline.coordinator.agree
 
     def _begin(
         self,
@@ -451,7 +490,7 @@ class Stage(Gradients):
     ) -> tuple[Order, MiniBatch, Ingoing | None]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
-            pipeline.exchange,
+            pipeline.coordinator,
             call,
             given,
             target,
@@ -468,12 +507,14 @@ class Stage(Gradients):
         self._open_pass = None
         buffers = self._tied.versions()
         if self._cut.ties and order.keeps_graph:
-            self._tied.check_equal(pipeline.control.agree, always=self._checks_tied)
+            self._tied.check_equal(pipeline.coordinator.agree, always=self._checks_tied)
         pipeline.executor.begin()
         for layer in self._deferred:
             layer.begin()
         outcome = pipeline.run(order, batch)
-        pipeline.replicas.end_forward(self.children())
+        pipeline.coordinator.meet()  # also where nothing has been added up
+        if order.is_training:
+            pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
         self._tied.check_unchanged(buffers)
@@ -491,29 +532,25 @@ class Stage(Gradients):
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
-            order = self._issue_or_follow(
+            coordinator = pipeline.coordinator
+            order = self._begin_call(
                 "backward",
                 sizes=order.sizes,
                 recompute=order.recompute,
-                shares=order.shares,
-                is_sharded=order.is_sharded,
                 reduces=not self._keeps_own,
             )
-            gradients = pipeline.exchange.divide_gradients(order, batch.output_gradients)
+            coordinator.announce(order, order.count)
+            gradients = batch.output_gradients
+            if gradients is not None:
+                share = order.count / sum(coordinator.meet())
+                gradients = [[_times(one, share) for one in of_part] for of_part in gradients]
             batch = replace(batch, output_gradients=gradients, reduces=order.reduces)
             buffers = self._tied.versions()
             outcome = pipeline.run(order, batch)
+            coordinator.meet()
             self._tied.check_unchanged(buffers)
-            self._add_input_gradients(pipeline, order, ingoing, outcome)
-
-    def _add_input_gradients(
-        self, pipeline: Pipeline, order: Order, ingoing: Ingoing | None, outcome: Outcome
-    ) -> None:
-        """Run the backward pass of what made the inputs, on rank 0."""
-        given = outcome.input_gradients
-        gradients = pipeline.exchange.gather_input_gradients(order, ingoing, given)
-        if ingoing is not None:
-            ingoing.add_gradients(gradients)
+            if ingoing is not None:
+                ingoing.add_gradients(outcome.input_gradients)
 
     # -- building -------------------------------------------------------------------------------
 
@@ -531,9 +568,25 @@ class Stage(Gradients):
                 chunks=self.chunks,
                 checkpoint=self.checkpoint,
             )
-            if self._grid.stage == self._output_rank:
+            if self.rank == self._output_rank:
                 pipeline.replicas.make_equal(self._loss.modules())
         except RuntimeError as error:
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             raise
         return pipeline
+
+
+def _number_of(value: Any) -> float | None:
+    """Return a number of the user's; None for a placeholder."""
+    if isinstance(value, Remote):
+        return None
+    number = value.item() if isinstance(value, Tensor) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(
+            f"sum_over_replicas() takes a number, or a tensor of one real number, not {value!r}"
+        )
+    return number
+
+
+def _times(gradient: Tensor | None, share: float) -> Tensor | None:
+    return gradient if gradient is None or share == 1 else gradient * share

@@ -97,12 +97,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = options.settings
     subject = load(Named(**settings["named"]))
     stage = Stage(subject.model, loss_fn=subject.loss_fn, **settings["stage"])
+    inputs = [_part_of(each, stage) for each in subject.inputs]
+    target = _part_of(subject.target, stage)
     for _ in range(_NUM_WARM_UP):
-        _step(stage, subject.inputs, subject.target)
+        _step(stage, inputs, target)
     steps_s, busy_s = [], []
     tasks_s: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(settings["num_steps"]):
-        steps_s.append(_step(stage, subject.inputs, subject.target))
+        steps_s.append(_step(stage, inputs, target))
         tasks = stage.last_step()
         busy_s.append(sum(timed.end_s - timed.start_s for timed in tasks))
         for timed in tasks:
@@ -114,6 +116,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     Path(f"{options.output}.{stage.rank}").write_text(json.dumps(ours))
     stage.close()
+
+
+def _part_of(value: Any, stage: Any) -> Any:
+    """Return this replica's part of a mini-batch's nested value."""
+    if isinstance(value, torch.Tensor):
+        return value.tensor_split(stage.replicas)[stage.replica]
+    if isinstance(value, dict):
+        return {key: _part_of(each, stage) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_part_of(each, stage) for each in value)
+    return value
 
 
 def _step(stage: Any, inputs: Sequence[Any], target: Any) -> float:

@@ -82,7 +82,8 @@ def summary(attempt: Attempt) -> str:
         return ""
     steps = "1 step" if reading.num_steps == 1 else f"{reading.num_steps:,} steps"
     rate = reading.num_samples / reading.step_s if reading.step_s else 0.0
-    of = " a pipeline" if reading.num_ranks < attempt.num_ranks else ""
+    is_part = reading.num_ranks < attempt.num_ranks or reading.num_replicas > 1
+    of = " a pipeline" if is_part else ""
     return f"{steps}, {rate_text(rate)} samples/s{of} in steps"
 
 
@@ -167,7 +168,7 @@ def plain_line(rows: Sequence[Row], time_text: str) -> str:
         return f"{time_text}: no rank has begun its first step yet"
     parts = [f"{time_text}: step {first.step:,}"]
     if first.samples_per_s is not None:
-        of = " a pipeline" if first.is_part else ""
+        of = " a pipeline" if first.is_part or first.replica is not None else ""
         parts.append(f"{rate_text(first.samples_per_s)} samples/s{of}")
     cells = [(row.replica, row.cells()) for row in rows]
     for name in ("busy", "bubble", "memory", "GPU"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -22,26 +24,40 @@ class MeanLoss:
     Args:
         loss: the user's function.
         weights: what each micro-batch counts.
-        total: what the sum is divided by: what the micro-batches of all replicas count, or what the
-            user says.
+        whole: returns what the micro-batches of all replicas count. It may wait for them, so it is
+            called when that is needed first.
+        total_weight: what the sum is divided by; None for what all count.
         accumulate: of how many mini-batches this is one whose gradients are added up.
-        weight: what the mini-batch counts, if the other stages do not know it.
+        is_sent: whether the other stages need what all count from this one.
     """
 
     def __init__(
         self,
         loss: Loss,
         weights: Sequence[float],
-        total: float,
+        whole: Callable[[], float],
+        total_weight: float | None = None,
         *,
         accumulate: int = 1,
-        weight: float | None = None,
+        is_sent: bool = False,
     ) -> None:
         self._loss = loss
         self._accumulate = accumulate
-        self._weight = weight
-        self._shares = [weight / total if total else 0.0 for weight in weights]
-        self._sum: Tensor | None = None
+        self._weights = weights
+        self._get_whole = whole
+        self._total_weight = total_weight
+        self._is_sent = is_sent
+        self._losses: dict[int, Tensor] = {}  # in the order of their tasks
+
+    @cached_property
+    def _whole(self) -> float:
+        return self._get_whole()
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """What each micro-batch is multiplied by in the mean."""
+        total = self._whole if self._total_weight is None else self._total_weight
+        return [weight / total if total else 0.0 for weight in self._weights]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the user's function, if it is a module."""
@@ -50,7 +66,7 @@ class MeanLoss:
 
     def is_left_out(self, i: int) -> bool:
         """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
-        return self._shares[i] == 0
+        return not self._weights[i]
 
     def of(self, i: int, output: object, target: object) -> Tensor:
         """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
@@ -58,8 +74,7 @@ class MeanLoss:
 
     def add(self, i: int, loss: Tensor) -> None:
         """Count what :meth:`of` returned for micro-batch ``i``, detached."""
-        part = loss * self._shares[i]
-        self._sum = part if self._sum is None else self._sum + part
+        self._losses[i] = loss
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""
@@ -75,12 +90,13 @@ class MeanLoss:
         # In autograd's order of operations, so as (loss / n).backward() to the last bit.
         return torch.full_like(loss, 1 / self._accumulate, dtype=dtype) * self._shares[i]
 
-    @property
+    @cached_property
     def part(self) -> LossPart:
         """This stage's part of the loss, once all its micro-batches are counted."""
-        assert self._sum is not None, "a mini-batch has a micro-batch"
-        loss = self._sum if self._accumulate == 1 else self._sum / self._accumulate
-        return LossPart(loss, self._weight)
+        loss = reduce(add, (loss * self._shares[i] for i, loss in self._losses.items()))
+        if self._accumulate != 1:
+            loss = loss / self._accumulate
+        return LossPart(loss, self._whole if self._is_sent else None)
 
 
 class LossPart(NamedTuple):

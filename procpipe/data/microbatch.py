@@ -71,18 +71,6 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
     return _divide(inputs, sizes), sizes
 
 
-def scatter_twice(inputs: Any, num_shares: int, chunks: int) -> list[tuple[list[Any], list[int]]]:
-    """Divide inputs into shares, and each into at most ``chunks`` micro-batches.
-
-    Takes and raises what :func:`scatter` does, and returns the same for each share. A batch smaller
-    than the number of shares leaves the last of them empty.
-    """
-    shares = [_sizes(size, chunks) for size in _sizes(_batch_size(inputs), num_shares)]
-    parts = iter(_divide(inputs, [size for sizes in shares for size in sizes]))
-    found = [([next(parts) for _ in sizes], sizes) for sizes in shares]
-    return found + [([], [])] * (num_shares - len(found))
-
-
 def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return a target's part for each micro-batch, by the sizes that :func:`scatter` returned.
 

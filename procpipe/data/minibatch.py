@@ -88,8 +88,7 @@ class Ingoing:
 
     sizes: tuple[int, ...]  # samples in each micro-batch
     inputs: list[Flat]  # each micro-batch's inputs, detached, on stage 0's device
-    #: Of each micro-batch, the tensors that require a gradient, as the user gave them; with
-    #: replicas, on rank 0, of the micro-batches of all.
+    #: Of each micro-batch, the tensors that require a gradient, as the user gave them.
     requiring: list[list[Tensor]]
 
     @classmethod
@@ -134,6 +133,8 @@ class MiniBatch:
     reduces: bool = True  # whether gradients are added up over replicas, if there are several
     is_backward: bool = False  # whether gradients of parameters are made
     is_step: bool = False  # whether a loss is computed, here or on other stages
+    #: Whether all replicas, of several, have a mini-batch in this call, whose loss is one.
+    is_shared: bool = False
     #: On the stage of the last partition, for a program that begins with backward tasks: each
     #: micro-batch's gradients of the output tensors that require one.
     output_gradients: Sequence[list[Tensor | None]] | None = None

@@ -216,10 +216,10 @@ class Remote:
         )
 
 
-def holder_of(value: Any) -> int:
-    """Return the rank that holds a nested value: that of a placeholder in it, else rank 0."""
+def holder_of(value: Any, first: int) -> int:
+    """Return the rank that holds a nested value: that of a placeholder in it, else ``first``."""
     leaves = pytree.tree_leaves(value)
-    return max((leaf.rank for leaf in leaves if isinstance(leaf, Remote)), default=0)
+    return max((leaf.rank for leaf in leaves if isinstance(leaf, Remote)), default=first)
 
 
 def check_held(value: Any) -> None:
@@ -232,8 +232,7 @@ def check_held(value: Any) -> None:
         missing = next(operand for operand in _operands(value) if isinstance(operand, Remote))
         raise RemoteValueError(
             f"fetch() of a value that no rank has whole: here {missing!r} is missing. Fetch what "
-            "different ranks hold one by one; in a loop over batches(…, sharded=True) rank 0's "
-            "item is fetched, and replica 0 may have none left"
+            "different ranks hold one by one"
         )
 
 

@@ -1,11 +1,10 @@
 """Sampling from a causal language model, with key-value caches that stay on their stages.
 
-rank 0 ── prompts ──> all ranks           each token: one stage(...), whose micro-batches are
+first rank ── prompts ──> all ranks       each token: one stage(...), whose micro-batches are
 stage(...) ── logits ──> last stage       some of the sequences each; then the last stage
 next tokens ── fetch ──> all ranks        chooses, and all ranks get what it chose
 
-Each replica has some of the sequences, and their caches. All logits come to the last stage of
-replica 0.
+Each replica has sequences of its own, and their caches.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ def generate(
 ) -> Tensor:
     """Continue sequences of tokens; all of them at once, as micro-batches of the stage's chunks.
 
-    Every rank calls it; rank 0's arguments are the ones that count, so the others may pass nothing.
-    The stage is in eval mode meanwhile.
+    Every rank calls it; the first rank's arguments are the ones that count, so the others may pass
+    nothing. Each replica continues sequences of its own. The stage is in eval mode meanwhile.
 
     Args:
         stage: of a causal language model by ``hf.sequential``.
         input_ids: prompts ``(batch, length)``, int64; shorter ones padded on the left.
         max_new_tokens: the most tokens to add to each sequence.
-        do_sample: draw tokens by their probabilities; otherwise take the most probable one. Rank
-            0's default generator (``torch.manual_seed``) determines the samples, for any number of
-            stages. Penalties of repetitions, tokens that are left out, ``top_k``, ``top_p`` and so
-            on are those that the model's ``generation_config`` names, and of no other default.
+        do_sample: draw tokens by their probabilities; otherwise take the most probable one. The
+            first rank's default generator (``torch.manual_seed``) determines the samples, for any
+            number of stages. Penalties of repetitions, tokens that are left out, ``top_k``,
+            ``top_p`` and so on are those that the model's ``generation_config`` names, and of no
+            other default.
         temperature: divides the logits before tokens are drawn; above 0.
         eos_token_id: the token, or tokens, after which a sequence ends; by default that of the
             model's ``generation_config``. The rest of its row is filled with the padding token.
@@ -70,19 +70,16 @@ def generate(
             f"{type(model).__name__}"
         )
     job: dict[str, Any] = {}
-    if stage.rank == 0:
+    if stage._grid.stage == 0:
         try:
             given = input_ids, attention_mask, max_new_tokens
             job = _job(model, *given, temperature if do_sample else None, eos_token_id)
         except (TypeError, ValueError) as error:
             job = {"fault": str(error)}
     job = stage.fetch(job)
-    if "fault" in job:  # of rank 0, on every rank
+    if "fault" in job:  # of the first rank, on every rank
         raise ValueError(job["fault"])
-    # In a loop of its own, rank 0's prompts are all, also within one over replicas' own data.
-    for _ in stage.batches([None] if stage.rank == 0 else None):
-        tokens = _continued(stage, **job)
-    return tokens
+    return _continued(stage, **job)
 
 
 def _continued(
@@ -105,7 +102,7 @@ def _continued(
             for cache in caches:
                 cache.begin()
             output = stage(input_ids=inputs, attention_mask=mask, position_ids=positions)
-            if stage.rank == stage.placement[-1]:
+            if stage._grid.stage == stage.placement[-1]:
                 logits = output[0] if isinstance(output, tuple) else output
                 logits = processors(tokens, logits[:, -1].float())
                 output = _chosen(logits, None if temperature is None else generator)

@@ -45,7 +45,7 @@ def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     config = _config_of(stage, name)
     tensors: dict[str, Tensor] = {}
     ours = {key: value.contiguous() for key, value in _of_adapter(stage, name).items()}
-    for rank in range(len(stage.devices)):  # they are small, and peft has one file
+    for rank in stage._grid.same_replica():  # they are small, and peft has one file
         tensors |= stage.fetch(ours if rank == stage.rank else Remote(rank, "an adapter", None))
     with Member.of(stage).call("hf.save_adapter") as agree:
 

@@ -45,7 +45,7 @@ class Page(Structure):
         ("place", c_int64),  # the rank among those
         ("written_ns", c_int64),
         ("num_steps", c_int64),  # mini-batches done
-        ("num_samples", c_int64),  # in them, of all replicas
+        ("num_samples", c_int64),  # in them, of this replica
         ("num_micro_batches", c_int64),  # of the newest mini-batch
         ("micro_batch", c_int64),  # of the newest task
         ("since_ns", c_int64),  # when the task began

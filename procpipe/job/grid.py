@@ -71,6 +71,10 @@ class Grid:
         """Return the ranks that run this rank's stage, by replica."""
         return list(range(self.stage, self.num_ranks, self.num_stages))
 
+    def same_replica(self) -> list[int]:
+        """Return the ranks of this rank's replica, by stage."""
+        return list(range(self.rank_of(0), self.rank_of(self.num_stages)))
+
     def stage_name(self, rank: int) -> str:
         """Describe the stage of a rank: "stage 1", of several replicas "stage 1 of replica 0"."""
         replica, stage = divmod(rank, self.num_stages)

@@ -9,15 +9,15 @@ pass and the drain of the pipeline. Each replica has divided its loss by what th
 counts, so sums are right as they are. Gradients of earlier calls that all replicas have in common
 are divided by the number of replicas first, as the sum adds them up, too.
 
-Every process of a group begins the same sums in the same order, whatever its replica has done: a
-replica without samples adds zeros.
+Every process of a group begins the same sums in the same order, once it knows that the others are
+in the same call.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -31,21 +31,29 @@ from procpipe.plan.buckets import bucketed
 from procpipe.plan.program import Run
 from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation
-from procpipe.replicas.loss_sum import LossSum
 from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.torch_internals import has_accumulation_hooks
 
 
 class Reduction(Replicas):
-    """One stage's part in adding up over replicas; ``group`` are the processes that run it."""
+    """One stage's part in adding up over replicas.
 
-    def __init__(self, group: Group, device: torch.device, log: Log) -> None:
+    Args:
+        group: the processes that run the stage.
+        device: this stage's.
+        log: notes each sum.
+        meet: waits until all of them are in this call.
+    """
+
+    def __init__(
+        self, group: Group, device: torch.device, log: Log, meet: Callable[[], object]
+    ) -> None:
         self._group = group
         self._device = device
         self._log = log
+        self._meet = meet
         self._joined = ReplicaBuffers(group)
-        self._losses = LossSum(group, device)
         self._own: set[nn.Parameter] = set()  # gradients to be added up, see Stage.no_sync
         self._fresh: set[nn.Parameter] = set()  # without a gradient before this call
         #: How many layers with a parameter are still to add to its gradient for the last time.
@@ -71,6 +79,7 @@ class Reduction(Replicas):
 
     def end_forward(self, layers: Iterable[nn.Module]) -> None:
         """Join the replicas' statistics of batch normalisation, and make other buffers equal."""
+        self._meet()
         self._joined.end_forward(layers)
 
     # -- gradients ------------------------------------------------------------------------------
@@ -82,6 +91,7 @@ class Reduction(Replicas):
 
         In one order on all stages that have them.
         """
+        self._meet()
         found = list(parameters)
         self._num_to_add = Counter(found)
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
@@ -228,9 +238,15 @@ class Reduction(Replicas):
 
     # -- losses ---------------------------------------------------------------------------------
 
-    def total(self, loss: Tensor | None) -> Tensor | None:
-        """Return the loss of all replicas, from that of this one; None where it has no samples."""
-        return self._losses.total(loss, self._log)
+    def total(self, loss: Tensor, batch: MiniBatch) -> Tensor:
+        """Return the loss of all replicas, from that of this one."""
+        if not batch.is_shared:
+            return loss
+        self._meet()
+        total = loss.to(self._device, torch.float64, copy=True)
+        with self._log.awaited_sum("loss", total.nbytes):
+            self._group.begin_sum(total).wait()
+        return total.to(loss.dtype)
 
 
 def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:

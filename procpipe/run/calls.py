@@ -1,9 +1,9 @@
 """Calls that all ranks make together, and how all of them end when one fails.
 
-    with calls.together("step") as pipeline:      refuses after a failure
-        order = calls.issue_or_follow("step", …)  on rank 0, on the others
+    with calls.together("step") as pipeline:            refuses after a failure
+        order = pipeline.coordinator.begin("step", …)   is every rank in this call?
         pipeline.run(order, batch)
-                                                  an exception here reaches every rank
+                                                        an exception here reaches every rank
 
 After a call that fails on one rank no further call can be made: the ranks are at different places.
 A script that fails between two calls does the same, and one that ends leaves the pipeline. All
@@ -17,16 +17,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
 
 from procpipe.errors import DisagreementError, ProcpipeError, RemoteStageError, StageClosedError
 from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions, line_of
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.run.faults import in_a_line, story_of, text_of
-from procpipe.run.messages import Order
 from procpipe.run.pipeline import Pipeline
 
 
@@ -95,18 +91,6 @@ class Calls:
                 f"was made in {self._thread.name!r}: make all calls of a stage in the thread that "
                 "makes the stage"
             )
-
-    def issue_or_follow(self, call: str, *, is_training: bool, **decided: Any) -> Order:
-        """Issue the order of a call, by its method's name, on rank 0, and wait for it elsewhere.
-
-        ``decided`` is what rank 0 decides, see ``Order``.
-        """
-        assert self.pipeline is not None, "an order is part of a call"
-        # A backward pass runs with gradients off on the rank where autograd calls it.
-        is_grad_enabled = torch.is_grad_enabled() or call == "backward"
-        ours = Order(call, is_training, is_grad_enabled, **decided)
-        coordinator = self.pipeline.coordinator
-        return coordinator.issue(ours) if self._world.rank == 0 else coordinator.follow(ours)
 
     def fail(self, name: str, error: BaseException) -> None:
         """End the pipeline on every rank because of an error on this one."""

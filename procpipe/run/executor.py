@@ -127,7 +127,7 @@ class Executor:
                     self._channels.receivers[transfer.channel].expect()
             self._channels.wait_posted()
             self._add_up_tied(of_ties)
-            part = self._loss_part(batch) if batch.is_step and program else None
+            part = self._loss_part(batch) if batch.is_step else None
             self._end_gradients(part, batch, outcome)
         except BaseException as error:
             self.tied.abandon_gradients()
@@ -150,13 +150,13 @@ class Executor:
     def _end_gradients(self, part: LossPart | None, batch: MiniBatch, outcome: Outcome) -> None:
         """Add gradients to those of earlier calls, and add up over replicas."""
         if batch.is_backward and not self._has_begun:
-            self._begin_gradients(batch)  # this replica has no samples
+            self._begin_gradients(batch)  # no task makes any
         self.tied.end_gradients()  # before replicas are added up, which divides what was there
         if batch.is_backward:
             self.replicas.end()
-        if batch.is_step:
-            outcome.loss = self.replicas.total(None if part is None else part.loss)
-            outcome.weight = None if part is None else part.weight
+        if part is not None:
+            outcome.loss = self.replicas.total(part.loss, batch)
+            outcome.weight = part.weight
 
     # -- tasks ----------------------------------------------------------------------------------
 

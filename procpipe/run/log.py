@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -99,9 +98,8 @@ class Log:
     def _write_sums(self, order: Order) -> None:
         page = self._board.page
         if order.call != "forward" or not order.is_grad_enabled:  # else backward follows
-            sizes = chain(*(of_one for of_one, _ in order.shares)) if order.shares else order.sizes
             page.num_steps += 1
-            page.num_samples += sum(sizes)
+            page.num_samples += sum(order.sizes)
         page.busy_s, page.step_s = self.busy_ns / 1e9, self.step_ns / 1e9
         now_s = time.monotonic()
         if self._device.type == "cuda" and now_s > self._device_read_s + _READ_DEVICE_EVERY_S:

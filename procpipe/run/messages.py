@@ -1,7 +1,9 @@
-"""The messages between rank 0 and the other ranks, as data and as JSON.
+"""The small messages between ranks, as data and as JSON.
+
+    first rank of a replica                   its other ranks
+    Order(call="step", plan=…, …)        ->   in step(…) too? then they run the plan
 
     rank 0                                    every other rank
-    Order(call="step", plan=…, …)        ->   in step(…) too? then it runs the plan
     facts of the start                   <-   settings and layer names, compared on rank 0
 
 PURE: no sockets, no torch.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +25,14 @@ ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
 
 @dataclass(frozen=True)
 class BatchDetail:
-    """An item of rank 0's loader."""
+    """An item of a first rank's loader."""
 
-    form: Any = None  # plain JSON, see ``run.batches``; None if the loader has ended
+    form: Any = None  # plain JSON, see ``run.batches``; None if the loop has ended
     #: The entries of the item that are sent to the last stage, by their indices, if any are.
     delivered: list[int] = field(default_factory=list)
-    is_sharded: bool = False  # whether the first rank of each replica reads a loader of its own
     stop_on: str = ""  # the names of the signals on which the loop ends
     is_stopped: bool = False  # whether the loop ends because of one
+    faults: list[str] = field(default_factory=list)  # why no loop can go on
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,11 @@ _DETAILS: dict[str, type[Detail]] = {
 
 @dataclass(frozen=True)
 class Order:
-    """One call that all ranks make together, as rank 0 made it."""
+    """One call that the ranks of a replica make together, as its first rank made it."""
 
     call: str  # the method: "step", "forward", "backward", "batches", …
-    is_training: bool = True  # whether rank 0's stage is in training mode
-    is_grad_enabled: bool = True  # whether gradients are recorded on rank 0
+    is_training: bool = True  # whether the first rank's stage is in training mode
+    is_grad_enabled: bool = True  # whether gradients are recorded on the first rank
     plan: str = ""  # digest of the plan, or ""
     plan_text: str = ""  # the plan itself, the first time it is named
     sizes: tuple[int, ...] = ()  # samples of each micro-batch
@@ -66,12 +69,6 @@ class Order:
     recompute: tuple[int, ...] = ()  # the micro-batches that are recomputed
     target: str = LOCAL  # where the last stage finds the target (ROUTED, LOCAL, DELIVERED)
     delivered: int = 0  # which of the delivered values it is
-    #: Of each replica, the samples of its micro-batches, and which are recomputed; empty with one
-    #: replica, whose ``sizes`` and ``recompute`` these are.
-    shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    #: Whether each replica's first rank has its own share of the mini-batch.
-    is_sharded: bool = False
-    whole: float = 0.0  # what the mini-batch of all replicas counts in the loss, or its samples
     reduces: bool = True  # whether gradients are added up over replicas
     detail: Detail | None = None  # what else this call needs to say, if it does
 
@@ -80,14 +77,27 @@ class Order:
         """Whether a ``step`` runs its backward pass."""
         return self.is_training and self.is_grad_enabled
 
-    def of_replica(self, replica: int) -> Order:
-        """Return the order of one replica, of an order for all."""
-        if not self.shares:
-            return self
-        sizes, recompute = self.shares[replica]
-        first = sum(len(before) for before, _ in self.shares[:replica])
-        weights = self.weights[first : first + len(sizes)]
-        return dataclasses.replace(self, sizes=sizes, recompute=recompute, weights=weights)
+    @property
+    def is_shared(self) -> bool:
+        """Whether all replicas make this call together.
+
+        In eval mode each has mini-batches of its own, and as many as it wants.
+        """
+        is_own = self.call in ("batches", "fetch")
+        return not is_own and (self.is_training or self.call not in ("step", "forward"))
+
+    @property
+    def count(self) -> float:
+        """What the mini-batch counts, as far as all stages know: its weights, or its samples."""
+        return math.fsum(self.weights or self.sizes)
+
+    def common(self) -> dict[str, Any]:
+        """Return what all replicas must have in common, by its name; plain JSON."""
+        return {
+            "total_weight": self.total_weight,
+            "accumulate": self.accumulate,
+            "no_sync()": not self.reduces,
+        }
 
     def mode(self) -> str:
         """Describe the modes that must be the same on every rank."""

@@ -2,7 +2,7 @@
 
     Stage ── what the user called
       └─ Pipeline
-           ├─ Coordinator   which plan             (orders from rank 0, over Control)
+           ├─ Coordinator   what all ranks call    (orders and announcements, over Control)
            ├─ Executor      this stage's program   (tasks of the Partitions)
            ├─ Log           board, times, perhaps a recording
            └─ Wires         sockets and channels, see ``wiring.py``
@@ -20,7 +20,6 @@ import torch
 from procpipe.data.minibatch import MiniBatch, Outcome
 from procpipe.job.world import World
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.exchange import Exchange
 from procpipe.run.executor import Executor
 from procpipe.run.log import Log
 from procpipe.run.messages import Order
@@ -46,7 +45,6 @@ class Pipeline:
         wires: Wires,
         executor: Executor,
         coordinator: Coordinator,
-        exchange: Exchange,
         log: Log,
     ) -> None:
         self.wires = wires
@@ -54,7 +52,6 @@ class Pipeline:
         self.channels = wires.channels
         self.executor = executor
         self.replicas = executor.replicas
-        self.exchange = exchange
         self.coordinator = coordinator
         self.log = log
         self.split: Split | None = None

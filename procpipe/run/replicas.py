@@ -49,15 +49,15 @@ class Replicas:
     def end(self) -> None:
         """Wait until all gradients are added up."""
 
-    def total(self, loss: Tensor | None) -> Tensor | None:
-        """Return the sum of the losses of all replicas, given that of this one, if it has any."""
+    def total(self, loss: Tensor, batch: MiniBatch) -> Tensor:
+        """Return the sum of the losses of all replicas, given that of this one."""
         return loss
 
     def check_added_up(self, call: str) -> None:
         """Check before a call that uses gradients that none is still to be added up."""
 
     def end_forward(self, layers: Iterable[nn.Module]) -> None:
-        """Join what layers have noted of a mini-batch, such as running statistics."""
+        """Join what layers have noted of a mini-batch in training, such as running statistics."""
 
     def close(self) -> None:
         """Drop the connections."""

@@ -1,6 +1,6 @@
-"""Compares the inputs that ranks pass to ``stage(input)``.
+"""Compares the inputs that the ranks of a replica pass to ``stage(input)``.
 
-    rank 0    stage(x) ── checksum of x ──> rank 0 ── faults ──> every rank, in calls 1, 2, 4, 8, …
+    rank 0    stage(x) ── checksum of x ──> rank 0 ── faults ──> both, in calls 1, 2, 4, 8, …
     rank 1    stage(x) ── checksum of x ──>
 
 The first rank's input is the one that counts. Where each rank reads a loader of its own, the last
@@ -43,27 +43,27 @@ class SameInput:
         self._grid = grid
         self._num_calls = 0
 
-    def check(self, agree: Agree, inputs: Any, *, is_sharded: bool) -> None:
+    def check(self, agree: Agree, inputs: Any) -> None:
         """Compare the inputs of a call; every rank makes it, and waits in calls 1, 2, 4, 8, ….
 
-        A rank that passes no tensors, or placeholders, is not compared. ``is_sharded``: whether
-        each replica's first rank has an input of its own.
+        A rank that passes no tensors, or placeholders, is not compared. ``agree`` brings together
+        the values of all ranks.
 
         Raises:
             DisagreementError: a rank's input is another one; raised on every rank.
         """
         self._num_calls += 1
         n = self._num_calls
-        if self._grid.num_ranks == 1 or n & (n - 1):
+        if self._grid.num_stages == 1 or n & (n - 1):
             return
-        faults = agree(_described(inputs), lambda of_all: self._faults(of_all, is_sharded))
+        faults = agree(described(inputs), self._faults)
         if faults:
             raise DisagreementError(faults)
 
-    def _faults(self, of_all: list[Described], is_sharded: bool) -> list[str]:
+    def _faults(self, of_all: list[Described]) -> list[str]:
         grid, faults = self._grid, []
         for rank, theirs in enumerate(of_all):
-            first = rank - rank % grid.num_stages if is_sharded else 0
+            first = rank - rank % grid.num_stages
             if theirs and of_all[first] and theirs != of_all[first]:
                 faults.append(
                     f"in call {self._num_calls} of stage(input), {grid.rank_name(rank)} passes "
@@ -85,7 +85,7 @@ def _difference(theirs: Described, first: Described) -> str:
     return f"{form} instead of {other}" if form != other else f"{form} of other values"
 
 
-def _described(inputs: Any) -> Described:
+def described(inputs: Any) -> Described:
     """Describe the tensors of an input; the empty list if there are none to compare."""
     tensors: list[Tensor] = []
     for leaf in _leaves(inputs):

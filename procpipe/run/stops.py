@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-from procpipe.run.control import Agree
-
 #: What a user gives: signals such as ``signal.SIGTERM``.
 Signals = Collection[int]
 
@@ -55,11 +53,6 @@ class Stops:
         finally:
             if not (self.is_stopped or self.is_signalled):
                 self._restore(added)
-
-    def agree(self, agree: Agree) -> bool:
-        """Return whether any rank has got a signal; every rank calls it, and it waits for all."""
-        self.is_stopped = bool(agree(self.is_stopped or self.is_signalled, any))
-        return self.is_stopped
 
     def restore(self) -> None:
         """Set the handlers that were there before."""

@@ -14,11 +14,10 @@ too. torchgpipe wraps the layer in another module instead, which prefixes every 
 
 from __future__ import annotations
 
-import dis
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import wraps
-from types import FunctionType, GeneratorType, ModuleType
+from types import GeneratorType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -174,25 +173,16 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def _others(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield a fault if a module is a skippable of another package, or uses one's functions."""
+    """Yield a fault if a module is a skippable of another package."""
     of = type(module)
     origin = next(filter(None, map(_other_origin, of.__mro__)), None)
     if origin is not None:
         yield f"layer {name!r} ({of.__name__}) is a skippable of {origin}"
-    forward = getattr(of.forward, _ORIGINAL, None)
-    if not isinstance(forward, FunctionType):
-        return
-    instructions = dis.get_instructions(forward)
-    for used in {each.argval for each in instructions if each.opname == "LOAD_GLOBAL"}:
-        if (origin := _other_origin(forward.__globals__.get(used))) is not None:
-            yield f"layer {name!r} ({of.__name__}) uses {used} of {origin}"
 
 
-def _other_origin(value: Any) -> str | None:
-    """Return the package of another project's skippables that a class or module is from."""
-    module = value.__module__ if isinstance(value, (type, FunctionType)) else ""
-    module = value.__name__ if isinstance(value, ModuleType) else module
-    return next((other for other in _OTHERS if f"{module}.".startswith(f"{other}.")), None)
+def _other_origin(of: type) -> str | None:
+    """Return the package of another project's skippables that a class is from."""
+    return next((other for other in _OTHERS if f"{of.__module__}.".startswith(f"{other}.")), None)
 
 
 #: In which layer each skip tensor is stashed first, and how many layers may pop it.

@@ -96,9 +96,8 @@ class Member:
         if not isinstance(self.module, Stage):
             yield lambda ours, combine: combine([ours])
             return
-        with self.module._calls.together(name) as pipeline:
-            self.module._issue_or_follow(name)
-            yield pipeline.control.agree
+        with self.module._agreement(name) as agree:
+            yield agree
 
 
 def raise_faults(headline: str, faults: list[str]) -> None:

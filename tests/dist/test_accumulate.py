@@ -106,23 +106,22 @@ def test_bits_are_those_of_a_divided_loss(ranks, num_ranks, schedule, mode, is_r
 
 
 def check_replicas(bare):
-    for loss_fn, weigh, sharded in (
-        (F.cross_entropy, None, False),
-        (F.cross_entropy, None, True),
-        (F.cross_entropy, num_of_class_0, False),
-        (masked_cross_entropy, None, False),
+    for loss_fn, weigh in (
+        (F.cross_entropy, None),
+        (F.cross_entropy, num_of_class_0),
+        (masked_cross_entropy, None),
     ):
         plain = make_model()
         options: Any = {"chunks": 2, "schedule": "1f1b", "replicas": 2, "loss_fn": loss_fn}
         options["loss_weight"] = weigh
-        what = f"{type(loss_fn).__name__} {weigh is not None} {sharded}"
+        what = f"{type(loss_fn).__name__} {weigh is not None}"
         batches = make_batches(5, 8)[::2]  # of 8 samples: two for each of four micro-batches
         with stage_of(bare, what, plain, [2, 4], **options) as stage:
-            loader = batches
-            if sharded:  # unequal shares
-                first = slice(None, 2) if stage.replica == 0 else slice(2, None)
-                loader = [(input[first], target[first]) for input, target in batches]
-            items = stage.batches(loader, sharded=sharded)
+            own = slice(None, 4) if stage.replica == 0 else slice(4, None)
+            if weigh is None:  # unequal parts
+                own = slice(None, 2) if stage.replica == 0 else slice(2, None)
+            loader = [(input[own], target[own]) for input, target in batches]
+            items = stage.batches(loader)
             for (input, target), item in zip(batches, items, strict=True):
                 loss = F.cross_entropy(plain(input), target)
                 if weigh is not None:

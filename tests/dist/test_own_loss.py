@@ -224,23 +224,6 @@ def test_a_loss_of_what_cannot_travel_says_so(ranks: Any, name: str) -> None:
     assert f"rank 0 ({name}, which cannot travel to other ranks)" in second
 
 
-def use_a_share(world: Any) -> str:
-    stage, text = make_stage(world, replicas=2), ""
-    for x, y in stage.batches([(X, Y)], sharded=True):
-        try:
-            flat_cross_entropy(stage(x), y)
-        except RemoteValueError as error:
-            text = str(error)
-    return text
-
-
-def test_a_loss_of_a_replicas_share_says_that_it_is_not_sent(ranks: Any) -> None:
-    _, second, _, fourth = ranks(4).run(use_a_share).values()
-    for error in (second, fourth):
-        assert "(entry 1 of the mini-batch, which batches(…, sharded=True) sends to no" in error
-        assert "or use loss_fn and step(input, target)" in error
-
-
 # -- each rank's own data ------------------------------------------------------------------------
 
 
@@ -315,7 +298,7 @@ def read_own_in_replicas(world: Any, what: str) -> int:
     stage, num_calls = make_stage(world, replicas=2), 0
     is_last = world.rank % 2 == 1
     loader = [torch.full((4, 6), 1.0 + world.rank, dtype=torch.float64)] * 3
-    for x in stage.batches(loader, sharded=True) if what != "not sharded" else loader:
+    for x in stage.batches(loader):
         if is_last and what == "own":
             x = loader[0]
         elif is_last and what == "of its replica's first":
@@ -326,18 +309,11 @@ def read_own_in_replicas(world: Any, what: str) -> int:
 
 
 def test_replicas_that_read_their_own_are_compared_with_their_first(ranks: Any) -> None:
-    assert ranks(4).run(read_own_in_replicas, "sharded").values() == [3] * 4
+    assert ranks(4).run(read_own_in_replicas, "placeholders").values() == [3] * 4
     assert ranks(4).run(read_own_in_replicas, "of its replica's first").values() == [3] * 4
     for error in ranks(4).run(read_own_in_replicas, "own").errors():
         assert "rank 1 (stage 1 of replica 0) passes another input than rank 0 (" in error.text
         assert "rank 3 (stage 1 of replica 1) passes another input than rank 2 (" in error.text
-
-
-def test_without_own_loaders_replicas_are_compared_with_rank_0(ranks: Any) -> None:
-    for error in ranks(4).run(read_own_in_replicas, "not sharded").errors():
-        for rank in (1, 2, 3):
-            assert f"rank {rank} (" in error.text
-        assert error.text.count("another input than rank 0 (stage 0 of replica 0)") == 3
 
 
 class CountCalls(TorchFunctionMode):

@@ -73,16 +73,19 @@ def check_caches(bare):
     torch.manual_seed(1)
     layers = Places(persistent=False), nn.Linear(1, 2)
     for layer, sizes in (
-        (nn.Identity(), ((4, 3), (1, 5), (4, 4), (4, 6))),  # of 1 sample, replica 1 has none
+        (nn.Identity(), ((4, 3), (1, 5), (4, 4), (4, 6))),
         (Late(), ((1, 3), (4, 3))),
     ):
+        more = 0 if isinstance(layer, Late) else 1  # of replica 1, whose buffer is then longer
         plain = nn.Sequential(layer, *layers).double()
         name = type(layer).__name__
         with stage_of(bare, name, plain, [2, 1], replicas=2, loss_fn=F.mse_loss) as stage:
             for size, length in sizes:
-                input, target = ones(size, length), ones(size, 2)
-                expected = F.mse_loss(plain(input), target).detach()
-                found = stage.step(input, target)
+                target = ones(size, 2)
+                of_both = [ones(size, length + more * replica) for replica in range(2)]
+                losses = [F.mse_loss(plain(input), target).detach() for input in of_both]
+                expected = (losses[0] + losses[1]) / 2
+                found = stage.step(of_both[stage.replica], target)
                 assert_same(found, expected, f"{name}, {size} of {length}", TOLERANCE)
 
 
@@ -93,7 +96,7 @@ def check_other_shape(bare):
 
     def step_twice():  # where the first raises on one stage only, the others learn of it later
         for _ in range(2):
-            stage.step(ones(1, 4), ones(1, 2))
+            stage.step(ones(1, 4 + stage.replica), ones(1, 2))
 
     with pytest.raises((RuntimeError, RemoteStageError)) as caught:
         step_twice()

@@ -7,6 +7,7 @@ they may differ in their last digits; between replicas every bit is the same.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import warnings
 from dataclasses import asdict
@@ -21,9 +22,9 @@ from torch import nn
 from procpipe import (
     BalanceError,
     CallMismatchError,
+    DisagreementError,
     NoChunk,
     RemoteStageError,
-    RemoteValueError,
     Stage,
     state,
 )
@@ -31,7 +32,6 @@ from procpipe.losses import MaskedCrossEntropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
 from procpipe.timeline.idle import split
-from tests.dist.devices import is_on_gpus
 from tests.dist.script import run_forked
 from tests.dist.stages import MODES, assert_same, stage_of, world_of
 from tests.dist.test_failures import Faulty, check_lost, kill, without_ended
@@ -93,6 +93,11 @@ def make_batch(size, seed):
     return input, target
 
 
+def own(stage, *whole):
+    """Return this replica's part of each tensor of a whole mini-batch."""
+    return [tensor.tensor_split(stage.replicas)[stage.replica] for tensor in whole]
+
+
 def mean_loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -138,7 +143,7 @@ def assert_same_gradients(stage, plain, what):
 
 
 def train(
-    bare, replicas, schedule="gpipe", mode="except_last", loss="mean", sizes=(11, 3, 8, 1), **more
+    bare, replicas, schedule="gpipe", mode="except_last", loss="mean", sizes=(11, 3, 8, 2), **more
 ):
     """Train over mini-batches of these sizes; the gradients of the second and third add up."""
     plain = make_model()
@@ -151,10 +156,10 @@ def train(
         assert (stage.replica, stage.replicas) == (bare.rank // num_stages, replicas)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (stage, plain)]
         for step, size in enumerate(sizes):
-            input, target = make_batch(size, step)
+            input, target = make_batch(max(size, replicas), step)
             expected = plain_loss(plain(input), target)
             expected.backward()
-            data = (input, target) if bare.rank == 0 else ()
+            data = own(stage, input, target) if bare.rank % num_stages == 0 else ()
             assert_same(stage.step(*data), expected.detach(), f"loss {step}", TOLERANCE)
             assert_same_gradients(stage, plain, f"step {step}")
             if step == 1:
@@ -225,7 +230,7 @@ def check_no_sync(bare):
         name = f"no_sync {loss} {total}"
         options = options | {"replicas": 2, "chunks": 2, "schedule": "1f1b"}
         with stage_of(bare, name, plain, [2, 4], **options) as stage:
-            for step, size in enumerate((5, 3, 1, 6)):
+            for step, size in enumerate((5, 3, 2, 6)):
                 input, target = make_batch(size, step)
                 expected = plain_loss(plain(input), target)
                 if total:
@@ -233,9 +238,9 @@ def check_no_sync(bare):
                 expected.backward()
                 if step in (1, 2):  # step 0 was added up already
                     with stage.no_sync():
-                        stage.step(input, target, total_weight=total)
+                        stage.step(*own(stage, input, target), total_weight=total)
                 else:
-                    stage.step(input, target, total_weight=total)
+                    stage.step(*own(stage, input, target), total_weight=total)
                     assert_same_gradients(stage, plain, f"{name} step {step}")
 
 
@@ -269,30 +274,41 @@ def check_reentrant(bare):
                 plain_loss(plain(input), target).backward()
                 if first == "no_sync" and step == 0:
                     with stage.no_sync():
-                        stage.step(input, target)
+                        stage.step(*own(stage, input, target))
                 else:
-                    stage.step(input, target)
+                    stage.step(*own(stage, input, target))
                     assert_same_gradients(stage, plain, f"{loss} {first} step {step}")
 
 
 def check_own_loss(bare):
+    """Each replica has its own loss; gradients are averaged, weighted by samples."""
     plain = make_model()
     with stage_of(bare, "own", plain, [2, 4], replicas=2, chunks=2, schedule="zb-h1") as stage:
-        for step, size in enumerate((9, 1, 4)):
-            input, target = make_batch(size, step)
+        for step, sizes in enumerate(((6, 3), (1, 1), (1, 4))):
             plain.zero_grad()
             stage.zero_grad()
-            scores = plain(input)
-            (scores.square().max() + mean_loss(scores, target)).backward()  # no mean over samples
-            output = stage(input)
-            target = target.to(stage.device)
-            loss = (output * output).max() + F.cross_entropy(output.flatten(0, 1), target.flatten())
-            loss.backward()
+            expected = []
+            for replica, size in enumerate(sizes):
+                input, target = make_batch(size, 10 * step + replica)
+                scores = plain(input)
+                # No mean over samples.
+                loss = scores.square().max() + mean_loss(scores, target)
+                (loss * size / sum(sizes)).backward()
+                expected.append((scores.detach(), loss.detach()))
+            input, target = make_batch(sizes[stage.replica], 10 * step + stage.replica)
+            for x, y in stage.batches([(input, target)]):
+                output = stage(x)
+                loss = (output * output).max() + F.cross_entropy(output.flatten(0, 1), y.flatten())
+                loss.backward()
             assert_same_gradients(stage, plain, f"step {step}")
-            assert_same(stage.fetch(output.detach()), scores.detach(), "output", TOLERANCE)
+            scores, own_loss = expected[stage.replica]
+            assert_same(stage.fetch(output.detach()), scores, "output", TOLERANCE)
+            assert_same(stage.fetch(loss.detach()), own_loss, "loss", TOLERANCE)
+            total = stage.fetch(stage.sum_over_replicas(loss.detach()))
+            assert_same(total, sum(one for _, one in expected), "sum of losses", TOLERANCE)
 
 
-def test_a_loss_of_ones_own_is_of_the_whole_output(ranks):
+def test_a_loss_of_ones_own_is_averaged_over_replicas(ranks):
     ranks(4).run(check_own_loss, world=False).values()
 
 
@@ -304,9 +320,10 @@ def check_gradients_of_inputs(bare):
         ours = start.detach().clone().requires_grad_()
         target = torch.zeros(5, 2, dtype=torch.float64)
         F.mse_loss(plain(start * 2), target).backward()
-        stage.step(ours * 2, target)
-        if bare.rank == 0:
-            assert_same(ours.grad, start.grad, "gradient of the input", TOLERANCE)
+        stage.step(*own(stage, ours * 2, target))
+        if bare.rank % 2 == 0:  # zeros for the samples of the other replica
+            found, expected = own(stage, ours.grad, start.grad)
+            assert_same(found, expected, "gradient of the input", TOLERANCE)
 
 
 def test_inputs_get_their_gradients(ranks):
@@ -318,11 +335,10 @@ def check_batch_norm(bare):
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     options = {"replicas": 2, "chunks": 2, "deferred_batch_norm": True, "loss_fn": F.mse_loss}
     with stage_of(bare, "norm", plain, [2, 1], **options) as stage:
-        for size in (12, 9, 2):  # of 2 samples, replica 1 would have one, which has no variance
+        for size in (12, 9):
             input = torch.randn(size, 3, dtype=torch.float64)
-            if size > 2:
-                stage.step(input, torch.zeros(size, 2, dtype=torch.float64))
-                plain(input)
+            stage.step(*own(stage, input, torch.zeros(size, 2, dtype=torch.float64)))
+            plain(input)
         expected = dict(plain.named_buffers())
         for name, buffer in stage.named_buffers():
             assert_same(buffer, expected[name], name, TOLERANCE)
@@ -341,11 +357,11 @@ def check_frozen_and_not_split(bare):
             (mean_loss(plain(input), target)).backward()
             if step == 0:
                 with stage.no_sync():
-                    stage.step(input, target)
+                    stage.step(*own(stage, input, target))
                 with pytest.raises(RuntimeError, match="still to be added up"):
                     check_added_up(stage)
             else:
-                stage.step(input, target)
+                stage.step(*own(stage, input, target))
             plain[3].requires_grad_(False)
             stage.get_submodule("3").requires_grad_(False) if "3" in stage._modules else None
         assert_same_gradients(stage, plain, "frozen between")
@@ -359,16 +375,16 @@ def check_frozen_and_not_split(bare):
     with stage_of(bare, "no chunk", plain, [1, 2], **options) as stage:
         input, target = make_batch(8, 1)
         expected = mean_loss(plain[2](plain[1](table[input])), target)
-        assert_same(
-            stage.step(input, NoChunk(table), target=target), expected.detach(), "loss", TOLERANCE
-        )
+        x, y = own(stage, input, target)
+        found = stage.step(x, NoChunk(table), target=y)
+        assert_same(found, expected.detach(), "loss", TOLERANCE)
 
 
 def check_one_stage(bare):
     plain = make_model()
     with stage_of(bare, "one stage", plain, [6], replicas=4, loss_fn=mean_loss) as stage:
-        input, target = make_batch(3, 1)  # replica 3 gets nothing, and all give real values
-        found = stage.step(input, target)
+        input, target = make_batch(7, 1)
+        found = stage.step(*own(stage, input, target))
         assert_same(found, mean_loss(plain(input), target).detach(), "loss", TOLERANCE)
 
 
@@ -379,105 +395,6 @@ def check_buffers(bare):
             stage.step(torch.randn(8, 3), torch.zeros(8, 2))
         for name, value in stage.named_buffers():
             assert torch.equal(*group_of(stage).gathered(value)), name
-
-
-def check_shards_kept(bare):
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    loader = [(torch.randn(4, 3), torch.zeros(4, 2))]
-
-    def steps_after_the_loop():
-        with stage_of(bare, "kept", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-            ((input, target),) = list(stage.batches(loader, sharded=True))
-            while True:  # rank 2 finds it; with GPUs, ranks 0 and 1 may end a step before they know
-                stage.step(input, target)
-
-    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
-        steps_after_the_loop()
-    assert "used outside of the body of that loop" in str(caught.value)
-
-
-def check_two_loops(bare):
-    """Two loops that take turns, of which the first ends while the other is in its body."""
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
-    with stage_of(bare, "two loops", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        loops = (stage.batches(items, sharded=True) for _ in range(2))
-        for (input, target), _ in zip(*loops, strict=False):
-            stage.step(input, target)
-        whole = torch.randn(4, 3), torch.zeros(4, 2)
-        stage.step(*(whole if bare.rank == 0 else ()))
-        assert stage.last_weight == 4  # those of rank 0, and of no other
-        output = stage(whole[0])
-        assert len(stage.fetch(output)) == 4
-
-
-def check_sharded_on_some_ranks(bare):
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
-
-    def loop(name, sharded):
-        with stage_of(bare, name, layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-            for input, target in stage.batches(items, sharded=sharded):
-                stage.step(input, target)
-            stage.step(*items[0])
-
-    for replica in 0, 1:
-        sharded = bare.rank // 2 == replica
-        with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
-            loop(f"sharded on replica {replica}", sharded)
-        words = str(caught.value)
-        assert f"is in batches(…, sharded={replica == 1}) while rank 0 is in batches(…" in words
-
-
-def check_shares_are_scattered(bare):
-    sizes = []
-
-    def loss_of(output, target):
-        sizes.append(len(target))
-        return F.mse_loss(output, target)
-
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    items = [(torch.randn(6, 3), torch.zeros(6, 2))]
-    options = {"replicas": 2, "chunks": 3, "loss_fn": loss_of, "checkpoint": "never"}
-    with stage_of(bare, "scattered", layers, [1, 1], **options) as stage:
-        for input, target in stage.batches(items, sharded=True):
-            stage.step(input, target)
-    assert sizes == [2, 2, 2] * (bare.rank % 2)
-
-
-def check_fetch_of_shares(bare):
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    shares = [(torch.ones(4, 3), torch.full((4, 2), float(bare.rank)))] * (1 + bare.rank // 2)
-    fetched = []
-
-    def fetch_all():
-        options = {"replicas": 2, "loss_fn": F.mse_loss}
-        with stage_of(bare, "fetch", layers, [1, 1], **options) as stage:
-            for _, target in stage.batches(shares, sharded=True):
-                fetched.append(stage.fetch(target).cpu())
-
-    with pytest.raises((RemoteValueError, RemoteStageError)) as caught:
-        fetch_all()
-    assert "fetch() of a value that no rank has whole" in str(caught.value)
-    # Rank 0 has no second one. Its failure may reach another rank that still takes the first.
-    assert len(fetched) == 1 or (bare.rank > 0 and not fetched)
-    assert all(torch.equal(target, torch.zeros(4, 2)) for target in fetched)
-
-
-def check_loop_left(bare):
-    """Leave a loop whose iterator is kept: inputs are shares until it is closed."""
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    items = [(torch.randn(4, 3), torch.zeros(4, 2))] * 2
-    with stage_of(bare, "loop left", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        loop: Any = stage.batches(items, sharded=True)
-        for _ in loop:
-            break
-        whole = torch.randn(4, 3), torch.zeros(4, 2)
-        stage.step(*whole)
-        assert stage.last_weight == 8
-        loop.close()
-        stage.step(*(whole if bare.rank == 0 else ()))
-        assert stage.last_weight == 4
 
 
 def check_zeroed(bare):
@@ -496,42 +413,28 @@ def check_zeroed(bare):
 def check_nothing_counts(bare):
     model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
     input, target = make_batch(4, 1)
-    own = [target, no_tokens][bare.rank // 2]  # with shares, only that of replica 1 counts nothing
+    target_here = [target, no_tokens][bare.rank // 2]  # only that of replica 1 counts nothing
     for loss in ("weighted", "counting"):
         options = LOSSES[loss][0] | {"replicas": 2, "chunks": 2}
         with stage_of(bare, f"nothing {loss}", model, [2, 4], **options) as stage:
-            for data in stage.batches([(input, own)], sharded=True):
+            for data in stage.batches([(input, target_here)], same_data=True):
                 stage.step(*data)  # a warning would be an error
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 assert stage.step(input.clone(), no_tokens) == 0
             found = [str(warning.message) for warning in caught]
-            assert len(found) == (bare.rank == 0), found
+            assert len(found) == (bare.rank == 1), found
             assert all("its loss and its gradients are 0" in text for text in found), found
 
 
 def check_target_on_the_last_stage(bare):
-    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    input, target = torch.ones(4, 3), torch.zeros(4, 2)
-
-    def loss_fn(output, *target):  # needs none: else the other replica's error may come first
-        return output.sum()
-
-    def step_with_a_target_on(rank):
-        with stage_of(bare, f"{rank}", layers, [1, 1], replicas=2, loss_fn=loss_fn) as stage:
-            stage.step(input, target=target if bare.rank == rank else None)
-
-    step_with_a_target_on(0)
-    with stage_of(bare, "none", layers, [1, 1], replicas=2, loss_fn=loss_fn) as stage:
-        for sharded in False, True:  # None is a placeholder elsewhere, which is no target
-            for item in stage.batches([(input, None)], sharded=sharded):
-                stage.step(*item)
-    for rank, replica in ((1, 0), (3, 1))[is_on_gpus() :]:  # there none is opened after a failure
-        with pytest.raises((ValueError, TypeError, RemoteStageError)) as caught:
-            step_with_a_target_on(rank)
-        if bare.rank == rank:
-            words = f"rank 0 gave none, and rank {rank} (stage 1 of replica {replica}) did"
-            assert words in str(caught.value)
+    plain = make_model()
+    with stage_of(bare, "target", plain, [2, 4], replicas=2, loss_fn=mean_loss) as stage:
+        input, target = make_batch(5, 1)
+        expected = mean_loss(plain(input), target)
+        x, y = own(stage, input, target)
+        found = stage.step(x, target=y if bare.rank % 2 == 1 else None)
+        assert_same(found, expected.detach(), "loss", TOLERANCE)
 
 
 def check_unscale(bare):
@@ -554,16 +457,8 @@ def check_unscale(bare):
 @pytest.mark.parametrize(
     "check",
     [
-        *(check_frozen_and_not_split, check_one_stage, check_buffers, check_shards_kept),
-        *(check_two_loops, check_sharded_on_some_ranks, check_fetch_of_shares),
-        check_shares_are_scattered,
-        *(
-            check_reentrant,
-            check_loop_left,
-            check_zeroed,
-            check_nothing_counts,
-            check_target_on_the_last_stage,
-        ),
+        *(check_frozen_and_not_split, check_one_stage, check_buffers, check_reentrant),
+        *(check_zeroed, check_nothing_counts, check_target_on_the_last_stage),
         check_unscale,
     ],
 )
@@ -591,7 +486,7 @@ def check_unused(bare):
     with stage_of(bare, "unused", plain, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
         for half in input.split(2):
             (F.mse_loss(plain(half), target[:2]) / 2).backward()
-        stage.step(input, target)
+        stage.step(*own(stage, input, target))
         expected = dict(plain.named_parameters())
         for name, parameter in stage.named_parameters():
             assert (parameter.grad is None) == (expected[name].grad is None), name
@@ -603,22 +498,21 @@ def test_parameters_that_not_all_replicas_use(ranks):
     ranks(4).run(check_unused, world=False).values()
 
 
-def check_sharded(bare):
+def check_own_loaders(bare):
     plain = make_model()
-    sizes = [[4, 3, 1], [2, 6, 5, 7, 2]]  # replica 0 ends after three, and replica 1 after five
-    cases = ("gpipe", "mean"), ("1f1b", "counting"), ("gpipe", "weighted")
-    for schedule, loss in cases:
+    sizes = [[4, 3, 1], [2, 6, 5, 7, 2]]  # replica 0 has three, and replica 1 five
+    for schedule, loss in (("gpipe", "mean"), ("1f1b", "counting"), ("gpipe", "weighted")):
         options, plain_loss = LOSSES[loss]
-        name = f"sharded {schedule} {loss}"
+        name = f"loaders {schedule} {loss}"
         options = options | {"replicas": 2, "chunks": 2, "schedule": schedule}
         with stage_of(bare, name, plain, [2, 4], **options) as stage:
-            own = sizes[stage.replica]
-            loader = [make_batch(size, 10 * stage.replica + k) for k, size in enumerate(own)]
+            mine = sizes[stage.replica]
+            loader = [make_batch(size, 10 * stage.replica + k) for k, size in enumerate(mine)]
             num_steps = 0
-            for input, target in stage.batches(loader, sharded=True):
+            for input, target in stage.batches(loader if bare.rank % 2 == 0 else None):
                 k, num_steps = num_steps, num_steps + 1
                 found = stage.step(input, target)
-                both = [make_batch(of[k], 10 * r + k) for r, of in enumerate(sizes) if k < len(of)]
+                both = [make_batch(of[k], 10 * r + k) for r, of in enumerate(sizes)]
                 inputs, targets = (torch.cat(parts) for parts in zip(*both, strict=True))
                 plain.zero_grad()
                 expected = plain_loss(plain(inputs), targets)
@@ -626,15 +520,176 @@ def check_sharded(bare):
                 assert_same(found, expected.detach(), f"{name} loss {k}", TOLERANCE)
                 assert_same_gradients(stage, plain, f"{name} step {k}")
                 stage.zero_grad()
-            assert num_steps == 5
-            input, target = make_batch(5, 3)  # after the loop rank 0's counts again
-            expected = plain_loss(plain(input), target).detach()
+            assert num_steps == 3  # all end with the first
             stage.eval()
-            assert_same(stage.step(input, target), expected, f"{name} after", TOLERANCE)
+            total, weight = torch.zeros(()).double(), torch.zeros(()).double()
+            for k, (input, target) in enumerate(stage.batches(loader)):
+                expected = plain_loss(plain(loader[k][0]), loader[k][1]).detach()
+                found = stage.step(input, target)
+                assert_same(found, expected, f"{name} of this replica", TOLERANCE)
+                total += found.cpu() * stage.last_weight.cpu()
+                weight += stage.last_weight.cpu()
+            assert k == len(mine) - 1  # each ends with its own
+            total, weight = stage.sum_over_replicas(total), stage.sum_over_replicas(weight)
+            whole = [
+                make_batch(n, 10 * r + k) for r, of in enumerate(sizes) for k, n in enumerate(of)
+            ]
+            inputs, targets = (torch.cat(parts) for parts in zip(*whole, strict=True))
+            expected = plain_loss(plain(inputs), targets).detach()
+            assert_same(total / weight, expected, f"{name} of all", TOLERANCE)
+            assert stage.sum_over_replicas(stage.replica + 2) == 5
+            stage.train()
+            stage.step(*make_batch(4, stage.replica))  # and all are together again
 
 
 def test_each_replica_reads_a_loader_of_its_own(ranks):
-    ranks(4).run(check_sharded, world=False).values()
+    ranks(4).run(check_own_loaders, world=False).values()
+
+
+def test_the_end_of_the_first_loader_is_said_once(ranks):
+    outcomes = ranks(2).run(loops_that_end_apart, world=False).values()
+
+    assert outcomes == [(2, 2), (2, 2)]
+
+
+def loops_that_end_apart(bare):
+    layers = nn.Sequential(nn.Linear(3, 2))
+    counts = []
+    with (
+        stage_of(bare, "apart", layers, [1], replicas=2, loss_fn=F.mse_loss) as stage,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        mine = torch.full((4, 3), 1.0 + stage.replica), torch.zeros(4, 2)
+        items = [mine] * (2 + stage.replica)
+        for _ in range(2):
+            counts.append(0)
+            for data in stage.batches(items):
+                stage.step(*data)
+                counts[-1] += 1
+    words = "the loop over batches ends on all replicas, as rank 0 (stage 0 of replica 0) has no"
+    assert said.getvalue().count(words) == (bare.rank == 0), said.getvalue()
+    return tuple(counts)
+
+
+def check_left(bare):
+    """Loops that are left, in one or all replicas, of two that take turns, or with an iterator."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with stage_of(bare, "left", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        items = [(torch.full((4, 3), 1.0 + stage.replica), torch.zeros(4, 2))] * 4
+        kept: Any = iter(stage.batches(items))
+        for k, data in enumerate(kept):
+            stage.step(*data)
+            if k == 1:
+                break
+        pairs = zip(*(stage.batches(items[:n]) for n in (2, 3)), strict=False)
+        assert len([stage.step(*data) for data, _ in pairs]) == 2
+        stage.eval()
+        num = 0
+        for data in stage.batches(items[: 4 - 3 * stage.replica]):  # replica 1 has one
+            stage.step(*data)
+            num += 1
+            if num == 3:
+                break
+        assert stage.sum_over_replicas(num) == 4
+        stage.train()
+        assert len([stage.step(*data) for data in kept]) == 2  # goes on where it was left
+        stage.step(*items[0])
+
+
+def test_loops_that_are_left(ranks):
+    ranks(4).run(check_left, world=False).values()
+
+
+def check_same_data(bare):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    items = [(torch.ones(4, 3), torch.zeros(4, 2))]
+    options = {"replicas": 2, "loss_fn": F.mse_loss}
+    with stage_of(bare, "same", layers, [1, 1], **options) as stage:
+        for data in stage.batches(items, same_data=True):
+            stage.step(*data)
+    with stage_of(bare, "same in eval", layers, [1, 1], **options) as stage:
+        stage.eval()
+        for data in stage.batches(items):
+            stage.step(*data)
+
+    def train_on_the_same():
+        with stage_of(bare, "same by mistake", layers, [1, 1], **options) as stage:
+            for data in stage.batches(items):
+                stage.step(*data)
+
+    words = r"rank 2 .* reads the same first mini-batch in training as rank 0 .*same_data=True"
+    with pytest.raises(DisagreementError, match=words):
+        train_on_the_same()
+
+
+def test_the_same_mini_batch_on_two_replicas_is_an_error(ranks):
+    ranks(4).run(check_same_data, world=False).values()
+
+
+def other_call(stage, what, is_here, data):
+    """Make a call on some ranks, and another one on the others."""
+    if what == "step and forward":
+        return stage.step(*data) if is_here else stage(data[0])
+    if what == "modes":
+        stage.train(is_here)
+        for item in stage.batches([data] * 2):
+            stage.step(*item)
+        return None
+    if what == "modes of steps":
+        stage.train(is_here)
+        stage.step(*data)
+        return stage.clip_grad_norm_(1.0)
+    if what == "accumulate":
+        return stage.step(*data, accumulate=2 if is_here else 3)
+    if what == "total":
+        return stage.step(*data, total_weight=2 if is_here else 3)
+    if what == "no_sync":
+        with stage.no_sync() if is_here else contextlib.nullcontext():
+            return stage.step(*data)
+    if what == "clip":
+        return stage.step(*data) if is_here else stage.clip_grad_norm_(1.0)
+    if what == "loop":
+        return next(iter(stage.batches([data]))) if is_here else stage.step(*data)
+    if what == "loop and sum":
+        return next(iter(stage.batches([data]))) if is_here else stage.sum_over_replicas(1)
+    if what == "backward":
+        loss = stage(data[0]).sum()
+        return loss.backward() if is_here else stage.step(*data)
+    if what == "break":
+        for k, item in enumerate(stage.batches([data] * 3, same_data=True)):
+            stage.step(*item)
+            if is_here and k == 1:
+                break
+        return stage.clip_grad_norm_(1.0)
+    assert what == "same_data"
+    return next(iter(stage.batches([data], same_data=is_here)))
+
+
+def call_apart(bare, what):
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    data = torch.randn(4, 3), torch.zeros(4, 2)
+
+    def fail():
+        options = {"replicas": 2, "loss_fn": F.mse_loss, "timeout_s": 20.0}
+        with stage_of(bare, what, layers, [1, 2], **options) as stage:
+            other_call(stage, what, stage.replica == 0, data)
+
+    with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
+        fail()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("step and forward", "modes", "modes of steps", "accumulate", "total", "no_sync"),
+        *("clip", "loop", "loop and sum", "backward", "same_data", "break"),
+    ],
+)
+def test_replicas_in_other_calls_end_with_an_error_that_names_both(ranks, what):
+    for words in ranks(4).run(call_apart, what, world=False).values():
+        assert "of replica 0)" in words, words
+        assert "of replica 1)" in words, words
 
 
 def check_state(bare, folder):
@@ -645,18 +700,18 @@ def check_state(bare, folder):
         with stage_of(bare, f"state {replicas}", plain, balance, **options) as stage:
             optimizer = torch.optim.Adam(stage.parameters(), lr=0.1)
             if replicas == 2:
-                stage.step(*make_batch(8, 1))
+                stage.step(*own(stage, *make_batch(8, 1)))
                 optimizer.step()
                 state.save(folder, stage, optimizer)
                 state.export(f"{folder}/exported", stage)
             else:
                 state.load(folder, stage, optimizer)
             optimizer.zero_grad()
-            stage.step(*make_batch(8, 2))
+            stage.step(*own(stage, *make_batch(8, 2)))
             optimizer.step()
-            own = values_after_two_steps()
+            expected = values_after_two_steps()
             for key, value in stage.state_dict().items():
-                assert_same(value, own[key], f"{replicas} replicas {key}", TOLERANCE)
+                assert_same(value, expected[key], f"{replicas} replicas {key}", TOLERANCE)
 
 
 def values_after_two_steps():
@@ -705,14 +760,14 @@ def check_loss_with_parameters(bare):
     own_loss = Scaled()  # as on rank 1, the last stage of replica 0
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).double()
     with stage_of(bare, "loss", plain, [1, 1], replicas=2, chunks=2, loss_fn=loss_fn) as stage:
-        for size in (5, 1, 4):
+        for size in (5, 2, 4):
             input = torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator())
             target = torch.ones(size, 4, dtype=torch.float64)
             for module in (plain, own_loss, stage, loss_fn):
                 module.zero_grad()
             expected = own_loss(plain(input), target)
             expected.backward()
-            found = stage.step(input, target)
+            found = stage.step(*own(stage, input, target))
             assert_same(found, expected.detach(), f"loss of {size}", TOLERANCE)
             assert_same_gradients(stage, plain, f"{size}")
             if bare.rank % 2 == 1:
@@ -756,18 +811,18 @@ def check_trace(bare, folder):
     plain = make_model()
     options = {"replicas": 2, "chunks": 3, "trace": f"{folder}/run.json", "loss_fn": mean_loss}
     with stage_of(bare, "trace", plain, [3, 3], **options) as stage:
-        stage.step(*make_batch(11, 0))
+        stage.step(*own(stage, *make_batch(11, 0)))
         with stage.no_sync():
-            stage.step(*make_batch(5, 1))
-        stage.step(*make_batch(1, 2))  # none for replica 1
+            stage.step(*own(stage, *make_batch(5, 1)))
+        stage.step(*own(stage, *make_batch(2, 2)))
         stage.eval()
-        stage.step(*make_batch(4, 3))
+        stage.step(*own(stage, *make_batch(4, 3)))
         stage.train()
-        stage.step(*make_batch(8, 4))
+        stage.step(*own(stage, *make_batch(8, 4)))
         report = stage.report()
         found = stage.statistics()
-        own = sum(parameter.nbytes for parameter in stage.parameters())
-    return report, asdict(found), own
+        num_bytes = sum(parameter.nbytes for parameter in stage.parameters())
+    return report, asdict(found), num_bytes
 
 
 def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
@@ -778,7 +833,7 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
     assert [step.shares for step in recording.steps] == [
         ((2, 2, 2), (2, 2, 1)),
         ((1, 1, 1), (1, 1)),
-        ((1,), ()),
+        ((1,), (1,)),
         ((1, 1), (1, 1)),
         ((2, 2), (2, 2)),
     ]
@@ -789,7 +844,7 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
         trains, is_kept = step.number != 3, step.number == 1
         for rank, names in summed.items():
             gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
-            assert names == [*gradients, "loss"], f"step {step.number} rank {rank}"
+            assert names == [*gradients, *["loss"] * trains], f"step {step.number} rank {rank}"
         for one in step.sums:
             times_s = one.start_s, one.end_s, one.asked_s, one.taken_s
             start, end, asked, taken = (round(at_s * 1e9) for at_s in times_s)  # as in the file
@@ -801,10 +856,11 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
     (report, *_), *others = found
     assert [other[0] for other in others] == [report] * 3
     assert report.count("replica 1\n") == 2
-    for rank, (_, statistics, own) in enumerate(found):
+    for rank, (_, statistics, own_bytes) in enumerate(found):
         assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
-        # Behind the gradients of a bucket stands which of them there are; the loss is one of 7.
-        assert 3 * own < statistics["all_reduce_bytes"] < 3 * own + 3 * 8 * 16 + 5 * 7 * 8 + 1
+        # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.
+        sums = statistics["all_reduce_bytes"]
+        assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
         assert 0 < statistics["exposed_s"] <= statistics["step_s"]
         assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
         expected = split(last)[rank]
@@ -897,7 +953,8 @@ for step in range(progress["step"], 6):
     if step == 3 and replicas == 2 and stage.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.zero_grad()
-    loss = stage.step(*data[step]).item()
+    x, y = (one.chunk(replicas)[stage.replica] for one in data[step])
+    loss = stage.step(x, y).item()
     optimizer.step()
     progress["step"] = step + 1
     state.save(folder, stage, optimizer, extra=progress, step=step + 1)

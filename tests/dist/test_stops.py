@@ -39,13 +39,14 @@ def signal_self(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
-def check_stop(bare, who, num_replicas, sharded):
+def check_stop(bare, who, num_replicas):
     before = [signal.getsignal(number) for number in STOP_ON]
     options = {"replicas": num_replicas} if num_replicas > 1 else {}
     num_stages = bare.num_ranks // num_replicas
     with open_stage(bare, "stop", num_stages, **options) as stage:
         num_items = 0
-        for input, target in stage.batches(ITEMS, stop_on=STOP_ON, sharded=sharded):
+        mine = [(input + stage.replica, target) for input, target in ITEMS]
+        for input, target in stage.batches(mine, stop_on=STOP_ON):
             stage.step(input, target)
             num_items += 1
             if num_items == 2 and bare.rank == who:
@@ -54,17 +55,36 @@ def check_stop(bare, who, num_replicas, sharded):
         assert stage.is_stopped
         signal_self()  # does nothing, in the middle of a save
         signal_self(signal.SIGINT)
-        assert not list(stage.batches(ITEMS, stop_on=STOP_ON, sharded=sharded))  # the next epoch
+        assert not list(stage.batches(ITEMS, stop_on=STOP_ON))  # the next epoch
         stage.step(torch.ones(4, 3), torch.ones(4, 1))  # other calls still work
     assert [signal.getsignal(number) for number in STOP_ON] == before  # once it is closed
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "who", "num_replicas", "sharded"),
-    [(1, 0, 1, False), (2, 0, 1, False), (2, 1, 1, False), (3, 2, 1, False), (4, 3, 2, True)],
+    ("num_ranks", "who", "num_replicas"),
+    [(1, 0, 1), (2, 0, 1), (2, 1, 1), (3, 2, 1), (4, 3, 2)],
 )
-def test_a_signal_to_any_rank_ends_the_loop_on_all(ranks, num_ranks, who, num_replicas, sharded):
-    ranks(num_ranks).run(check_stop, who, num_replicas, sharded, world=False).values()
+def test_a_signal_to_any_rank_ends_the_loop_on_all(ranks, num_ranks, who, num_replicas):
+    ranks(num_ranks).run(check_stop, who, num_replicas, world=False).values()
+
+
+def check_stop_in_eval(bare):
+    """A signal after a replica has ended its loop in eval mode ends the next loop on all."""
+    with open_stage(bare, "stop in eval", 2, replicas=2) as stage:
+        stage.eval()
+        mine = ITEMS[: 2 + 2 * stage.replica]
+        for k, (input, target) in enumerate(stage.batches(mine, stop_on=STOP_ON)):
+            stage.step(input, target)
+            if k == 3 and bare.rank == 3:
+                signal_self()
+        assert k == len(mine) - 1
+        assert not stage.is_stopped
+        assert not list(stage.batches(ITEMS, stop_on=STOP_ON))
+        assert stage.is_stopped
+
+
+def test_a_signal_ends_the_next_loop_if_a_replica_has_left_this_one(ranks):
+    ranks(4).run(check_stop_in_eval, world=False).values()
 
 
 def check_undisturbed(bare):

@@ -271,8 +271,8 @@ def run_rank(round_: Round, folder: Path) -> None:
     fault.strike("built")
     optimizer, progress = optimizer_of(stage), Progress(fault)
     saving: state.Saving | None = None
-    stop_on = {"stop_on": (signal.SIGTERM,)} if round_.what == "SIGTERM" else {}
-    for step, batch in enumerate(stage.batches(loader_of(fault), sharded=True, **stop_on)):
+    stop_on = (signal.SIGTERM,) if round_.what == "SIGTERM" else ()
+    for step, batch in enumerate(stage.batches(loader_of(fault), stop_on=stop_on)):
         fault.step = step
         fault.wait()
         fault.strike("between")

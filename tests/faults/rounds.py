@@ -305,6 +305,8 @@ def expected_of(round_: Round) -> Expected:
         return Expected(False, None, origin, words, told, 0, False, frozenset({origin}))
     if what in ("exit", "leave the loop"):
         return Expected(False, None, origin, (), (cause,), 0, False, frozenset({origin}))
+    if what == "call another method" and round_.replicas > 1:  # found there, or by another replica
+        return Expected(False, None, None, ("is in clip_grad_norm_()",), (), -1)
     if what == "call another method":
         if origin == 0:
             return Expected(False, None, None, ("while rank 0 is in clip_grad_norm_()",), (), -1)

@@ -7,9 +7,9 @@ of stages. Layers are words (see layers.py), any of which may follow any other:
     "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
 
 A call is an act with numbers: ``("step", (7,))`` is one step with 7 samples, ``("step", (7, 2))``
-one with 7 that the first replica has read and 2 that the second has, ``("step", (7, 0))`` one whose
-second replica has none left; ``("chunks", (3,))`` sets the number of micro-batches. Imports neither
-torch nor procpipe; starts nothing.
+one with 7 that the first replica has read and 2 that the second has, ``("loop", (7, 2, 4, 0))``
+a loop whose second mini-batch only the first replica has; ``("chunks", (3,))`` sets the number of
+micro-batches. Imports neither torch nor procpipe; starts nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 #: The most processes that a case may have.
 MAX_RANKS = 4
 
-#: What a case may call with a mini-batch, in training with replicas, and without.
+#: What a case may call with a mini-batch, in training.
 TRAINING = (
     "step",
     "step for inputs",
@@ -52,27 +52,29 @@ TRAINING = (
     "step unsynced",
     "loss",
     "loss for inputs",
-    "loop",
-)
-TRAINING_ALONE = (
-    *TRAINING,
     "step on rank 0",
     "step named",
     "step with last target",
+    "loop",
     "loss in a loop",
 )
 
 #: Those with several mini-batches.
-LOOPS = ("loop", "loss in a loop")
+LOOPS = ("loop", "loss in a loop", "evaluate in a loop")
 
 #: The same in evaluation.
-EVALUATION = ("evaluate", "step without grad")
-EVALUATION_ALONE = (*EVALUATION, "output in eval", "output without grad")
+EVALUATION = (
+    "evaluate",
+    "evaluate in a loop",
+    "step without grad",
+    "output in eval",
+    "output without grad",
+)
 
 #: What a case may call between mini-batches.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks", "overflow")
 
-ACTS = {*TRAINING_ALONE, *EVALUATION_ALONE, *BETWEEN}
+ACTS = {*TRAINING, *EVALUATION, *BETWEEN}
 
 #: Layers without those that stash and pop; layers.py defines them.
 WORDS = [
@@ -221,7 +223,7 @@ class Case:
 
 def is_training(act: str) -> bool:
     """Return whether a call with a mini-batch is made in training mode."""
-    return act not in ("evaluate", "output in eval")
+    return act not in ("evaluate", "evaluate in a loop", "output in eval")
 
 
 def draw(seed: int, number: int) -> Case:
@@ -340,9 +342,9 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
         if k and chance.random() < 0.3:
             yield "chunks", (chance.randint(1, 6),)
         if chance.random() < 0.4:
-            acts = EVALUATION if replicas > 1 else EVALUATION_ALONE
-            yield chance.choice(acts), _sizes(chance, replicas)
-        act = chance.choice(TRAINING if replicas > 1 else TRAINING_ALONE)
+            act = chance.choice(EVALUATION)
+            yield act, _sizes(chance, replicas, chance.randint(1, 3) if act in LOOPS else 1)
+        act = chance.choice(TRAINING)
         if act == "step unsynced":  # its gradients are added up by the next call
             yield act, _sizes(chance, replicas)
             act = "step"
@@ -360,7 +362,7 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
 def _sizes(chance: random.Random, replicas: int, num_rounds: int = 1) -> tuple[int, ...]:
     """Draw the sizes of mini-batches, round by round; a replica's loader may end earlier."""
     lengths = [num_rounds] * replicas
-    if replicas > 1 and chance.random() < 0.25:
+    if num_rounds > 1 and replicas > 1 and chance.random() < 0.5:
         lengths[chance.randrange(replicas)] = chance.randrange(num_rounds)
     return tuple(
         chance.randint(1, 9) if k < length else 0 for k in range(num_rounds) for length in lengths

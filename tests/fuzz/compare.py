@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import accumulate, compress
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from procpipe import RemoteStageError, Stage, state
 from tests.dist.stages import assert_same, num_held
 from tests.dist.worker import BareWorld
 from tests.fuzz.case import BETWEEN, LOOPS, Call, Case, Run, is_training
-from tests.fuzz.data import Batch, joined, mapped, own_loss, unwrapped
+from tests.fuzz.data import Batch, mapped, own_loss, unwrapped
 from tests.fuzz.hooks import Hooks
 from tests.fuzz.oracle import SEVERAL, TOTAL, Expected, Oracle
 from tests.fuzz.pipeline import as_passed, stage_for
@@ -149,7 +151,7 @@ def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> No
     """Do a call on the oracle alone, on a rank without a stage."""
     act, numbers = call
     if act not in BETWEEN:
-        for shares in _rounds(case, run, numbers, number):
+        for shares in _common(act, _rounds(case, run, numbers, number)):
             oracle.call(act, shares)
     elif act == "chunks" or act.startswith("zero") or oracle.has_gradients():
         oracle.between(act, numbers)
@@ -161,6 +163,15 @@ def _rounds(case: Case, run: Run, sizes: tuple[int, ...], number: int) -> list[l
         [Batch.of(case, 10 * number + k, r, size) for r, size in enumerate(of_replicas)]
         for k, of_replicas in enumerate(run.rounds(sizes))
     ]
+
+
+def _common(act: str, rounds: list[list[Batch]]) -> list[list[Batch]]:
+    """Return the mini-batches that all replicas have: none in eval mode, else up to the first end.
+
+    In eval mode no replica changes anything that another one has.
+    """
+    is_whole = [is_training(act) and all(batch.num_samples for batch in r) for r in rounds]
+    return [*compress(rounds, accumulate(is_whole, and_))]
 
 
 @contextmanager
@@ -196,6 +207,7 @@ class Comparison:
             stage, case, lambda: stage.clip_grad_norm_(MAX_NORM), stage.scaler, is_new=is_new
         )
         self._is_synced = True
+        self._evaluated: tuple[float, Tensor] = (0.0, torch.zeros(()))  # loss and weight, summed
         self._tolerance = TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
         if case.is_exact:
             self._tolerance = 0.0
@@ -237,32 +249,51 @@ class Comparison:
     def _mini_batches(self, act: str, rounds: list[list[Batch]]) -> None:
         kinds: dict[str, _OneCall] = {"output": self._output, "loss": self._own_loss}
         call = kinds.get(act.split(" ", maxsplit=1)[0], self._step)
-        if act in LOOPS or self._run.replicas > 1:
-            self._loop(act, rounds, call)
+        ours = [batch for batch in map(self._own, rounds) if batch.num_samples]
+        shares = _common(act, rounds) if is_training(act) else [[batch] for batch in ours]
+        if act in LOOPS:
+            self._loop(act, ours, shares, call)
         else:
-            call(act, rounds[0], as_passed(rounds[0][0]))
+            call(act, shares[0], as_passed(ours[0]))
+        if act.startswith("evaluate"):
+            self._compare_sum(act, rounds)
 
     def _output(self, act: str, shares: list[Batch], passed: Batch) -> None:
         found = self._stage.fetch(self._stage(*passed.inputs, **passed.named))
-        self._compare(found, self._oracle.call(act, shares).output, "output")
+        self._compare(found, self._own(self._oracle.call(act, shares).outputs), "output")
 
-    def _loop(self, act: str, rounds: list[list[Batch]], call: _OneCall) -> None:
-        """Do a call in a loop over the loaders of all replicas."""
-        ours = [batch for batch in map(self._own, rounds) if batch.num_samples]
+    def _loop(self, act: str, ours: list[Batch], rounds: list[list[Batch]], call: _OneCall) -> None:
+        """Do a call in a loop over this replica's loader, which may have more than all have."""
         loader = [_item(batch, is_own=act.startswith("loss")) for batch in ours]
-        is_sharded = self._run.replicas > 1
-        items = self._stage.batches(loader if self._is_first else None, sharded=is_sharded)
+        may_be_same = self._case.inputs == "ids"  # few integers, which replicas may draw alike
+        items = self._stage.batches(loader if self._is_first else None, same_data=may_be_same)
         for shares, item in zip(rounds, items, strict=True):
             call(act, shares, _from_item(item, has_target=shares[0].target is not None))
+
+    def _compare_sum(self, act: str, rounds: list[list[Batch]]) -> None:
+        """Compare a loss that is added up over all replicas, and what it counts."""
+        found = [self._stage.sum_over_replicas(number) for number in self._evaluated]
+        self._evaluated = (0.0, torch.zeros(()))
+        if self._run.replicas == 1:
+            return
+        each = [self._oracle.call(act, [batch]) for r in rounds for batch in r if batch.num_samples]
+        weight = torch.tensor(sum(one.weight for one in each))
+        loss = sum(one.loss.item() * one.weight for one in each if one.loss is not None)
+        self._compare([torch.tensor(found[0]), found[1]], [torch.tensor(loss), weight], "sum")
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this rank has the output of its replica."""
+        return self._stage.rank % self._run.num_stages == self._stage.placement[-1]
 
     @property
     def _is_first(self) -> bool:
         """Whether this is the first rank of its replica."""
         return self._stage.rank % self._run.num_stages == 0
 
-    def _own(self, shares: list[Batch]) -> Batch:
-        """Return the batch that this rank's replica has read."""
-        return shares[self._stage.replica]
+    def _own(self, of_replicas: list[Any]) -> Any:
+        """Return what is of this rank's replica, of one for each, or of it alone."""
+        return of_replicas[self._stage.replica if len(of_replicas) > 1 else 0]
 
     def _step(self, act: str, shares: list[Batch], passed: Batch) -> None:
         stage = self._stage
@@ -275,9 +306,9 @@ class Comparison:
         elif act == "step of several":
             options["accumulate"] = SEVERAL
         with stage.no_sync() if act == "step unsynced" else nullcontext():
-            if act == "step on rank 0" and stage.rank != 0:
+            if act == "step on rank 0" and not self._is_first:
                 found = stage.step()
-            elif act == "step with last target" and stage.rank != stage.placement[-1]:
+            elif act == "step with last target" and not self._is_last:
                 found = stage.step(*inputs, target=None, **named)
             elif len(inputs) == 1 and not named and act != "step named":
                 found = stage.step(*inputs, *([] if target is None else [target]), **options)
@@ -288,15 +319,15 @@ class Comparison:
         expected = self._compare_call(act, shares, found)
         weight = torch.tensor(expected.weight, dtype=torch.float64)
         self._compare(stage.last_weight, weight, "weight", tolerance=TOLERANCE)
+        if not is_training(act):
+            loss, count = self._evaluated
+            self._evaluated = loss + found.item() * weight.item(), count + stage.last_weight
 
     def _own_loss(self, act: str, shares: list[Batch], passed: Batch) -> None:
         if act == "loss for inputs":
             self._own(shares).require_gradients()
         output = self._stage(*passed.inputs, **passed.named)
-        target = passed.target
-        if len(shares) > 1:  # which no rank has read whole
-            target = joined([share.target for share in shares])
-        loss = own_loss(self._case, output, target)
+        loss = own_loss(self._case, output, passed.target)
         self._training.scaled(loss).backward()
         self._compare_call(act, shares, loss, output)
 
@@ -310,10 +341,10 @@ class Comparison:
         expected = self._oracle.call(act, shares)
         if output is not None:
             loss = stage.fetch(loss)
-            self._compare(stage.fetch(output), expected.output, "output")
-        self._compare(loss, expected.loss, "loss")
+            self._compare(stage.fetch(output), self._own(expected.outputs), "output")
+        self._compare(loss, expected.loss if output is None else self._own(expected.losses), "loss")
         if self._is_first:
-            theirs = expected.gradients[stage.replica]
+            theirs = self._own(expected.gradients)
             self._compare(own, theirs, "gradient of the input", self._least(theirs))
         return expected
 

@@ -9,7 +9,7 @@ except that each begins with the same buffers, and those of the first remain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,13 +45,15 @@ class Expected:
     Attributes:
         loss: 0-dim, or None.
         weight: what the mini-batch of a step counts.
-        output: of the model, or None.
+        outputs: of the model, of each replica; empty for a step.
+        losses: the user's own, of each replica.
         gradients: of the floating inputs of each replica.
     """
 
     loss: Tensor | None = None
     weight: float = 0.0
-    output: Any = None
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
     gradients: list[list[Tensor | None]] = field(default_factory=list)
 
 
@@ -106,9 +108,9 @@ class Oracle:
                 batch.require_gradients()
             found = Expected()
             if act.startswith("output"):
-                found.output = self._output(shares[0])
+                found.outputs = [mapped(_detached, each) for each in self._outputs(shares)]
             elif act.startswith("loss"):
-                found.output, found.loss = self._own_loss(shares)
+                found.outputs, found.losses = self._own_loss(shares)
             else:
                 total = TOTAL if act == "step with total" else None
                 divisor = SEVERAL if act == "step of several" else 1
@@ -143,19 +145,24 @@ class Oracle:
             result = result + loss.detach()
         return result, counts
 
-    def _output(self, batch: Batch) -> Any:
-        """Do what ``stage(input)`` does."""
-        output = self._joined(self._forward([batch.parts(self._chunks)]))
-        return mapped(lambda tensor: tensor.detach(), output)
+    def _outputs(
+        self, shares: list[Batch], change: Callable[[Any], Any] = lambda output: output
+    ) -> list[Any]:
+        """Do what ``stage(input)`` does; return the output of each replica.
 
-    def _own_loss(self, shares: list[Batch]) -> tuple[Any, Tensor]:
-        """Do ``stage(input)`` and the user's own loss, backward; return output and loss.
+        ``change`` is called with that of each micro-batch, before they are put together.
+        """
+        parts = [batch.parts(self._chunks) for batch in shares]
+        outputs = map(change, self._forward(parts))
+        return [self._joined([next(outputs) for _ in of_replica]) for of_replica in parts]
 
-        The outputs of replicas are joined, and so are the targets.
+    def _own_loss(self, shares: list[Batch]) -> tuple[list[Any], list[Tensor]]:
+        """Do ``stage(input)`` and the user's own loss, backward; return outputs and losses.
+
+        Each replica has its own; their gradients are averaged, weighted by samples.
 
         The graph is cut at the outputs, so that the micro-batches go backward in reverse.
         """
-        outputs = self._forward([batch.parts(self._chunks) for batch in shares])
         pairs: list[list[tuple[Tensor, Tensor]]] = []
 
         def cut(tensor: Tensor) -> Tensor:
@@ -163,20 +170,24 @@ class Oracle:
             pairs[-1].append((tensor, leaf))
             return leaf
 
-        leaves = []
-        for output in outputs:
+        def cut_output(output: Any) -> Any:
             pairs.append([])
-            leaves.append(mapped(cut, output))
-        output = self._joined(leaves)
-        loss = own_loss(self._case, output, joined([share.target for share in shares]))
-        if loss.requires_grad:
-            self.training.scaled(loss).backward()
+            return mapped(cut, output)
+
+        outputs = self._outputs(shares, cut_output)
+        num_samples = sum(share.num_samples for share in shares)
+        losses = []
+        for output, share in zip(outputs, shares, strict=True):
+            losses.append(own_loss(self._case, output, joined([share.target])))
+            if losses[-1].requires_grad:
+                part = losses[-1] * (share.num_samples / num_samples)
+                self.training.scaled(part).backward()
         for of_micro_batch in reversed(pairs):
             ready = [(root, leaf.grad) for root, leaf in of_micro_batch if leaf.grad is not None]
             if ready:
                 roots, gradients = zip(*ready, strict=True)
                 torch.autograd.backward(roots, gradients)
-        return mapped(lambda tensor: tensor.detach(), output), loss.detach()
+        return [mapped(_detached, each) for each in outputs], [loss.detach() for loss in losses]
 
     def _clip(self) -> Tensor:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
@@ -263,6 +274,10 @@ def _update(norm: _BatchNorm, x: Tensor) -> None:
     ):
         assert running is not None
         running.mul_(1 - factor).add_(new * factor)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
 
 
 def _clones(buffers: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,8 +48,9 @@ def step(sizes=(2, 2), recompute=(0,), **fields):
 
 
 def test_messages_of_rank_0_reach_all_in_order(controls):
-    controls[0].send_to_all(b"first")
-    controls[0].send_to_all(b"second")
+    for message in (b"first", b"second"):
+        for peer in (1, 2):
+            controls[0].send(peer, message)
 
     for control in controls[1:]:
         assert [control.receive(0, "it"), control.receive(0, "it")] == [b"first", b"second"]

@@ -64,8 +64,7 @@ def test_an_order_is_short():
     order = Order("step", plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 2.0))
 
     assert encode(order) == (
-        b'["step",true,true,"0123456789abcdef","",[2,2],[2.0,2.0],null,1,[],"local",0,[],false,0.0,'
-        b"true,null]"
+        b'["step",true,true,"0123456789abcdef","",[2,2],[2.0,2.0],null,1,[],"local",0,true,null]'
     )
 
 

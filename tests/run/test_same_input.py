@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from procpipe import NoChunk, Remote
-from procpipe.run.same_input import _BLOCK, _described, checksum
+from procpipe.run.same_input import _BLOCK, checksum, described
 from tests.cases import case
 
 DTYPES = (
@@ -83,4 +83,4 @@ def test_what_is_compared_of_an_input() -> None:
     ]
     for inputs, expected in cases:
         with case(str(inputs)):
-            assert _described(inputs) == expected
+            assert described(inputs) == expected

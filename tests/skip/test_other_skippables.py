@@ -6,11 +6,9 @@ import pytest
 from torch import nn
 
 from procpipe import Stage
-from procpipe.skip import skippable
 from tests.skip.layers import drawn
 
 their_skip = pytest.importorskip("torchgpipe.skip")
-their_stash = their_skip.stash
 
 
 @their_skip.skippable(stash=["a"])
@@ -32,19 +30,6 @@ class OfOldTorch(nn.Module):
     __module__ = "torch.distributed.pipeline.sync.skip.skippable"
 
 
-@skippable(stash=["a"])
-class OurLayerTheirStash(nn.Module):
-    def forward(self, x):
-        yield their_stash("a", x)
-        return x
-
-
-@skippable(pop=["a"])
-class OurLayerTheirPop(nn.Module):
-    def forward(self, x):
-        return x + (yield their_skip.pop("a"))
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -56,11 +41,6 @@ class OurLayerTheirPop(nn.Module):
         (
             (nn.ReLU, OfOldTorch),
             "layer '1.0' (OfOldTorch) is a skippable of torch.distributed.pipeline.sync.skip",
-        ),
-        (
-            (OurLayerTheirStash, OurLayerTheirPop),
-            "layer '0' (OurLayerTheirStash) uses their_stash of torchgpipe.skip; "
-            "layer '1.0' (OurLayerTheirPop) uses their_skip of torchgpipe.skip",
         ),
     ],
 )
