@@ -6,6 +6,8 @@ loader's workers: tests/dist/test_stops.py.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import torch
@@ -23,10 +25,19 @@ def batch():
     return torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
 
 
+def num_sockets():
+    num = 0
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # what listed them
+            num += os.readlink(entry.path).startswith("socket:")
+    return num
+
+
 def uses_in_children(world, folder):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     stage = Stage(model, [1, 1], chunks=2, loss_fn=F.mse_loss, world=world)
     losses = [float(stage.step(*batch()))]
+    num_closed = num_sockets() - int(in_child(num_sockets))
     saving = save(folder, stage, asynchronous=True)
     found = [
         in_child(act)
@@ -39,13 +50,14 @@ def uses_in_children(world, folder):
     ]
     saving.wait()
     losses.append(float(stage.step(*batch())))
-    return losses[0] == losses[1] and saving.path.is_dir(), found
+    return losses[0] == losses[1] and saving.path.is_dir(), num_closed, found
 
 
 def test_children_call_wait_close_or_fail(ranks, tmp_path):
     for outcome in ranks(2).run(uses_in_children, str(tmp_path)):
-        is_unchanged, (call, wait, *others) = outcome.value
+        is_unchanged, num_closed, (call, wait, *others) = outcome.value
         assert is_unchanged
+        assert num_closed == 2  # data and alarms
         assert "that one can use its stage" in call
         assert "only that one can wait for it" in wait
         assert others == ["None", "None"]
