@@ -2,7 +2,7 @@
 
     inputs, skip tensors ─> layer ─> layer ─> … ─> loss_fn ─> output, skip tensors
 
-It knows which layer runs, so that errors and observers name it, and detects layers that change what
+It knows which layer runs, so that errors and the board name it, and detects layers that change what
 others still need. Independent of tasks, and of whether autograd records what runs.
 """
 
