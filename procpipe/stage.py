@@ -255,8 +255,8 @@ class Stage(Gradients):
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
             ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them:
             the sum of the four returned losses is the mean loss. In eval mode it is that of this
-            replica, see :meth:`sum_over_replicas`. Gradients are added to the
-            ``.grad`` of parameters (and of inputs that require a gradient).
+            replica, see :meth:`sum_over_replicas`. Gradients are added to the ``.grad`` of
+            parameters (and of inputs that require a gradient).
 
         Raises:
             RemoteStageError: another rank failed.

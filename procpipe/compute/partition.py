@@ -69,7 +69,7 @@ class _Pass:
     def leaving(self, output: Flat, flags: tuple[bool, ...]) -> Flat:
         """Return the output detached; ``flags`` say which of its tensors require a gradient."""
         self.requires_grad = flags
-        return _with(output, [tensor.detach() for tensor in output.tensors], flags)
+        return Flat([tensor.detach() for tensor in output.tensors], output.structure, flags)
 
 
 class Partition:
@@ -168,7 +168,7 @@ class Partition:
         if not keep:
             with torch.no_grad():
                 output = self.layers.run(inputs, inputs.tensors, finish)
-            return _with(output, output.tensors, (False,) * len(output.tensors))
+            return Flat(output.tensors, output.structure, (False,) * len(output.tensors))
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None)
         if recompute:
             output = self._forward_without_graph(this, is_left_out)
@@ -247,10 +247,6 @@ class Partition:
         with without_autocast(self.device):
             put_off.run()
         del self._put_off[i]
-
-    def put_off_bytes(self, i: int) -> int:
-        """Return the bytes that are held from task I of a micro-batch to its task W."""
-        return self._put_off[i].num_bytes
 
     # -- running the layers ---------------------------------------------------------------------
 
@@ -351,11 +347,6 @@ class Partition:
 
     def _versions(self) -> int:
         return sum_of_versions([*self._parameters, *self._buffers.steady()])
-
-
-def _with(output: Flat, tensors: list[Tensor], flags: tuple[bool, ...]) -> Flat:
-    """Return an output with other tensors, and which of them require a gradient."""
-    return Flat(tensors, output.structure, flags)
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:

@@ -20,7 +20,7 @@ from procpipe.tree import flatten, in_words
 #: Whether a loss function is being called of which no one has said what it counts.
 _is_unweighted: ContextVar[bool] = ContextVar("is_unweighted", default=False)
 
-#: The target that losses of torch and transformers leave out, unless they are told another one.
+#: The target that the losses of torch and transformers leave out by default.
 IGNORED = -100
 
 
@@ -111,7 +111,7 @@ class Loss:
             _check_takes_one(self.function)
             raise ValueError(
                 "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
-                "step() on rank 0 or on the last stage, or leave loss_weight out"
+                "step() on the first or on the last stage, or leave loss_weight out"
             )
         found = tuple(float(self.weight(target)) for target in targets)
         total = sum(found)

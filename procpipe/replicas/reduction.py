@@ -79,7 +79,6 @@ class Reduction(Replicas):
 
     def end_forward(self, layers: Iterable[nn.Module]) -> None:
         """Join the replicas' statistics of batch normalisation, and make other buffers equal."""
-        self._meet()
         self._joined.end_forward(layers)
 
     # -- gradients ------------------------------------------------------------------------------

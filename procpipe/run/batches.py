@@ -163,7 +163,7 @@ class Batches:
                 raise
             write_note(
                 f"procpipe: the loop over batches ends: {self._grid.rank_name(self._grid.rank)} "
-                f"was told to stop, and then its loader failed with {type(error).__name__}: {error}"
+                f"got a signal to stop, and its loader then raised {type(error).__name__}: {error}"
             )
             return [], True
 

@@ -60,7 +60,7 @@ class Coordinator:
         self._sent: set[str] = set()
         self._announced = Order("")  # the newest call
         self._value: Any = None  # what this replica has announced of it
-        self._values: list[Any] | None = []  # what each one has; None until they are heard
+        self._values: list[Any] | None = []  # of each replica; None until all have come
 
     # -- within a replica ------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from procpipe.compute.partition import Partition
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import TENSOR, Flat
 from tests.balance.test_profile import Clock, Taking, float32
+from tests.compute.sizes import put_off_bytes
 
 
 def profiled(*layers: nn.Module, sample: object, **more: Any) -> Profile:
@@ -65,7 +66,7 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
         0, Flat([x], TENSOR, (True,)), keep=True, recompute=False, split=True
     )
     partition.backward(0, [torch.ones_like(output.tensors[0])])
-    assert layer.put_off_bytes == partition.put_off_bytes(0)
+    assert layer.put_off_bytes == put_off_bytes(partition, 0)
 
 
 def test_layers_that_work_in_place_or_return_a_view() -> None:

@@ -125,7 +125,7 @@ def non_contiguous_tensors(end: End) -> None:
 
 
 def the_order_of_elements_in_memory_stays(end: End) -> None:
-    """Where extents are 1, strides tell what a tensor was; a view with gaps arrives without."""
+    """The strides of a tensor arrive, also of dimensions of size 1; a view with gaps is copied."""
     shapes: list[tuple[int, ...]] = [(2, 3, 4, 5), (2, 3, 1, 1), (1, 1, 4, 5), (2, 64, 16, 17)]
     shapes += [(0, 3, 2, 2), (2, 3, 4, 5, 6)]
     kept = []

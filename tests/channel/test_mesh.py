@@ -146,6 +146,27 @@ def test_a_peer_that_has_left_is_a_fault_if_a_rank_needs_it(net):
     assert str(failed(b)) == str(error)  # and not that rank 2 failed
 
 
+def test_other_uses_of_a_peer_that_has_left(net):
+    for act, what in (
+        (lambda mesh: mesh.send(1, 7, 0, 0), "sends to it"),
+        (lambda mesh: mesh.wait_failure([1], "adds up"), "adds up"),
+    ):
+        one, other = net(2)
+        other.leave()
+        one._read_until(lambda one=one: not one.is_connected(1), 20.0)
+        with pytest.raises(PeerLostError, match=f"rank 1 has left .* while rank 0 {what}"):
+            act(one)
+
+
+def test_a_peer_whose_data_socket_alone_ends_is_lost(wired, monkeypatch):
+    """As where a firewall drops one of two connections: no failure follows."""
+    monkeypatch.setattr("procpipe.channel.mesh._FAILURE_TIMEOUT_S", 0.05)
+    mesh, peer = wired
+    peer.data.close()
+
+    assert failed(mesh, PeerLostError, peer=0).rank == 0
+
+
 def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):
     monkeypatch.setattr("procpipe.channel.mesh._LAST_FRAME_TIMEOUT_S", 0.05)
     one, _ = net(2)

@@ -1,4 +1,4 @@
-"""How much memory an operation allocates."""
+"""How much memory an operation allocates, and a split backward holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from procpipe.compute.partition import Partition
 
 
 class Sizes(TorchDispatchMode):
@@ -23,6 +25,13 @@ class Sizes(TorchDispatchMode):
         new = [memory.nbytes() for memory in made if memory.data_ptr() not in given]
         self.most = max(self.most, *new, 0)
         return result
+
+
+def put_off_bytes(partition: Partition, i: int) -> int:
+    """Return the bytes that a partition holds from task I of a micro-batch to its task W."""
+    waiting = partition._put_off[i]._waiting
+    kept = [tensor for _, x, gradient, _ in waiting for tensor in (x, gradient)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Monitor, Reports
-from procpipe.errors import PeerLostError, WaitTimeoutError
+from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from procpipe.job import start
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting, Start, host_identity, own_address
@@ -108,6 +108,21 @@ def test_all_ranks_connect_to_one_another(job, hosts):
             rank.mesh.on(peer, 7, lambda *frame, received=received: received.append(frame))
             ranks[peer].mesh.send(number, 7, 0, 1, b"hello")
             rank.mesh.wait(lambda received=received: received, lambda: "hello", peer=peer)
+
+
+@pytest.mark.parametrize("hosts", ["xx", "xy"])
+def test_a_long_story_arrives(job, hosts):
+    """Symptom: the peer was said to have ended without a message."""
+    ranks = job(hosts)
+    assert [rank.ended() for rank in ranks] == [None, None]
+    story = "\N{GRINNING FACE}" * (1 << 16) + "\udcff"
+
+    ranks[0].mesh.fail(RemoteStageError(0, story))
+    ranks[0].mesh.close()
+
+    with pytest.raises(RemoteStageError) as caught:
+        ranks[1].mesh.wait(lambda: False, lambda: "nothing")
+    assert caught.value.story == story
 
 
 def test_jobs_of_one_host_do_not_meet_nor_listen_on_the_network(job, monkeypatch):

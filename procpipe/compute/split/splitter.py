@@ -71,12 +71,6 @@ class PutOff:
         """Keep what a layer's weight gradients are computed from."""
         self._waiting.append(_Waiting(call, x, gradient, (x._version, gradient._version)))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are kept; what several layers share counts once."""
-        kept = [tensor for _, x, gradient, _ in self._waiting for tensor in (x, gradient)]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
-
     @torch.no_grad()
     def run(self) -> None:
         """Add the gradients to the parameters, and release what they are computed from.

@@ -24,6 +24,7 @@ from procpipe.compute.split.rules import LINEAR
 from procpipe.torch_internals import compile_in_place
 from procpipe.tree import TENSOR, Flat
 from tests.cases import for_each, pairs
+from tests.compute.sizes import put_off_bytes
 
 CPU = torch.device("cpu")
 
@@ -708,7 +709,7 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     del inputs, output
     partition.backward(0, [torch.ones(3, 5)])
     assert alive == {"x", "gradient of y"}
-    assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
+    assert put_off_bytes(partition, 0) == 3 * 6 * 4 + 3 * 5 * 4
     assert partition.num_held == 1
     partition.backward_weight(0)
     assert alive == set()
@@ -735,7 +736,7 @@ def test_an_input_shared_by_two_layers_is_held_once():
     tasks = run_split(partition, ramp(3, 6))
     next(tasks)
     next(tasks)
-    assert partition.put_off_bytes(0) == 3 * 6 * 4 + 3 * 5 * 4
+    assert put_off_bytes(partition, 0) == 3 * 6 * 4 + 3 * 5 * 4
 
 
 class Workspace(nn.Module):
