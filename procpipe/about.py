@@ -12,7 +12,7 @@ from procpipe import build
 from procpipe.errors import StageClosedError
 from procpipe.local_layers import LocalLayers
 from procpipe.run.calls import Calls
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.runner import Runner
 from procpipe.run.statistics import StageStatistics, TimedTask, table
 
 
@@ -20,7 +20,7 @@ class About(LocalLayers):
     """A stage's place among all, its statistics, and a table of all stages."""
 
     _calls: Calls
-    _shared_call: Callable[..., AbstractContextManager[Pipeline]]
+    _shared_call: Callable[..., AbstractContextManager[Runner]]
     _settings: build.Settings
 
     @property
@@ -75,7 +75,7 @@ class About(LocalLayers):
         """
         return self._connected("there are no tasks").log.last_step()
 
-    def _connected(self, nothing: str) -> Pipeline:
+    def _connected(self, nothing: str) -> Runner:
         pipeline = self._calls.pipeline
         if pipeline is None:
             raise StageClosedError(f"{nothing} before the first call and after close")

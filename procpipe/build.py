@@ -2,7 +2,7 @@
 
     Settings.checked   what the user asks for               does not communicate
     Cut.of             this rank's layers, out of the full model
-    connect            wires, executor, log                 every rank, in the first call
+    connect            wires, runner, log                   every rank, in the first call
 
 Balance profiles and recordings are optional: what they need is imported here,
 and only where the user asks for them.
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
-from procpipe.compute.layers import PartitionLayers
-from procpipe.compute.partition import Partition
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import check_not_sharded, is_sharded
@@ -44,12 +44,12 @@ from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule, schedule_of
 from procpipe.plan.task import Plan
-from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.executor import Executor
 from procpipe.run.log import Log
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.order import Order
+from procpipe.run.programs import Programs
 from procpipe.run.replicas import Replicas
+from procpipe.run.runner import Runner
 from procpipe.run.statistics import StageStatistics
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
@@ -174,7 +174,7 @@ def found_balance(
     sample: Any,
     chunks: int,
     world: World,
-    control: Control,
+    coordinator: Coordinator,
     settings: Settings,
 ) -> list[int]:
     """Find a balance.
@@ -195,7 +195,9 @@ def found_balance(
         numbers = grid.numbers if grid.is_part else None
         check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
-        return agreed_balance(name, module, sample, chunks, world, control, num_partitions)
+        return agreed_balance(
+            name, module, sample, chunks, world, coordinator.agree, num_partitions
+        )
     balance, basis = estimated_balance(num_partitions, module, sample)
     if world.rank == 0:
         write_note(f"procpipe: {basis}")
@@ -213,7 +215,7 @@ def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:
 
 def connect(
     world: World,
-    control: Control,
+    coordinator: Coordinator,
     settings: Settings,
     cut: Cut,
     layers: Mapping[str, nn.Module],
@@ -222,7 +224,7 @@ def connect(
     checks_tied: bool,
     chunks: int,
     checkpoint: str,
-) -> Pipeline:
+) -> Runner:
     """Build this rank's part of the pipeline; every rank calls it, and it waits for all of them.
 
     ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
@@ -246,9 +248,9 @@ def connect(
         "layers": cut.facts,
         "shared by partitions": [str(tie) for tie in cut.ties],
     }
-    partitions = {
-        j: Partition(
-            PartitionLayers(
+    segments = {
+        j: Segment(
+            Layers(
                 {name: layers[name] for name in names},
                 world.device,
                 is_first=j == 0,
@@ -258,43 +260,38 @@ def connect(
         )
         for j, names in cut.layers.items()
     }
-    routes = Routes(
-        grid.num_stages,
-        tuple(cut.skips.keys),
-        placement=cut.placement,
-        ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
-    )
-    wires = connect_wires(world, control, grid, routes, facts)
-    coordinator = Coordinator(wires.control, grid, routes, settings.schedule)
-    log = log_of(world, settings, partitions, wires, facts, coordinator)
+    routes = Routes(grid.num_stages, tuple(cut.skips.keys), cut.placement)
+    coordinator.programs = Programs(routes, settings.schedule, grid.stage)
+    ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
+    wires = connect_wires(world, coordinator, routes, ties, facts)
+    log = log_of(world, settings, segments, wires, facts, coordinator.programs.plan)
     replicas = connect_replicas(world, settings, cut, wires, layers, log, coordinator.meet)
-    executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
-    pipeline = Pipeline(world, wires, executor, coordinator, log)
+    runner = Runner(world, wires, coordinator, segments, cut.placement, tied, replicas, log)
     tied.make_equal(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
     )
     replicas.make_equal(layers.values())
-    return pipeline
+    return runner
 
 
 def log_of(
     world: World,
     settings: Settings,
-    partitions: Mapping[int, Partition],
+    segments: Mapping[int, Segment],
     wires: Wires,
     facts: Mapping[str, Any],
-    coordinator: Coordinator,
+    plan_of: Callable[[Order], Plan],
 ) -> Log:
     """Return what notes what this stage does, and with ``trace=…`` records it for rank 0."""
     if settings.trace is None:
-        return Log(world.board, world.device, partitions)
+        return Log(world.board, world.device, segments)
     with needed("procpipe.timeline", "trace=…"):
         from procpipe.timeline.clocks import Clocks
         from procpipe.timeline.collect import Tracing
         from procpipe.timeline.recorder import Recorder
-    tracing = Tracing(settings.trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
-    return Recorder(tracing, world.board, world.device, partitions)
+    tracing = Tracing(settings.trace, wires.mesh, Clocks(wires.mesh), facts, plan_of)
+    return Recorder(tracing, world.board, world.device, segments)
 
 
 def connect_replicas(
@@ -352,7 +349,7 @@ def tied_of(cut: Cut, stage: int) -> Tied:
     return Tied(stage, copies[True], copies[False])
 
 
-def reporter() -> Callable[[Pipeline], list[StageStatistics]]:
+def reporter() -> Callable[[Runner], list[StageStatistics]]:
     """Return what gathers the statistics of all stages; every rank calls that, and it waits."""
     with needed("procpipe.timeline", "report()"):
         from procpipe.timeline.reporting import report_of_all

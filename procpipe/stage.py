@@ -9,7 +9,7 @@ Every rank makes the same calls. Each call goes the same way:
     1  a replica's first rank scatters its mini-batch and     Coordinator.issue
        issues an order; its others wait for it, in the        Coordinator.follow
        same call; replicas compare their calls                Coordinator.announce, meet
-    2  every rank runs its stage's program                    Executor.run
+    2  every rank runs its stage's program                    Runner.run
     3  the result: a loss everywhere; an output on the last
        stage, a placeholder elsewhere
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +31,8 @@ from procpipe import build
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
-    Ingoing,
     Inputs,
     MiniBatch,
-    Outcome,
     inputs_and_target,
     inputs_of,
     join_outputs,
@@ -47,11 +44,11 @@ from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_o
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
-from procpipe.run.control import Agree, Control
+from procpipe.run.coordinator import Agree, Coordinator
 from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
-from procpipe.run.messages import FetchDetail, Order
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.order import FetchDetail, Order
+from procpipe.run.runner import Runner
 from procpipe.run.same_input import SameInput
 from procpipe.run.stops import Signals
 from procpipe.tree import map_tensors
@@ -174,9 +171,9 @@ class Stage(Gradients):
             devices, ranks_of(mesh, replicas), timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
         self._calls = Calls(self._world, self._connect)
-        self._open_pass: object = None
+        self._open_pass: MiniBatch | None = None  # whose backward() may follow
         try:
-            self._control = Control(self._world.connect())
+            mesh = self._world.connect()
             build.check(module, self._world)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
@@ -189,9 +186,16 @@ class Stage(Gradients):
                 trace=trace,
             )
             self._grid = self._settings.grid
+            self._coordinator = Coordinator(mesh, self._grid)
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
-                    balance, module, sample, self.chunks, self._world, self._control, self._settings
+                    balance,
+                    module,
+                    sample,
+                    self.chunks,
+                    self._world,
+                    self._coordinator,
+                    self._settings,
                 )
             cut = build.Cut.of(module, balance, self._settings, self._world)
             self.balance = cut.balance
@@ -269,14 +273,11 @@ class Stage(Gradients):
         with self._calls.together("step") as pipeline:
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self._grid.stage == 0)
-            order, batch, ingoing = self._begin(
-                pipeline, "step", given, target, total_weight, accumulate
-            )
-            outcome = self._run_mini_batch(pipeline, order, batch)
-            if ingoing is not None:
-                ingoing.add_gradients(outcome.input_gradients)
-            weight = order.count if outcome.weight is None else outcome.weight
-            return self._loss.note(outcome.loss, weight)  # step 10
+            order, batch = self._begin(pipeline, "step", given, target, total_weight, accumulate)
+            self._run_mini_batch(pipeline, order, batch)
+            batch.send_back()
+            weight = order.count if batch.weight is None else batch.weight
+            return self._loss.note(batch.mean, weight)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -319,21 +320,20 @@ class Stage(Gradients):
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            order, batch, ingoing = self._begin(pipeline, "forward", given)
+            order, batch = self._begin(pipeline, "forward", given)
             if batch.is_shared or self.replicas == 1:
-                self._same_input.check(pipeline.coordinator.agree, given)
-            outputs = self._run_mini_batch(pipeline, order, batch).outputs
-        this = self._open_pass = object()
+                self._same_input.check(pipeline.coordinator.agree_in_call, given)
+            self._run_mini_batch(pipeline, order, batch)
+        self._open_pass = batch
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
-            given = replace(batch, output_gradients=gradients, is_backward=True)
-            self._run_backward(this, order, given, ingoing)
+            self._run_backward(order, batch, gradients)
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
             what = "the output of stage(input)"
             return Remote(self._output_rank, what, may_follow, here=self.rank)
-        return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
+        return join_outputs([batch.outputs[i] for i in sorted(batch.outputs)], may_follow)
 
     def batches(
         self, loader: Loader, *, stop_on: Signals = (), same_data: bool = False
@@ -466,7 +466,7 @@ class Stage(Gradients):
         return pipeline.coordinator.begin(call, is_training=self.training, **decided)
 
     @contextmanager
-    def _shared_call(self, call: str, value: Any = None) -> Iterator[Pipeline]:
+    def _shared_call(self, call: str, value: Any = None) -> Iterator[Runner]:
         """Surround a call that all replicas make together; ``value`` is what this one announces."""
         with self._calls.together(call) as pipeline:
             pipeline.coordinator.announce(self._begin_call(call), value)
@@ -477,20 +477,21 @@ class Stage(Gradients):
         with self._shared_call(call) as pipeline:
             if of_gradients:
                 pipeline.replicas.check_added_up(call)
-            yield pipeline.coordinator.agree
+            yield pipeline.coordinator.agree_in_call
 
     def _begin(
         self,
-        pipeline: Pipeline,
+        pipeline: Runner,
         call: str,
         given: Inputs,
         target: Any = None,
         total: Any = None,
         accumulate: Any = None,
-    ) -> tuple[Order, MiniBatch, Ingoing | None]:
+    ) -> tuple[Order, MiniBatch]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
             pipeline.coordinator,
+            pipeline.wires,
             call,
             given,
             target,
@@ -502,29 +503,30 @@ class Stage(Gradients):
             reduces=not self._keeps_own,
         )
 
-    def _run_mini_batch(self, pipeline: Pipeline, order: Order, batch: MiniBatch) -> Outcome:
+    def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
         buffers = self._tied.versions()
         if self._cut.ties and order.keeps_graph:
-            self._tied.check_equal(pipeline.coordinator.agree, always=self._checks_tied)
-        pipeline.executor.begin()
+            self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
             layer.begin()
-        outcome = pipeline.run(order, batch)
+        pipeline.run(order, batch)
         pipeline.coordinator.meet()  # also where nothing has been added up
         if order.is_training:
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
         self._tied.check_unchanged(buffers)
-        return outcome
 
     def _run_backward(
-        self, this: object, order: Order, batch: MiniBatch, ingoing: Ingoing | None
+        self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
     ) -> None:
-        """Run this stage's part of the backward pass of an earlier ``stage(input)``."""
-        if this is not self._open_pass:
+        """Run this stage's part of the backward pass of an earlier ``stage(input)``.
+
+        ``gradients`` are those of each micro-batch's output, on the rank that has it.
+        """
+        if batch is not self._open_pass:
             raise RuntimeError(
                 "backward() of an output whose graph a later call of the stage has dropped, or "
                 "whose backward pass was run already: run each output's loss backward, once, "
@@ -540,26 +542,25 @@ class Stage(Gradients):
                 reduces=not self._keeps_own,
             )
             coordinator.announce(order, order.count)
-            gradients = batch.output_gradients
             if gradients is not None:
                 share = order.count / sum(coordinator.meet())
                 gradients = [[_times(one, share) for one in of_part] for of_part in gradients]
-            batch = replace(batch, output_gradients=gradients, reduces=order.reduces)
+            batch.output_gradients, batch.is_backward = gradients, True
+            batch.reduces = order.reduces
             buffers = self._tied.versions()
-            outcome = pipeline.run(order, batch)
+            pipeline.run(order, batch)
             coordinator.meet()
             self._tied.check_unchanged(buffers)
-            if ingoing is not None:
-                ingoing.add_gradients(outcome.input_gradients)
+            batch.send_back()
 
     # -- building -------------------------------------------------------------------------------
 
-    def _connect(self) -> Pipeline:
+    def _connect(self) -> Runner:
         build.check_sharding(self, self._world)
         try:
             pipeline = build.connect(
                 self._world,
-                self._control,
+                self._coordinator,
                 self._settings,
                 self._cut,
                 dict(self.named_children()),

@@ -127,7 +127,7 @@ FOR_BENCHMARKS = ("procpipe.job.world", "procpipe.channel.nccl")
 PURE = (
     "procpipe.plan",
     "procpipe.errors",
-    "procpipe.run.messages",
+    "procpipe.run.order",
     "procpipe.run.statistics",
     "procpipe.words",
     "procpipe.timeline.advice",

@@ -67,7 +67,7 @@ class SwitchedStage(Stage):
     def _connect(self) -> Any:
         pipeline: Any = super()._connect()
         if not self._components.beside:
-            senders, receivers = pipeline.channels.senders, pipeline.channels.receivers
+            senders, receivers = pipeline.wires.channels.senders, pipeline.wires.channels.receivers
             for key in senders:
                 if key[0] in _BESIDE_COMPUTE:
                     senders[key] = _WaitingSender(senders[key])

@@ -31,7 +31,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import RemoteStageError
 from procpipe.job.transports import choose
 from procpipe.job.world import World
-from procpipe.run.control import Control
+from procpipe.run.coordinator import Coordinator
 from procpipe.tree import Flat
 
 #: The ids of a pair's two channels; 0 is the control plane's.
@@ -101,7 +101,9 @@ class Line:
         return is_last, tensor
 
 
-def measure(world: World, lines: Mapping[int, Line], control: Control) -> list[dict[str, float]]:
+def measure(
+    world: World, lines: Mapping[int, Line], coordinator: Coordinator
+) -> list[dict[str, float]]:
     """Measure with both neighbours; every rank calls it, and it waits for all of them.
 
     Returns:
@@ -129,25 +131,25 @@ def measure(world: World, lines: Mapping[int, Line], control: Control) -> list[d
             line.follow(_BURST, echo=False)
             up_bytes_per_s = _BURST_BYTES / line.lead(_LARGE_BYTES, _BURST)
             found.append({"lower": lower, "up_bytes_per_s": up_bytes_per_s})
-        control.agree(None, lambda _: None)
+        coordinator.agree(None, lambda _: None)
     return found
 
 
 def probe(world: World) -> dict[str, Any]:
     """Connect and measure; return this rank's device and pairs. Every rank calls it."""
     mesh = world.connect()
-    control = Control(mesh)
+    coordinator = Coordinator(mesh, world.grid)
     neighbours = [(rank, rank + 1) for rank in range(world.num_ranks - 1)]
-    choice = control.agree(world.offer(), choose)
+    choice = coordinator.agree(world.offer(), choose)
     transports = world.transports.open(
         choice, (end for a, b in neighbours for end in ((a, b, _DOWN), (b, a, _UP)))
     )
     lines = {
         peer: Line(mesh, peer, transport, world.device) for peer, transport in transports.items()
     }
-    found = {"device": str(world.device), "pairs": measure(world, lines, control)}
+    found = {"device": str(world.device), "pairs": measure(world, lines, coordinator)}
     world.transports.drain()
-    control.agree(None, lambda _: None)  # a rank that closes early would cut a last transfer
+    coordinator.agree(None, lambda _: None)  # a rank that closes early would cut a last transfer
     return found
 
 

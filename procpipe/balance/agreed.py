@@ -14,7 +14,7 @@ from procpipe.balance import Inputs, balance_by_size, balance_by_time
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
-from procpipe.run.control import Control
+from procpipe.run.coordinator import Agree
 
 
 def agreed_balance(
@@ -23,7 +23,7 @@ def agreed_balance(
     sample: Any,
     chunks: int,
     world: World,
-    control: Control,
+    agree: Agree,
     num_partitions: int,
 ) -> list[int]:
     """Find a balance on rank 0; every rank calls it, and the others wait.
@@ -35,7 +35,7 @@ def agreed_balance(
             ``balance.Inputs`` of several, or a dict of its named ones.
         chunks: micro-batches in a mini-batch.
         world: this process's place in the job.
-        control: joins rank 0 and the others.
+        agree: joins rank 0 and the others.
         num_partitions: the number of partitions.
 
     Raises:
@@ -58,7 +58,7 @@ def agreed_balance(
                 )
         return _found(kind, module, sample, chunks, world, num_partitions)
 
-    found: list[int] = control.agree("balance", combine)
+    found: list[int] = agree("balance", combine)
     return found
 
 

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.generators import RandomStates, generators
 from procpipe.compute.graph import Enter, Entry
-from procpipe.compute.recompute import Ambient
 from procpipe.skip.tracker import tracking
 from procpipe.torch_internals import without_values
 from procpipe.tree import Flat, flatten
@@ -218,8 +218,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _surroundings(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Enable gradients, whatever the caller's mode, and restore the random number generators."""
     drawn_on = torch.device("cpu") if device.type == "meta" else device
-    ambient = Ambient.now(drawn_on)
-    with ambient.restored(), torch.inference_mode(False), torch.enable_grad():
+    states = RandomStates(generators(drawn_on))
+    with states.restored(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 

@@ -14,11 +14,11 @@ statistics always count, since batch normalisation's kernels do not raise their 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from procpipe.errors import RecomputeError
+from procpipe.compute.recompute import NOTHING
 
 #: Where a buffer is: the module, and its name there. It may be None until a forward sets it.
 BufferPlace = tuple[nn.Module, str]
@@ -33,8 +33,7 @@ class Buffers:
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._names: dict[BufferPlace, str] = {}
         self._changing: set[BufferPlace] = set()
-        self._first: BufferCopies | None = None
-        self._steady: list[tuple[BufferPlace, Tensor | None, int]] = []
+        self._steady: dict[BufferPlace, tuple[Tensor | None, int]] = {}
         for layer_name, layer in layers.items():
             for module_name, module in layer.named_modules(prefix=layer_name):
                 for name in module._buffers:
@@ -45,55 +44,50 @@ class Buffers:
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
-        self._first = None if self._is_known else _copies(self._names)
-        self._steady = [
-            (place, _buffer(place), _version(place))
+        return _copies(self._changing if self._is_known else self._names)
+
+    def after_forward(self, copies: BufferCopies) -> None:
+        """Find what the very first forward has changed, given the copies made before it."""
+        if not self._is_known:
+            self._is_known = True
+            self._changing.update(
+                place
+                for place in self._steady
+                if self._has_changed(place) or not _same(copies[place], _buffer(place))
+            )
+            self.note_steady()
+
+    def note_steady(self) -> None:
+        """Note the buffers that no forward is known to change, as they are now."""
+        self._steady = {
+            place: (_buffer(place), _version(place))
             for place in self._names
             if place not in self._changing
-        ]
-        return _copies(self._changing) if self._first is None else self._first
+        }
 
-    def after_forward(self) -> None:
-        """Find what the first forward changed.
+    def changed(self) -> list[str]:
+        """Return the names of the buffers that have changed since they were noted as steady."""
+        return [self._names[place] for place in self._steady if self._has_changed(place)]
 
-        Raises:
-            RecomputeError: a buffer changed for the first time, so there is no copy of it.
-        """
-        if self._first is not None:
-            for place, copy in self._first.items():
-                if not _same(copy, _buffer(place)):
-                    self._changing.add(place)
-        for place, buffer, version in self._steady:
-            if _buffer(place) is buffer and _version(place) == version:
-                continue
-            if self._first is not None:  # written to, if only with the values it had
-                self._changing.add(place)
-            elif place not in self._changing:
-                raise RecomputeError(
-                    f"buffer {self._names[place]!r} changed in forward for the first time after "
-                    "earlier micro-batches left it alone, so there is no copy to recompute from: "
-                    "change it in every forward or in none, or use checkpoint='never'"
-                )
-        self._first, self._is_known = None, True
-        self._steady.clear()
+    def _has_changed(self, place: BufferPlace) -> bool:
+        buffer, version = self._steady[place]
+        return _buffer(place) is not buffer or _version(place) != version
 
-    @contextmanager
-    def lent(self, copies: BufferCopies) -> Iterator[None]:
+    def lent(self, copies: BufferCopies) -> AbstractContextManager[None]:
         """Let the modules work on copies for a while."""
-        owned = {place: _buffer(place) for place in copies}
-        for (module, name), copy in copies.items():
-            module._buffers[name] = copy
-        try:
-            yield
-        finally:
-            for (module, name), buffer in owned.items():
-                module._buffers[name] = buffer
+        return _lent(copies) if copies else NOTHING
 
-    def steady(self) -> Iterator[Tensor]:
-        """Yield the buffers that no forward has changed."""
-        for place in self._names:
-            if place not in self._changing and (buffer := _buffer(place)) is not None:
-                yield buffer
+
+@contextmanager
+def _lent(copies: BufferCopies) -> Iterator[None]:
+    owned = {place: _buffer(place) for place in copies}
+    for (module, name), copy in copies.items():
+        module._buffers[name] = copy
+    try:
+        yield
+    finally:
+        for (module, name), buffer in owned.items():
+            module._buffers[name] = buffer
 
 
 def _buffer(place: BufferPlace) -> Tensor | None:

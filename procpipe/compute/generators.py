@@ -11,41 +11,82 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from procpipe.compute.recompute import NOTHING
 
 
-class RandomSource(NamedTuple):
+class Generator(NamedTuple):
     """One generator, by how its state is read and set."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
-def generators_of_torch(device: torch.device) -> list[RandomSource]:
-    """Return torch's own generators: the CPU's, and a GPU's."""
-    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
+def generators(device: torch.device) -> list[Generator]:
+    """Return torch's generators of the CPU and a GPU, Python's and, once NumPy is loaded, its."""
+    found = [
+        Generator(torch.get_rng_state, torch.set_rng_state),
+        Generator(random.getstate, random.setstate),
+    ]
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
-        sources.append(RandomSource(get, partial(torch.cuda.set_rng_state, device=device)))
-    return sources
-
-
-def generators_of_libraries() -> list[RandomSource]:
-    """Return Python's global generator and, once NumPy is loaded, its."""
-    sources = [RandomSource(random.getstate, random.setstate)]
+        found.append(Generator(get, partial(torch.cuda.set_rng_state, device=device)))
     if numpy := sys.modules.get("numpy"):
         # Loads numpy.random: a forward that did so first could not be repeated.
         draws = numpy.random
-        sources.append(RandomSource(partial(draws.get_state, legacy=False), draws.set_state))
-    return sources
+        found.append(Generator(partial(draws.get_state, legacy=False), draws.set_state))
+    return found
 
 
-def are_equal(one: Any, other: Any) -> bool:
+class RandomStates:
+    """The states of generators at one moment."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self._states = [(each, each.get()) for each in generators]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def forget_undrawn(self, later: RandomStates) -> None:
+        """Forget the states of generators that a forward has not drawn from.
+
+        Most layers draw from none, and to set a state takes as long as to read it.
+
+        Args:
+            later: the same generators, after the forward.
+        """
+        pairs = zip(self._states, later._states, strict=True)
+        self._states = [was for was, now in pairs if not _are_equal(was[1], now[1])]
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Restore these states for a while; afterwards everything is as before."""
+        return self._restored() if self._states else NOTHING
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        present = [(generator, generator.get()) for generator, _ in self._states]
+        try:
+            for generator, state in self._states:
+                generator.set(state)
+            yield
+        finally:
+            for generator, state in present:
+                generator.set(state)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
     """Compare two states of a generator; NumPy's are dicts of arrays, numbers and dicts."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(are_equal(value, other.get(key)) for key, value in one.items())
+        return all(_are_equal(value, other.get(key)) for key, value in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

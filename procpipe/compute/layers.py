@@ -2,8 +2,8 @@
 
     inputs, skip tensors ─> layer ─> layer ─> … ─> loss_fn ─> output, skip tensors
 
-It knows which layer runs, so that errors and the board name it, and detects layers that change what
-others still need. Independent of tasks, and of whether autograd records what runs.
+It knows which layer runs, so that errors and the board name it. Independent of tasks, and of
+whether autograd records what runs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from torch import Tensor, nn
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.layout import SkipLayout
+from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Flat, flatten, in_words, is_plain, unflatten
+from procpipe.tree import Structure, flatten, in_words, is_plain
 
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
 
+#: What leaves for one partition: its tensors, and the structure that they are in.
+Leaving = tuple[list[Tensor], Structure]
 
-class PartitionLayers:
+
+class Layers:
     """The layers of a partition, by their names in the full model.
 
     The model's first layer takes several inputs; the output of the last partition need not travel.
@@ -32,7 +36,9 @@ class PartitionLayers:
 
     Attributes:
         named: the names and layers.
+        places: the layers in words, then the loss, by the indices of ``on_layer``.
         on_layer: called with the index of each layer that begins, and with -1 after the last.
+        changes_input: whether the first layer may change its input in place.
     """
 
     def __init__(
@@ -45,51 +51,64 @@ class PartitionLayers:
         skips: SkipPorts | None = None,
     ) -> None:
         self.named = dict(layers)
+        self.places = [
+            *(f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()),
+            "loss_fn",
+        ]
         self.on_layer: Callable[[int], None] = lambda index: None
-        self._calls: list[Callable[[Any], Any]] = [*layers.values()]
-        self._current = -1
+        self.changes_input = bool(layers) and any(
+            getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
+        )
         self.device = device
         self.is_first = is_first
+        self._calls: list[Callable[[Any], Any]] = [*layers.values()]
+        self._current = -1
         self._is_last = is_last
         self._skips = skips or SkipPorts(SkipLayout(), 0)
-        self._clone_inputs = bool(layers) and any(
-            getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
+        self._has_skips = any(any(declared(layer)) for layer in layers.values()) or any(
+            (self._skips.sources, self._skips.destinations)
         )
 
     def run(
-        self,
-        inputs: Flat,
-        tensors: list[Tensor],
-        finish: Finish | None,
-        untouched: Sequence[Tensor] = (),
-    ) -> Flat:
-        """Run the layers on ``tensors``, in the structure of ``inputs``; return the output.
+        self, values: Sequence[Any], finish: Finish | None, watched: Sequence[Tensor] = ()
+    ) -> list[Leaving]:
+        """Run the layers.
 
-        ``untouched`` are the tensors that recomputation needs as they are now.
+        Args:
+            values: what comes from the partition before, or the model's inputs; then the skip
+                tensors of each source.
+            finish: called last, with the output.
+            watched: tensors that no layer may change in place.
+
+        Returns:
+            The output, then the skip tensors for each destination.
         """
-        value = unflatten(tensors, inputs.structure)
-        entered: list[Any] = []
-        if self._skips.sources:
-            value, *entered = value
-        tracker = self._skips.tracker(entered)
-        with tracking(tracker):
-            value = self._run_layers(value, finish, untouched)
-        self._skips.check(tracker)
-        if self._skips.destinations:
-            value = (value, *self._skips.messages(tracker))
-        outputs, structure = flatten(value)
-        for output in outputs:
-            self._check_can_leave(output)
-        self._enter(-1)
-        return Flat(outputs, structure, tuple([output.requires_grad for output in outputs]))
+        value, *entered = values
+        made: list[Any] = []
+        if self._has_skips:
+            tracker = self._skips.tracker(entered)
+            with tracking(tracker):
+                value = self._run_layers(value, finish, watched)
+            self._skips.check(tracker)
+            made += self._skips.messages(tracker)
+        else:
+            value = self._run_layers(value, finish, watched)
+        leaving = [flatten(each) for each in (value, *made)]
+        for tensors, _ in leaving:
+            for tensor in tensors:
+                self._check_can_leave(tensor)
+        self._current = -1
+        self.on_layer(-1)
+        return leaving
 
-    def _run_layers(self, value: Any, finish: Finish | None, untouched: Sequence[Tensor]) -> Any:
-        versions = self.versions(untouched)
+    def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
+        versions = versions_of(watched)
         spread = self.is_first
         if spread and not self.named:  # passes its inputs on
             value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
-            self._enter(k)
+            self._current = k
+            self.on_layer(k)
             try:
                 value = _called(call, value) if spread else call(value)
             except Exception as error:
@@ -97,14 +116,17 @@ class PartitionLayers:
                     error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
             spread = False
-            if versions and versions != self.versions(untouched):
-                raise RecomputeError(
-                    f"{self.where()} changed its partition's input in place, so recomputing it "
-                    "would start from the wrong values: make the change out of place (x = x + 1 "
-                    "for x.add_(1)), let the partition begin at another layer, or use "
-                    "checkpoint='never'"
-                )
+            if watched and versions != versions_of(watched):
+                self.refuse_change(self.where())
         return value
+
+    def refuse_change(self, where: str) -> None:
+        """Raise the error for an input that a layer has changed in place."""
+        raise RecomputeError(
+            f"{where} changed its partition's input in place, so recomputing it would start from "
+            "the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let the "
+            "partition begin at another layer, or use checkpoint='never'"
+        )
 
     def _check_can_leave(self, output: Tensor) -> None:
         if not (self._is_last or is_plain(output)):
@@ -123,33 +145,14 @@ class PartitionLayers:
                 f"stage's device, {self.device}"
             )
 
-    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return what rises when one of these inputs is changed in place.
-
-        Empty where the first layer may do so: it works on copies of what is recomputed, but not of
-        the last micro-batch, whose version is that of the whole mini-batch.
-        """
-        return [] if self._clone_inputs else [tensor._version for tensor in tensors]
-
-    def unshared(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return inputs that the first layer may change although they are kept."""
-        return [tensor.clone() for tensor in tensors] if self._clone_inputs else list(tensors)
-
-    # -- faults ---------------------------------------------------------------------------------
-
-    @property
-    def places(self) -> list[str]:
-        """The layers in words, then the loss, by the indices of ``on_layer``."""
-        layers = [f"layer {name!r} ({type(layer).__name__})" for name, layer in self.named.items()]
-        return [*layers, "loss_fn"]
-
     def where(self) -> str:
         """Name the layer that is running, or that raised."""
         return self.places[self._current] if self._current >= 0 else "between layers"
 
-    def _enter(self, index: int) -> None:
-        self._current = index
-        self.on_layer(index)
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return what rises when one of these tensors is changed in place."""
+    return [tensor._version for tensor in tensors]
 
 
 def _passed_on(inputs: Any) -> Any:

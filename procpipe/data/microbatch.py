@@ -15,7 +15,7 @@ mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,26 @@ class NoChunk:
 
     def __repr__(self) -> str:
         return f"NoChunk({self.tensor!r})"
+
+    @classmethod
+    def _around(cls, tensors: Iterable[Any], _: None) -> NoChunk:
+        made = cls.__new__(cls)
+        (made.tensor,) = tensors
+        return made
+
+
+# So a target that has one travels.
+pytree.register_pytree_node(
+    NoChunk,
+    lambda each: ([each.tensor], None),
+    NoChunk._around,
+    serialized_type_name="procpipe.NoChunk",
+    flatten_with_keys_fn=lambda each: ([(pytree.GetAttrKey("tensor"), each.tensor)], None),
+)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is NoChunk
 
 
 def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
@@ -133,7 +153,7 @@ def _num_samples(value: Any, where: str, size: int | None = None, other: str = "
 
     ``where`` names the value. If ``size`` is given, these must have as many, as ``other`` has.
     """
-    leaves = pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value, is_leaf=_is_whole)
     check_leaves(value, leaves, where, others=(NoChunk,))
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -161,7 +181,7 @@ def _sizes(batch_size: int, chunks: int) -> list[int]:
 
 
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
     parts = [_parts_of(leaf, sizes) for leaf in leaves]
     return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(len(sizes))]
 

@@ -1,6 +1,6 @@
 """A mini-batch on its way into the pipeline and out of it.
 
-    user's inputs ── scatter ──> Ingoing: micro-batches, detached, on stage 0's device
+    user's inputs ── scatter ──> micro-batches, detached, on stage 0's device
                  <── gradients ── of those inputs that require them
 
     micro-batches' outputs ── gather ──> the user's output, on the last stage
@@ -82,52 +82,17 @@ def inputs_and_target(
     return inputs_of(values, named), target
 
 
-@dataclass(frozen=True)
-class Ingoing:
-    """The inputs of a mini-batch, scattered."""
-
-    sizes: tuple[int, ...]  # samples in each micro-batch
-    inputs: list[Flat]  # each micro-batch's inputs, detached, on stage 0's device
-    #: Of each micro-batch, the tensors that require a gradient, as the user gave them.
-    requiring: list[list[Tensor]]
-
-    @classmethod
-    def of_parts(
-        cls, parts: Sequence[Inputs], sizes: Sequence[int], device: torch.device
-    ) -> Ingoing:
-        """Take a model's inputs that are scattered already."""
-        flats, requiring = [], []
-        keeps_gradients = torch.is_grad_enabled()
-        for part in parts:
-            tensors, structure = flatten(part)
-            wants = tuple(keeps_gradients and tensor.requires_grad for tensor in tensors)
-            moved = [uploaded(tensor.detach(), device) for tensor in tensors]
-            flats.append(Flat(moved, structure, wants))
-            requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
-        return cls(tuple(sizes), flats, requiring)
-
-    def add_gradients(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""
-        pairs = [
-            (tensor, gradient.to(tensor.device))
-            for i, of_micro_batch in gradients.items()
-            for tensor, gradient in zip(self.requiring[i], of_micro_batch, strict=True)
-            if gradient is not None
-        ]
-        if pairs:
-            tensors, given = zip(*pairs, strict=True)
-            torch.autograd.backward(tensors, given)
-
-
-@dataclass(frozen=True)
+@dataclass
 class MiniBatch:
-    """What the program of one stage works on."""
+    """What the programs of one stage work on, and what they leave."""
 
-    inputs: Sequence[Flat] | None = None  # on the first stage, each micro-batch's inputs
-    #: Each micro-batch's target, where the user gave it: on stage 0 if it is routed, else on the
-    #: stage of the last partition.
+    #: On the first stage, each micro-batch's inputs, detached, on its device; and of each the
+    #: tensors that require a gradient, as the user gave them.
+    inputs: Sequence[Flat] = ()
+    requiring: Sequence[Sequence[Tensor]] = ()
+    #: In a ``step``, on the stage of the last partition: each micro-batch's target, and what makes
+    #: the loss of those of the micro-batches.
     targets: Sequence[Any] | None = None
-    #: On that stage, in a ``step``: makes the loss of those of the micro-batches.
     loss: MeanLoss | None = None
     keep: bool = False  # whether backward tasks follow, in this program or a later one
     reduces: bool = True  # whether gradients are added up over replicas, if there are several
@@ -139,18 +104,40 @@ class MiniBatch:
     #: micro-batch's gradients of the output tensors that require one.
     output_gradients: Sequence[list[Tensor | None]] | None = None
 
-
-@dataclass
-class Outcome:
-    """What a program leaves on one stage."""
-
     #: On the stage of the last partition, each micro-batch's output (or loss), detached.
     outputs: dict[int, Flat] = field(default_factory=dict)
-    #: The loss of the mini-batch, on every rank whose program has a loss in it.
-    loss: Tensor | None = None
-    weight: float | None = None  # what the mini-batch counts, if the order does not say it
     #: On the first stage, each micro-batch's gradients of inputs that require one.
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    mean: Tensor | None = None  # the loss of the mini-batch, on every rank whose program has one
+    weight: float | None = None  # what the mini-batch counts, if the order does not say it
+
+    def add_inputs(self, parts: Sequence[Inputs], device: torch.device) -> None:
+        """Take a model's inputs, scattered, to the first stage's device."""
+        flats, requiring = [], []
+        keeps_gradients = torch.is_grad_enabled()
+        for part in parts:
+            tensors, structure = flatten(part)
+            wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
+            moved = [uploaded(tensor.detach(), device) for tensor in tensors]
+            flats.append(Flat(moved, structure, wants))
+            requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
+        self.inputs, self.requiring = flats, requiring
+
+    def target(self, i: int) -> Any:
+        """Return the target of a micro-batch; None if there is none."""
+        return None if self.targets is None else self.targets[i]
+
+    def send_back(self) -> None:
+        """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""
+        pairs = [
+            (tensor, gradient.to(tensor.device))
+            for i, of_micro_batch in self.input_gradients.items()
+            for tensor, gradient in zip(self.requiring[i], of_micro_batch, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            tensors, given = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, given)
 
 
 def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:

@@ -93,8 +93,7 @@ class Send:
 class Receive:
     """From here on a buffer may be posted for this message; does not wait for it.
 
-    The message is taken when the task that needs it runs; the loss and the gradients of tied
-    parameters, at the end of the program.
+    The message is taken when the task that needs it runs; the loss, at the end of the program.
     """
 
     transfer: Transfer

@@ -1,22 +1,22 @@
-"""Where tensors go: across each boundary, along skips, the target directly, the loss by stages.
+"""Where tensors go: across each boundary, along skips, the loss by stages.
 
           F0@0 ── activation ──▶ F0@1 ── activation ──▶ F0@2
-            ├─────────── skip (0, 2) ────────────────────▲ ▲        forward
-            └─────────── target ───────────────────────────┘
+            └─────────── skip (0, 2) ────────────────────▲          forward
 
           B0@0 ◀── gradient ──── B0@1 ◀── gradient ──── B0@2
             ▲──────── skip gradient (0, 2) ───────────────┘         backward
 
           ◀────── loss ───────── ◀────── loss ───────── F(last)@2
 
-          B(last)@0 ◀── gradient of what both use ──▶ B(last)@2
-
 A tensor goes straight from the partition that makes it to the partition that uses it. All tensors
 of one hop are one transfer: skip tensors from ``a`` to ``b`` travel together. Two partitions of one
 stage hand tensors over without a transfer. ``program.py`` orders the transfers.
 
 The loss, one number, passes every stage, each time as gradients do (``loss_hops``). No task makes
-it or needs it, so it is no part of a plan; ``program.py`` says when it is passed on.
+it or needs it, so it is no part of a plan; ``program.py`` says when it is passed on. Two more
+payloads travel around a program, not within it: the target of a mini-batch goes from stage 0 to the
+last partition's stage before the first task, and gradients of tied parameters go between the stages
+that use them after the last one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.task import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT_GRADIENT,
-    Plan,
-    Task,
-    gradient_tasks,
-)
+from procpipe.plan.task import FORWARD, Plan, Task, gradient_tasks
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -53,13 +46,9 @@ class Transfer(NamedTuple):
     #: ``ACTIVATION``, ``GRADIENT``, ``SKIP``, ``SKIP_GRADIENT``, ``TARGET``, ``LOSS`` or
     #: ``TIED_GRADIENT``.
     payload: str
-    #: The micro-batch. The gradients of tied parameters have the number of the one that completes
-    #: them, the loss of a mini-batch has 0.
-    i: int
+    i: int  # the micro-batch; 0 of what a mini-batch has one of
     source: int  # the partition whose stage sends it
-    #: The partition whose stage receives it. The gradients of tied parameters, which go from one
-    #: stage to another, not between partitions, have the first partition of each.
-    destination: int
+    destination: int  # the partition whose stage receives it
 
     def __str__(self) -> str:
         return f"{self.payload} {self.i}: {self.source}->{self.destination}"
@@ -76,12 +65,7 @@ class Transfer(NamedTuple):
 
     @property
     def makers(self) -> tuple[Task, ...]:
-        """The tasks that can make what is sent; a plan has one of them.
-
-        For gradients of tied parameters none: see :meth:`Routes.tied_gradients`.
-        """
-        if self.payload == TIED_GRADIENT:
-            return ()
+        """The tasks that can make what is sent; a plan has one of them."""
         if self.is_gradient:
             return gradient_tasks(self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
@@ -99,11 +83,8 @@ class Routes:
     #: Pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is used in
     #: partition ``b``.
     skips: tuple[tuple[int, int], ...] = ()
-    target: bool = False  # whether the target goes from stage 0 to the last partition's stage
     #: The stage of each partition; one partition a stage if left out.
     placement: tuple[int, ...] = ()
-    #: Sets of partitions, ascending: each uses a parameter in common.
-    ties: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
@@ -131,10 +112,7 @@ class Routes:
         last = len(self.placement) - 1
         if kind == FORWARD:
             down = [Transfer(ACTIVATION, i, j, j + 1)] if j < last else []
-            down += [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
-            if self.target and j == 0 < last:
-                down.append(Transfer(TARGET, i, 0, last))
-            return down
+            return down + [Transfer(SKIP, i, j, b) for b in self.skips_from(j)]
         if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j, j - 1)] if j > 0 else []
             return up + [Transfer(SKIP_GRADIENT, i, j, a) for a in self.skips_into(j)]
@@ -150,10 +128,7 @@ class Routes:
         last = len(self.placement) - 1
         if kind == FORWARD:
             down = [Transfer(ACTIVATION, i, j - 1, j)] if j > 0 else []
-            down += [Transfer(SKIP, i, a, j) for a in self.skips_into(j)]
-            if self.target and j == last > 0:
-                down.append(Transfer(TARGET, i, 0, last))
-            return down
+            return down + [Transfer(SKIP, i, a, j) for a in self.skips_into(j)]
         if task.makes_gradient:
             up = [Transfer(GRADIENT, i, j + 1, j)] if j < last else []
             return up + [Transfer(SKIP_GRADIENT, i, b, j) for b in self.skips_from(j)]
@@ -164,20 +139,6 @@ class Routes:
         for k, task in plan.row(stage):
             for transfer in self.leaving(task):
                 yield k, transfer
-        for k, _, transfer in self.tied_gradients(plan, stage):
-            yield k, transfer
-
-    def tied_gradients(self, plan: Plan, stage: int) -> Iterator[tuple[int, Task, Transfer]]:
-        """Yield what a stage sends of the gradients of tied parameters: cycle, task, transfer.
-
-        The task is the last that adds to them on this stage, after which they are sent.
-        """
-        for other, shared in self.tied_with.get(stage, {}).items():
-            for k, task in reversed(plan.row(stage)):
-                if task.j in shared and task.kind in (BACKWARD, WEIGHT_GRADIENT):
-                    source, destination = map(self._first_partitions.__getitem__, (stage, other))
-                    yield k, task, Transfer(TIED_GRADIENT, task.i, source, destination)
-                    break
 
     def skips_from(self, partition: int) -> tuple[int, ...]:
         """List the partitions that use skip tensors made in this one."""
@@ -198,11 +159,7 @@ class Routes:
         forward += [(SKIP, a, b) for a, b in self.skips]
         back = [(GRADIENT, j + 1, j) for j in range(last)]
         back += [(SKIP_GRADIENT, b, a) for a, b in self.skips]
-        aside = [(TARGET, 0, last)] if self.target else []
-        aside += [hop.channel for hop in self.loss_hops]
-        firsts = self._first_partitions
-        for stage, others in self.tied_with.items():
-            aside += [(TIED_GRADIENT, firsts[stage], firsts[other]) for other in others]
+        aside = [hop.channel for hop in self.loss_hops]
         return [
             (payload, a, b)
             for payload, a, b in (*forward, *back, *aside)
@@ -229,10 +186,6 @@ class Routes:
         return {stage: sorted(sources) for stage, sources in found.items()}
 
     @cached_property
-    def _first_partitions(self) -> tuple[int, ...]:
-        return tuple(self.placement.index(stage) for stage in range(self.num_stages))
-
-    @cached_property
     def loss_hops(self) -> tuple[Transfer, ...]:
         """The loss's way to every stage: into the last partition of each, from the one after it.
 
@@ -240,14 +193,3 @@ class Routes:
         """
         ends = {stage: j for j, stage in enumerate(self.placement)}.values()
         return tuple(Transfer(LOSS, 0, j + 1, j) for j in ends if j + 1 < len(self.placement))
-
-    @cached_property
-    def tied_with(self) -> dict[int, dict[int, set[int]]]:
-        """For each stage, by each other stage, its partitions that share a parameter with it."""
-        found: dict[int, dict[int, set[int]]] = {}
-        for tie in self.ties:
-            for j in tie:
-                for other in {self.placement[k] for k in tie} - {self.placement[j]}:
-                    of_stage = found.setdefault(self.placement[j], {})
-                    of_stage.setdefault(other, set()).add(j)
-        return {stage: dict(sorted(found[stage].items())) for stage in sorted(found)}

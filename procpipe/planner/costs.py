@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT
+from procpipe.plan.task import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Plan,
+)
 from procpipe.planner.all_reduce import Bucket
 
 
@@ -137,11 +143,18 @@ class Costs:
             WEIGHT_GRADIENT: self.weight_gradient_s,
         }
 
-    def tied_between(self, stages: tuple[int, int], placement: Sequence[int]) -> tuple[int, float]:
-        """Return the bytes and seconds of the message of tied gradients between two stages."""
-        ties = [tie for tie in self.tied_bytes if {*stages} <= {placement[j] for j in tie}]
-        num_bytes = sum(self.tied_bytes[tie] for tie in ties)
-        return num_bytes, math.fsum(self.tied_s.get(tie, 0.0) for tie in ties)
+    def tied_into(self, stage: int, plan: Plan) -> dict[int, tuple[int, float]]:
+        """Return, by the stage that sends it, bytes and seconds of each message that comes at the end.
+
+        They have the gradients of tied parameters, and follow a plan with backward tasks.
+        """
+        found: dict[int, tuple[int, float]] = {}
+        for tie, num_bytes in self.tied_bytes.items() if plan.has_backward else ():
+            stages = {plan.placement[j] for j in tie}
+            for other in stages - {stage} if stage in stages else ():
+                size, seconds = found.get(other, (0, 0.0))
+                found[other] = size + num_bytes, seconds + self.tied_s.get(tie, 0.0)
+        return found
 
     def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
         """List the seconds of a transfer across each boundary of a placement."""

@@ -5,10 +5,10 @@ the model's parameters. Bytes are added when a message is received and when a ta
 when a task ends:
 
     receive t    + the message: an activation, which the partition keeps as its input (not counted
-                   again when the task runs), a gradient of its output, a skip, a skip gradient
-                   or a target. Gradients of tied parameters count to the end of the program; so
-                   do the copies of gradients that are added up over replicas, from the task that
-                   begins their all-reduce. The loss, one number, is not counted
+                   again when the task runs), a gradient of its output, a skip or a skip gradient.
+                   Copies of gradients that are added up over replicas count from the task that
+                   begins their all-reduce to the end of the program. The loss, one number, is not
+                   counted
     run F(i,j)   + in partition 0, its input
                  + the output and what it stashes, kept as roots of the backward pass, and what
                    its layers save; not if the micro-batch will be recomputed, or the plan has no
@@ -21,6 +21,9 @@ when a task ends:
     run I(i,j)   the same, but what the weights' gradients need stays
     run W(i,j)   - at its end, that
     run F(i,j)   - at its end, all of micro-batch i, where the plan has no backward
+
+The last partition's stage holds the target of the whole mini-batch, from its first forward task on.
+Gradients of tied parameters are received when all tasks have run.
 
 The count depends on the order of the program, not on time: a message counts from where its buffer
 may be posted. A send counts as nothing: its tensors are held already, or freed once sent. A plan
@@ -60,8 +63,6 @@ from procpipe.plan.routes import (
     GRADIENT,
     SKIP,
     SKIP_GRADIENT,
-    TARGET,
-    TIED_GRADIENT,
     Routes,
     Transfer,
 )
@@ -70,7 +71,7 @@ from procpipe.planner.all_reduce import Bucket
 from procpipe.planner.costs import Costs
 
 
-def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
+def message_bytes(transfer: Transfer, costs: Costs) -> int:
     """Return the size of a message."""
     payload, _, source, destination = transfer
     if payload == ACTIVATION:
@@ -79,12 +80,8 @@ def message_bytes(transfer: Transfer, costs: Costs, routes: Routes) -> int:
         return costs.output_bytes[destination]
     if payload == SKIP:
         return costs.skip_bytes.get((source, destination), 0)
-    if payload == SKIP_GRADIENT:
-        return costs.skip_bytes.get((destination, source), 0)
-    if payload == TARGET:
-        return costs.target_bytes
-    assert payload == TIED_GRADIENT, f"{payload} is no message of a plan"
-    return costs.tied_between(routes.stages_of(transfer), routes.placement)[0]
+    assert payload == SKIP_GRADIENT, f"{payload} is no message of a plan"
+    return costs.skip_bytes.get((destination, source), 0)
 
 
 def peak_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> int:
@@ -120,14 +117,13 @@ def held_bytes(
     ``fenced`` is as in ``bare_program``.
     """
     ledger = Holdings(plan, costs, routes, stage)
-    held, at_end = ledger.before(), 0
+    held, at_end = ledger.before(), ledger.target()
+    held += at_end
     yield held
     for step in bare_program(plan, routes, stage, fenced=fenced):
         match step:
             case Receive(transfer):
-                size = message_bytes(transfer, costs, routes)
-                at_end += size if transfer.payload == TIED_GRADIENT else 0
-                held += size
+                held += message_bytes(transfer, costs)
                 yield held
             case Run(task):
                 copies = ledger.copied(task)
@@ -138,7 +134,9 @@ def held_bytes(
                 yield held
             case Send():
                 yield held
-    if at_end:
+    tied = sum(size for size, _ in costs.tied_into(stage, plan).values())
+    if at_end or tied:
+        yield held + tied
         yield held - at_end
 
 
@@ -147,6 +145,7 @@ class Holdings:
 
     def __init__(self, plan: Plan, costs: Costs, routes: Routes, stage: int) -> None:
         self._plan = plan
+        self._stage = stage
         self._costs = costs
         self._routes = routes
         self._roots = {
@@ -168,6 +167,13 @@ class Holdings:
             return 0
         forward = [Task(FORWARD, t.i, t.j) for t in self._tasks if t.makes_gradient]
         return sum(self.taken(task) + self._needed(task) for task in forward)
+
+    def target(self) -> int:
+        """Return the bytes of the target, which comes from stage 0, if this stage uses it."""
+        placement = self._routes.placement
+        is_sent = placement[0] != placement[-1] and placement[-1] == self._stage
+        is_used = is_sent and self._plan.has_forward
+        return self._plan.num_micro_batches * self._costs.target_bytes if is_used else 0
 
     def taken(self, task: Task) -> int:
         """Return the bytes that a task adds when it runs."""
@@ -237,10 +243,10 @@ class Holdings:
         """Return the bytes of a handover; 0 if its maker counts them as a root."""
         if transfer.payload in (ACTIVATION, SKIP) and self._is_kept(transfer.i, transfer.source):
             return 0
-        return 0 if transfer.payload == TARGET else self._size(transfer)
+        return self._size(transfer)
 
     def _size(self, transfer: Transfer) -> int:
-        return message_bytes(transfer, self._costs, self._routes)
+        return message_bytes(transfer, self._costs)
 
     def _stays(self, transfer: Transfer) -> bool:
         source, destination = self._routes.stages_of(transfer)

@@ -287,13 +287,7 @@ def _of_balance(
         link = question.replica_link or question.link
         buckets = model.buckets(balance, placement, setting.micro_batch, link, num_replicas)
         costs = replace(costs, buckets=tuple(map(in_a_row, buckets)))
-    routes = Routes(
-        n,
-        tuple(costs.skip_bytes),
-        bool(model.target_bytes),
-        placement=placement,
-        ties=tuple(costs.tied_bytes),
-    )
+    routes = Routes(n, tuple(costs.skip_bytes), placement)
     static = model.static_bytes(balance, placement, question.states)
     m = setting.num_micro_batches
     for schedule, plan in _fixed_plans(m, routes, recomputed(setting.checkpoint, m)):

@@ -134,10 +134,8 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
         raise ValueError("a task uses what no task before it makes; verify() lists which")
     ends_s = free_s.copy()  # of each stage, with the gradients of tied parameters
     for stage in range(plan.num_stages):
-        for _, task, transfer in routes.tied_gradients(plan, stage):
-            to = routes.stages_of(transfer)
-            made_s = starts_s[task] + costs.seconds[task.kind][task.j]
-            ends_s[to[1]] = max(ends_s[to[1]], made_s + costs.tied_between(to, plan.placement)[1])
+        for other, (_, seconds) in costs.tied_into(stage, plan).items():
+            ends_s[stage] = max(ends_s[stage], free_s[other] + seconds)
     computed_s = max(ends_s)
     all_reduces = tuple(_all_reduces(plan, costs, starts_s, ends_s)) if costs.buckets else ()
     total_s = max([computed_s, *(one.end_s for one in all_reduces)])

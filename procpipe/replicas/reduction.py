@@ -25,7 +25,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.buckets import bucketed
 from procpipe.plan.program import Run
@@ -128,13 +128,13 @@ class Reduction(Replicas):
                 with torch.no_grad():
                     parameter.grad.div_(self._group.num_replicas)
 
-    def during(self, step: Run, partition: Partition) -> AbstractContextManager[None]:
+    def during(self, step: Run, partition: Segment) -> AbstractContextManager[None]:
         """Add up gradients to which no later task adds, as they become final."""
         self._look()
         return self._adding_up(partition) if step.adds_last else nullcontext()
 
     @contextmanager
-    def _adding_up(self, partition: Partition) -> Iterator[None]:
+    def _adding_up(self, partition: Segment) -> Iterator[None]:
         """Add up gradients in the last task that adds to those of a partition.
 
         Not those of parameters that later partitions have, too. In the first such task it is only

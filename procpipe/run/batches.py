@@ -30,8 +30,8 @@ from procpipe.notes import write_note
 from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.loops import Loop, Loops
-from procpipe.run.messages import BatchDetail, Order
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.order import BatchDetail, Order
+from procpipe.run.runner import Runner
 from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.torch_internals import pytree
 from procpipe.tree import (
@@ -133,7 +133,7 @@ class Batches:
         if loop.stop_on:
             self._begin_item(detail)
             ours = self.stops.is_stopped or self.stops.is_signalled
-            is_stopped = coordinator.agree_in_replica(ours, any)
+            is_stopped = coordinator.agree(ours, any, self._grid.same_replica())
         if self._grid.stage != 0:
             return None, self._begin_item(detail)
         loop.is_training = self._is_training()
@@ -167,7 +167,7 @@ class Batches:
             )
             return [], True
 
-    def _deliver(self, pipeline: Pipeline, item: Any, detail: BatchDetail) -> Any:
+    def _deliver(self, pipeline: Runner, item: Any, detail: BatchDetail) -> Any:
         """Bring what the last stage needs of an item there; return what this rank yields."""
         here, wires = self._grid.rank, pipeline.wires
         delivered: dict[int, Any] = {}

@@ -23,7 +23,7 @@ from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.run.faults import in_a_line, story_of, text_of
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.runner import Runner
 
 
 class Calls:
@@ -36,10 +36,10 @@ class Calls:
         has_failed: whether a call failed, on this rank or on another; any thread may read it.
     """
 
-    def __init__(self, world: World, build: Callable[[], Pipeline]) -> None:
+    def __init__(self, world: World, build: Callable[[], Runner]) -> None:
         self._world = world
         self._build = build
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Runner | None = None
         self._ended = ""  # why
         self.has_failed = False
         self._is_victim = False
@@ -55,7 +55,7 @@ class Calls:
         return " ".join(self._ended.partition("\nTraceback")[0].split("\n"))
 
     @contextmanager
-    def together(self, name: str) -> Iterator[Pipeline]:
+    def together(self, name: str) -> Iterator[Runner]:
         """Make a call; every rank makes the same.
 
         Raises:
@@ -108,16 +108,16 @@ class Calls:
                 story = f"{who}, in {name}: {in_a_line(error)}\n{story_of(error)}"
                 self._world.give_up(story, error)
         finally:
-            self._disconnect(Pipeline.abandon)
+            self._disconnect(Runner.abandon)
 
     def close(self) -> None:
         """Leave once all that was sent has arrived."""
         if os.getpid() == self._pid:
             atexit.unregister(self._leave)
             self._ended = self._ended or "the stage was closed"
-            self._disconnect(Pipeline.close)
+            self._disconnect(Runner.close)
 
-    def _disconnect(self, close: Callable[[Pipeline], None]) -> None:
+    def _disconnect(self, close: Callable[[Runner], None]) -> None:
         pipeline, self.pipeline = self.pipeline, None
         if pipeline is not None:
             close(pipeline)

@@ -1,9 +1,8 @@
 """Each call of all ranks: the first rank of a replica decides it, and replicas compare it.
 
     first rank of a replica                    its other ranks
-    issue: chooses a plan, verifies it once, ──> follow: check that they are in the same call and
-    names it by digest; its text goes along      mode, read the plan once, make a program once
-    the first time
+    issue: names a plan by its digest; its   ──> follow: check that they are in the same call and
+    text goes along the first time               mode
 
     a stage                                    the same stage of each other replica
     announce: its call, what it counts       ──> meet: in the same call? what all count together
@@ -17,47 +16,44 @@ added up over replicas, on the last stage the loss's gradient. What must be made
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 
+from procpipe.channel.mesh import Mesh
 from procpipe.errors import CallMismatchError
 from procpipe.job.grid import Grid
-from procpipe.plan.program import Program, program
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
-from procpipe.plan.schedules.named import SCHEDULES, Schedule
-from procpipe.plan.task import Plan
-from procpipe.plan.verify import verify
-from procpipe.run.control import Control
-from procpipe.run.messages import ROUTED, Order, decode, decode_order, encode
+from procpipe.run.order import Order, decode, decode_order, encode
+from procpipe.run.programs import Programs
 
-#: Made once for each number of micro-batches.
-_backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
+#: ``agree(ours, combine)``: every rank's value to the first, and what it makes of them to all.
+Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
+
+#: The mesh's number of the channel of these messages; those of tensors count from 1.
+CONTROL = 0
 
 
 class Coordinator:
-    """One rank's side of the calls that ranks make together.
+    """One rank's side of the calls that ranks make together, and its small messages to them.
 
-    ``schedule`` makes the plan of a ``step`` with its backward.
+    Attributes:
+        programs: the plans that orders name; known once the model is cut.
     """
 
-    def __init__(
-        self, control: Control, grid: Grid, routes: Routes, schedule: Schedule = SCHEDULES["gpipe"]
-    ) -> None:
-        self._control = control
+    def __init__(self, mesh: Mesh, grid: Grid, programs: Programs | None = None) -> None:
+        self.programs = programs
+        self._mesh = mesh
         self._grid = grid
-        self._routes = routes
-        self._schedule = schedule
         self._own = grid.same_replica()
-        self._is_first = grid.stage == 0
-        self._made: dict[tuple[int, tuple[int, ...]], Plan] = {}  # of whole steps
-        self._plans: dict[str, Plan] = {}
-        self._programs: dict[tuple[str, bool, bool, tuple[int, ...]], Program] = {}
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # plans, by their digests
+        self._heard: dict[int, deque[bytes]] = {}
+        for peer in mesh.peers:
+            self._heard[peer] = deque()
+            mesh.on(peer, CONTROL, partial(self._keep, peer))
         self._announced = Order("")  # the newest call
         self._value: Any = None  # what this replica has announced of it
         self._values: list[Any] | None = []  # of each replica; None until all have come
@@ -75,70 +71,31 @@ class Coordinator:
         # A backward pass runs with gradients off on the rank where autograd calls it.
         is_grad_enabled = torch.is_grad_enabled() or call == "backward"
         ours = Order(call, is_training, is_grad_enabled, **decided)
-        return self.issue(ours) if self._is_first else self.follow(ours)
+        return self.issue(ours) if self._grid.stage == 0 else self.follow(ours)
 
     def issue(self, order: Order) -> Order:
         """Send an order to the other ranks of this replica, with a plan; never blocks."""
         if order.sizes:
-            plan = self._plan_of(order)
-            self._plans[plan.digest] = plan
+            assert self.programs is not None, "the model is cut"
+            plan = self.programs.choose(order)
             order = replace(order, plan=plan.digest)
-            self.program(order)  # verifies, before any rank starts
             if order.plan not in self._sent:
                 self._sent.add(order.plan)
                 order = replace(order, plan_text=plan.to_text())
         message = encode(order)
         for rank in self._own[1:]:
-            self._control.send(rank, message)  # step 3
+            self.send(rank, message)  # step 3
         return order
 
     def follow(self, ours: Order) -> Order:
         """Wait for the first rank's next order and check that it is for the call we are in."""
-        message = self._control.receive(self._own[0], f"the order for {ours.call}()")
+        message = self.receive(self._own[0], f"the order for {ours.call}()")
         order = decode_order(message)
         self._check(ours.call, ours.mode(), order.call, order.mode(), self._own[0])
         if order.plan_text:
-            plan = Plan.from_text(order.plan_text)
-            assert plan.digest == order.plan, "a plan arrives as it was sent"
-            self._plans[plan.digest] = plan
+            assert self.programs is not None, "the model is cut"
+            self.programs.add(order.plan_text)
         return order
-
-    def agree_in_replica(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Bring together the values of this replica's ranks, see ``Control.agree``."""
-        return self._control.agree(ours, combine, self._own)
-
-    def program(self, order: Order) -> Program:
-        """Return what this stage does under an order's plan, verified on the first rank."""
-        has_loss = order.call == "step"
-        has_target = has_loss and order.target == ROUTED
-        key = order.plan, has_target, has_loss, order.recompute
-        if key not in self._programs:
-            plan, routes = self.plan(order), replace(self._routes, target=has_target)
-            if self._is_first:
-                verify(plan, routes)
-            self._programs[key] = program(  # step 2
-                plan,
-                routes,
-                self._grid.stage,
-                recompute=order.recompute,
-                has_loss=has_loss,
-            )
-        return self._programs[key]
-
-    def plan(self, order: Order) -> Plan:
-        """Return an order's plan."""
-        return self._plans[order.plan]
-
-    def _plan_of(self, order: Order) -> Plan:
-        m, n, placement = len(order.sizes), self._routes.num_stages, self._routes.placement
-        if order.call == "step" and order.keeps_graph:
-            key = m, order.recompute
-            if key not in self._made:
-                self._made[key] = self._schedule.plan(m, placement, order.recompute)
-            return self._made[key]
-        if order.call == "backward":
-            return _backward_plan(m, n, order.recompute, placement)
-        return _forward_plan(m, n, placement)  # also of a step without gradients
 
     # -- between replicas ------------------------------------------------------------------------
 
@@ -188,10 +145,10 @@ class Coordinator:
         self._tell(peers, "batches", mode, common, ours)
         return {self._grid.rank: ours} | self._take(peers, "batches", mode, common)
 
-    def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Bring together the values of all ranks of all replicas, in a call that all make."""
+    def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Bring together the values of all ranks of all replicas, once all are in this call."""
         self.meet()
-        return self._control.agree(ours, combine)
+        return self.agree(ours, combine)
 
     def _others(self) -> list[int]:
         """Return the ranks that run this stage in other replicas."""
@@ -202,7 +159,7 @@ class Coordinator:
     ) -> None:
         message = encode([call, mode, common, value])
         for peer in peers:
-            self._control.send(peer, message)
+            self.send(peer, message)
 
     def _take(
         self, peers: Sequence[int], call: str, mode: str, common: dict[str, Any]
@@ -210,7 +167,7 @@ class Coordinator:
         """Wait for what other replicas say of a call; return their values."""
         values: dict[int, Any] = {}
         for peer in peers:
-            message = decode(self._control.receive(peer, f"its part in {call}()"))
+            message = decode(self.receive(peer, f"its part in {call}()"))
             their_call, their_mode, theirs, values[peer] = message
             self._check(call, mode, their_call, their_mode, peer)
             for name, value in common.items():
@@ -222,6 +179,44 @@ class Coordinator:
                         "(stage.sum_over_replicas() adds up what each has counted)"
                     )
         return values
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def send(self, peer: int, message: bytes) -> None:
+        """Send a message to another rank; never blocks. Messages of one rank arrive in order."""
+        self._mesh.send(peer, CONTROL, 0, 0, message)
+
+    def receive(self, peer: int, what: str) -> bytes:
+        """Wait for the next message of a peer; ``what`` names it in errors."""
+        heard = self._heard[peer]
+        self._mesh.wait(lambda: heard, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer)
+        return heard.popleft()
+
+    def agree(
+        self, ours: Any, combine: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
+    ) -> Any:
+        """Bring every rank's value to the first, combine them there, and return the result to all.
+
+        Every one of the ranks calls it, and it waits for all of them.
+
+        Args:
+            ours: this rank's value; plain JSON.
+            combine: makes plain JSON of the list of all values, by rank; runs on the first only.
+            ranks: those that take part, this one among them; by default all.
+        """
+        first, *others = range(len(self._heard) + 1) if ranks is None else ranks
+        if self._mesh.rank != first:
+            self.send(first, encode(ours))
+            return decode(self.receive(first, "the outcome of a common call"))
+        values = [ours]
+        values += [decode(self.receive(peer, "its part in a common call")) for peer in others]
+        outcome = encode(combine(values))
+        for peer in others:
+            self.send(peer, outcome)
+        return decode(outcome)
+
+    def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
+        self._heard[peer].append(bytes(body))
 
     # -- errors ----------------------------------------------------------------------------------
 

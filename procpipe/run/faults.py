@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 
 #: The most characters of an exception's text in a line.
@@ -21,18 +21,18 @@ def note_where(
     error: BaseException,
     task: Task,
     stage: str,
-    partitions: Mapping[int, Partition],
+    segments: Mapping[int, Segment],
 ) -> None:
     """Add notes to an exception: stage, task and layer; where memory ran out, what was held."""
     kind, i, j = task
     has_run_layers = kind in (FORWARD, RECOMPUTE)
-    where = partitions[j].layers.where() if has_run_layers else "its layers' backward"
-    of = f"micro-batch {i}" if len(partitions) == 1 else f"micro-batch {i}, partition {j}"
+    where = segments[j].layers.where() if has_run_layers else "its layers' backward"
+    of = f"micro-batch {i}" if len(segments) == 1 else f"micro-batch {i}, partition {j}"
     error.add_note(f"procpipe: in {stage}, task {task} ({of}), {where}")
-    num_held = sum(partition.num_held for partition in partitions.values())
+    num_held = sum(segment.num_held for segment in segments.values())
     which, _, _ = stage.partition(" (")
     held = f"{which} held {num_held} micro-batches between forward and backward"
-    note_full_device(error, partitions[j].device, held)
+    note_full_device(error, segments[j].device, held)
 
 
 def note_full_device(error: BaseException, device: torch.device, held: str) -> None:

@@ -1,15 +1,14 @@
-"""Begins a mini-batch on every rank of a replica: scatters it, issues its order, routes the target.
+"""Begins a mini-batch on every rank of a replica: scatters it, issues its order, brings the target.
 
 first rank   input ── scatter ── order: sizes, weights, where the target is ──> its other ranks
-the target   goes along its route, or is on the last stage already: given there by the user, or
-delivered by ``batches``
+             target ── one message ──> the last stage; or it is there already: given by the user, or
+                                       delivered by ``batches``
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,18 +16,19 @@ import torch
 from procpipe.data.loss import Loss, checked_accumulate, checked_total
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import scatter, scatter_like
-from procpipe.data.minibatch import Ingoing, Inputs, MiniBatch, on_device
+from procpipe.data.minibatch import Inputs, MiniBatch, on_device
 from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.messages import DELIVERED, LOCAL, ROUTED, Order
+from procpipe.run.order import DELIVERED, LOCAL, SENT, Order
+from procpipe.run.wiring import Wires
 
 
 class Intake:
     """One rank's side of beginning mini-batches.
 
-    ``batches`` records which target the last stage has; ``output_stage`` is the stage of the last
+    ``batches`` knows which target the last stage has; ``output_stage`` is that of the last
     partition.
     """
 
@@ -44,9 +44,10 @@ class Intake:
     def begin(
         self,
         coordinator: Coordinator,
+        wires: Wires,
         call: str,
         inputs: Inputs,
-        target: Any,
+        target: Any = None,
         total_weight: Any = None,
         accumulate: Any = None,
         *,
@@ -54,118 +55,98 @@ class Intake:
         checkpoint: str,
         is_training: bool,
         reduces: bool,
-    ) -> tuple[Order, MiniBatch, Ingoing | None]:
+    ) -> tuple[Order, MiniBatch]:
         """Scatter the mini-batch and issue its order on the first rank; follow the order elsewhere.
 
         ``call`` is "step" or "forward". The first rank's inputs, ``total_weight``, ``accumulate``,
         ``chunks`` and ``checkpoint`` count; so does its target, or else that of the last stage.
         """
-        ingoing, targets = None, None
-        decided: dict[str, Any] = {}
+        batch, decided = MiniBatch(), dict[str, Any]()
         if self._grid.stage == 0:
             parts, sizes = scatter(inputs, chunks)  # step 1
-            ingoing = Ingoing.of_parts(parts, sizes, self._device)
+            batch.add_inputs(parts, self._device)
             keeps = is_training and torch.is_grad_enabled()
-            decided = {"reduces": reduces, "sizes": tuple(sizes)}
-            decided["recompute"] = _recomputed(checkpoint, sizes, keeps=keeps)
+            chosen = tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()
+            decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": chosen}
             if call == "step":
                 decided["accumulate"] = checked_accumulate(accumulate, total_weight)
                 decided["total_weight"] = checked_total(total_weight)
-                targets, about_loss = self._about_loss(target, sizes, is_training=is_training)
-                decided |= about_loss
+                decided |= self._about_loss(target, sizes, is_training=is_training)
         order = coordinator.begin(call, is_training=is_training, **decided)
-        batch = MiniBatch(
-            ingoing.inputs if ingoing else None,
-            keep=order.is_grad_enabled,
-            is_shared=order.is_shared and self._grid.num_replicas > 1,
-        )
+        batch.keep, batch.reduces = order.is_grad_enabled, order.reduces
+        batch.is_shared = order.is_shared and self._grid.num_replicas > 1
+        count = order.count
         if call == "step":
-            batch = self._with_loss(coordinator, batch, order, target, targets)
-        else:
-            coordinator.announce(order, order.count)
-        return order, batch, ingoing
+            batch.is_step = True
+            batch.keep = batch.is_backward = order.keeps_graph
+            if order.target == SENT and self._grid.stage == 0:
+                wires.send_target(target)
+            if self._grid.stage == self._output_stage:
+                count = self._add_loss(batch, order, target, coordinator, wires)
+        coordinator.announce(order, count)
+        return order, batch
 
     def _about_loss(
         self, target: Any, sizes: Sequence[int], *, is_training: bool
-    ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
-        """Return each micro-batch's target, if it is sent, and what the order says of it."""
-        way, place = ROUTED, 0
+    ) -> dict[str, Any]:
+        """Return what the order says of a step's target and weights."""
+        way, place = SENT, 0
         if target is None or self._output_stage == 0:
             way = LOCAL
         elif (found := self._batches.find_delivered(target)) is not None:
             way, place = DELIVERED, found
-        weighs = self._loss.weight is not None
-        targets = None if way == LOCAL else scatter_like(target, sizes)
         about: dict[str, Any] = {"target": way, "delivered": place}
-        if not weighs or way != LOCAL:
-            about["weights"] = self._weights(targets, sizes, is_training=is_training)
-        return targets if way == ROUTED else None, about
+        if way != LOCAL or self._loss.weight is None:
+            about["weights"] = self._weights(
+                None if way == LOCAL else target, sizes, is_training=is_training
+            )
+        return about
 
     def _weights(
-        self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_training: bool
+        self, target: Any, sizes: Sequence[int], *, is_training: bool
     ) -> tuple[float, ...]:
+        """Return what each micro-batch counts."""
+        targets = None if target is None else scatter_like(target, sizes)
         is_share = is_training and self._grid.num_replicas > 1
         return self._loss.weights(targets, sizes, is_share=is_share)
 
-    def _with_loss(
+    def _add_loss(
         self,
-        coordinator: Coordinator,
         batch: MiniBatch,
         order: Order,
         target: Any,
-        given: Sequence[Any] | None,
-    ) -> MiniBatch:
-        """Add what a step needs to know of the loss.
+        coordinator: Coordinator,
+        wires: Wires,
+    ) -> float:
+        """Add, on the last stage, targets and loss of a step; return what the mini-batch counts.
 
-        ``target`` is what the user gave on this rank; ``given``, of each micro-batch, what the
-        first rank sends.
+        ``target`` is what the user gave on this rank.
         """
-        loss, count = None, order.count
-        if self._grid.stage == self._output_stage:
-            if given is None and order.target != ROUTED:
-                given = self._own_targets(order, target)
-            weights = order.weights
-            if not weights:  # only this stage has the target
-                on_host = self._batches.on_host(target)
-                counted = None if on_host is None else scatter_like(on_host, order.sizes)
-                weights = self._weights(counted, order.sizes, is_training=order.is_training)
-            count = math.fsum(weights)
-
-            def whole() -> float:
-                """Return what the mini-batches of all replicas count."""
-                total = math.fsum(coordinator.meet())
-                if batch.is_shared and self._grid.replica == 0:
-                    self._loss.warn_of_weights([total])
-                return total
-
-            loss = MeanLoss(
-                self._loss,
-                weights,
-                whole,
-                order.total_weight,
-                accumulate=order.accumulate,
-                is_sent=batch.is_shared or not order.weights,
-            )
-        coordinator.announce(order, count)
-        return replace(
-            batch,
-            targets=None if given is None else [on_device(part, self._device) for part in given],
-            loss=loss,
-            keep=order.keeps_graph,
-            reduces=order.reduces,
-            is_backward=order.keeps_graph,
-            is_step=True,
-        )
-
-    def _own_targets(self, order: Order, target: Any) -> Sequence[Any] | None:
-        """Return, on a last stage, each micro-batch's target, if it has one that no rank sends."""
-        if order.target == DELIVERED:
+        if order.target == SENT:
+            target = wires.take_target()
+        elif order.target == DELIVERED:
             target = self._batches.delivered[order.delivered]
-        if order.target == LOCAL:
-            self._loss.warn_of_ignored(self._batches.on_host(target))
-        return None if target is None else scatter_like(target, order.sizes)
+        on_host = self._batches.on_host(target) if order.target == LOCAL else None
+        self._loss.warn_of_ignored(on_host)
+        weights = order.weights
+        if not weights:  # only this stage has the target
+            weights = self._weights(on_host, order.sizes, is_training=order.is_training)
+        if target is not None:
+            batch.targets = scatter_like(on_device(target, self._device), order.sizes)
 
+        def whole() -> float:
+            """Return what the mini-batches of all replicas count."""
+            total = math.fsum(coordinator.meet())
+            if batch.is_shared and self._grid.replica == 0:
+                self._loss.warn_of_weights([total])
+            return total
 
-def _recomputed(checkpoint: str, sizes: Sequence[int], *, keeps: bool) -> tuple[int, ...]:
-    """Return the micro-batches that are recomputed, if a backward pass follows."""
-    return tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()
+        batch.loss = MeanLoss(
+            self._loss,
+            weights,
+            whole,
+            order.total_weight,
+            accumulate=order.accumulate,
+            is_sent=batch.is_shared or not order.weights,
+        )
+        return math.fsum(weights)

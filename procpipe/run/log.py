@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.run.messages import Order
+from procpipe.run.order import Order
 from procpipe.run.statistics import TimedTask
 
 #: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
@@ -42,9 +42,7 @@ _READ_DEVICE_EVERY_S = 0.5
 class Log:
     """The board, and the times of tasks, waits and sums over replicas; in nanoseconds."""
 
-    def __init__(
-        self, board: Board, device: torch.device, partitions: Mapping[int, Partition]
-    ) -> None:
+    def __init__(self, board: Board, device: torch.device, segments: Mapping[int, Segment]) -> None:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
@@ -55,7 +53,7 @@ class Log:
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
         self._events: list[tuple[Task, int, int]] = []
         self._sums: list[tuple[str, int, int, int, int, int]] = []
-        self._partitions = partitions
+        self._segments = segments
         board.page.device = str(device)
 
     # -- of the pipeline ------------------------------------------------------------------------
@@ -123,7 +121,7 @@ class Log:
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Return what is called with the index of each layer that begins, and -1 after the last."""
-        places = [*self._partitions[j].layers.places, ""]
+        places = [*self._segments[j].layers.places, ""]
         return lambda index: self._board.enter(places[index])
 
     # -- of a message ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 
@@ -42,7 +42,7 @@ class Replicas:
             tied: those of them that other stages have, too.
         """
 
-    def during(self, step: Run, partition: Partition) -> AbstractContextManager[None]:
+    def during(self, step: Run, partition: Segment) -> AbstractContextManager[None]:
         """Surround a task; after the last that adds to a gradient, that can be added up."""
         return _NOTHING
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.data.microbatch import NoChunk
 from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
 from procpipe.job.grid import Grid
-from procpipe.run.control import Agree
+from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
 from procpipe.tree import is_plain
 
@@ -106,8 +105,6 @@ def _leaves(value: Any) -> Iterator[Tensor | Remote]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, (Tensor, Remote)):
             yield leaf
-        elif type(leaf) is NoChunk:
-            yield leaf.tensor
 
 
 def _has_values(tensor: Tensor) -> bool:

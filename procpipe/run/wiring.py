@@ -1,7 +1,7 @@
 """Connects one rank to the others: sockets, what must agree, and a channel for each route.
 
     1  two sockets to each rank                            World.connect, in Stage()
-    2  the same model and settings?                        Control.agree
+    2  the same model and settings?                        Coordinator.agree
     3  which transports carry large tensors                World.offer, choose
     4  a channel for each route of the plan, and one between any two ranks beside the plan
 
@@ -11,7 +11,8 @@ Every rank does the same in this order; 2 to 4 in the first call.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -24,10 +25,8 @@ from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
-from procpipe.plan.routes import Channel, Routes
-from procpipe.run.control import Control
-from procpipe.run.executor import Channels
-from procpipe.run.messages import compare_facts
+from procpipe.plan.routes import TARGET, TIED_GRADIENT, Channel, Routes
+from procpipe.run.coordinator import Coordinator
 from procpipe.tree import Flat, map_tensors
 
 #: Values that a user's call moves beside the plan (``fetch``, the targets of ``batches``).
@@ -39,16 +38,39 @@ _VALUE_NUMBER = 63
 
 
 @dataclass
+class Channels:
+    """The ends of channels on this stage."""
+
+    senders: dict[Channel, Sender] = field(default_factory=dict)
+    receivers: dict[Channel, Receiver] = field(default_factory=dict)
+    poll: Callable[[], None] = lambda: None
+    #: Waits until nothing that was sent holds this rank's device; reads nothing if that is so.
+    wait_posted: Callable[[], None] = lambda: None
+
+
+@dataclass
 class Wires:
     """One rank's connections."""
 
     device: torch.device  # this stage's
     mesh: Mesh  # the sockets
-    control: Control  # small messages between rank 0 and the others
-    channels: Channels  # of the plan
+    channels: Channels  # of the plan, and around it
+    target: Channel  # of the target of a mini-batch
+    #: By each other stage with the same parameters: the channels of gradients to it and from it.
+    tied: dict[int, tuple[Channel, Channel]]
     choice: TransportChoice  # which transport is between which ranks
     values_to: dict[int, Sender]  # channels beside the plan, by destination
     values_from: dict[int, Receiver]  # the same by source
+
+    def send_target(self, target: Any) -> None:
+        """Send a mini-batch's target to the last partition's stage, from this stage's device."""
+        self.channels.senders[self.target].send(Flat.of(on_device(target, self.device)))
+
+    def take_target(self) -> Any:
+        """Wait for a mini-batch's target, and return it on this stage's device."""
+        receiver = self.channels.receivers[self.target]
+        receiver.expect()
+        return receiver.take().value
 
     def send_value(self, destination: int, value: Any) -> None:
         """Send a nested value of tensors to a rank, beside the plan.
@@ -75,27 +97,42 @@ class Wires:
 
 
 def connect(
-    world: World, control: Control, grid: Grid, routes: Routes, facts: dict[str, Any]
+    world: World,
+    coordinator: Coordinator,
+    routes: Routes,
+    ties: Sequence[tuple[int, ...]],
+    facts: dict[str, Any],
 ) -> Wires:
     """Open this rank's channels to all others; every rank calls it, and it waits for all of them.
 
-    ``facts`` must be the same on every rank, by name; plain JSON.
+    Args:
+        world: this rank's place in the job.
+        coordinator: its messages to the others.
+        routes: where tensors go.
+        ties: sets of stages, each of which uses a parameter in common.
+        facts: what must be the same on every rank, by name; plain JSON.
 
     Raises:
         DisagreementError: facts differ between ranks; raised on every rank.
         RemoteStageError: another rank failed.
     """
-    mesh = world.mesh
-    differences = control.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
+    mesh, grid = world.mesh, world.grid
+    differences = coordinator.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
     if differences:
         raise DisagreementError(differences)
-    choice = control.agree(world.offer(), choose)
-    channels = _open_channels(world, grid, mesh, routes, choice)
+    choice = coordinator.agree(world.offer(), choose)
+    first = [routes.placement.index(stage) for stage in range(routes.num_stages)]
+    pairs = sorted({(a, b) for tie in ties for a in tie for b in tie if a != b})
+    tied = {pair: (TIED_GRADIENT, first[pair[0]], first[pair[1]]) for pair in pairs}
+    target = (TARGET, 0, len(routes.placement) - 1)
+    is_sent = routes.placement[0] != routes.placement[-1]
+    all_channels = [*routes.channels(), *[target] * is_sent, *tied.values()]
     return Wires(
         world.device,
         mesh,
-        control,
-        channels,
+        _open_channels(world, grid, all_channels, routes.placement, choice),
+        target,
+        {b: (tied[a, b], tied[b, a]) for a, b in pairs if a == grid.stage},
         choice,
         {peer: Sender(mesh, peer, _VALUE_NUMBER, None) for peer in mesh.peers},
         {
@@ -106,10 +143,17 @@ def connect(
 
 
 def _open_channels(
-    world: World, grid: Grid, mesh: Mesh, routes: Routes, choice: TransportChoice
+    world: World,
+    grid: Grid,
+    all_channels: Sequence[Channel],
+    placement: Sequence[int],
+    choice: TransportChoice,
 ) -> Channels:
-    """Open this rank's ends of every channel a plan may use."""
-    of_replicas = [_numbered(routes, grid, replica) for replica in range(grid.num_replicas)]
+    """Open this rank's ends of every channel."""
+    mesh = world.mesh
+    of_replicas = [
+        _numbered(all_channels, placement, grid, replica) for replica in range(grid.num_replicas)
+    ]
     numbers = of_replicas[grid.replica]
     transports = world.transports.open(choice, chain(*map(dict.values, of_replicas)))
     channels = Channels()
@@ -149,15 +193,16 @@ def _open_channels(
     return channels
 
 
-def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[int, int, int]]:
+def _numbered(
+    all_channels: Sequence[Channel], placement: Sequence[int], grid: Grid, replica: int
+) -> dict[Channel, tuple[int, int, int]]:
     """Return source rank, destination rank and number of each channel, alike on every rank."""
-    routes = replace(routes, target=True)
     numbers: dict[Channel, tuple[int, int, int]] = {}
     used: Counter[tuple[int, int]] = Counter()
-    for channel in routes.channels():
+    for channel in all_channels:
         _, a, b = channel
-        source = grid.rank_of(routes.placement[a], replica)
-        destination = grid.rank_of(routes.placement[b], replica)
+        source = grid.rank_of(placement[a], replica)
+        destination = grid.rank_of(placement[b], replica)
         used[source, destination] += 1
         numbers[channel] = source, destination, used[source, destination]
     if used and max(used.values()) >= _VALUE_NUMBER:
@@ -167,3 +212,43 @@ def _numbered(routes: Routes, grid: Grid, replica: int) -> dict[Channel, tuple[i
             f"between many partitions, but there can be {_VALUE_NUMBER - 1}: use fewer partitions"
         )
     return numbers
+
+
+def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = range(1 << 62)) -> list[str]:
+    """Say where ranks differ from rank 0, one sentence a difference.
+
+    ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each
+    rank's number in the job.
+    """
+    differences = []
+    for rank, theirs in enumerate(facts):
+        if isinstance(theirs, str):
+            raise ValueError(
+                f"rank {numbers[rank]} has arguments by which rank {numbers[0]} finds the "
+                f"{theirs}, but rank {numbers[0]} has not: give every rank the same arguments"
+            )
+        for name, ours in facts[0].items():
+            if theirs.get(name) != ours:
+                ranks = numbers[0], numbers[rank]
+                differences.append(_difference(name, ours, theirs.get(name), *ranks))
+    if any(theirs.get("balance") != facts[0].get("balance") for theirs in facts):
+        differences.append(_ONE_BALANCE)
+    return differences
+
+
+_ONE_BALANCE = (
+    "give every rank the same balance; balance_by_time() and other measurements differ from rank "
+    'to rank, so use Stage(model, balance="time", sample=x), or "size": rank 0 measures, and all '
+    "ranks use its balance"
+)
+
+
+def _difference(name: str, ours: Any, theirs: Any, first: int, rank: int) -> str:
+    if isinstance(ours, list) and isinstance(theirs, list) and name == "layers":
+        if len(ours) != len(theirs):
+            on_first = f"{len(ours)} layers on rank {first}"
+            return f"the model has {on_first} and {len(theirs)} on rank {rank}"
+        for a, b in zip(ours, theirs, strict=True):
+            if a != b:
+                return f"a layer of the model is ({a}) on rank {first} and ({b}) on rank {rank}"
+    return f"{name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}"

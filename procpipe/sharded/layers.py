@@ -29,7 +29,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
@@ -91,7 +91,7 @@ class Sharded(Replicas):
             unit.module.set_is_last_backward(False)
 
     @contextmanager
-    def during(self, step: Run, partition: Partition) -> Iterator[None]:
+    def during(self, step: Run, partition: Segment) -> Iterator[None]:
         """Reduce the gradients of a partition in or after the last task that adds to them."""
         j = step.task.j
         is_followed = step.precedes_last and len(self._roots) == 1 and not partition.is_compiled

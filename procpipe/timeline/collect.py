@@ -27,7 +27,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import WaitTimeoutError
 from procpipe.notes import write_note
 from procpipe.plan.task import Plan
-from procpipe.run.messages import Order, decode, encode
+from procpipe.run.order import Order, decode, encode
 from procpipe.timeline.chrome import to_chrome
 from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.merging import merged

@@ -22,7 +22,7 @@ from procpipe.compute.sizes import num_bytes
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.log import Log
-from procpipe.run.messages import Order
+from procpipe.run.order import Order
 from procpipe.timeline.collect import Tracing
 
 

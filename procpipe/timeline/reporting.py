@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from procpipe.run.pipeline import Pipeline
+from procpipe.run.runner import Runner
 from procpipe.run.statistics import Split, StageStatistics
 from procpipe.timeline.clocks import ClockReading, Clocks
 from procpipe.timeline.idle import split
@@ -21,12 +21,12 @@ from procpipe.timeline.merging import merged_step
 from procpipe.timeline.recorder import Recorder
 
 
-def report_of_all(pipeline: Pipeline) -> list[StageStatistics]:
+def report_of_all(pipeline: Runner) -> list[StageStatistics]:
     """Return every stage's statistics, with their splits; all ranks call it, and wait for all."""
     log = pipeline.log
     clocks = log.tracing.clocks if isinstance(log, Recorder) else Clocks(pipeline.wires.mesh)
     ours = {"statistics": asdict(pipeline.statistics()), "step": log.last_record()}
-    of_all = pipeline.control.agree(ours, lambda values: with_splits(values, clocks.read_all()))
+    of_all = pipeline.coordinator.agree(ours, lambda values: with_splits(values, clocks.read_all()))
     return [statistics_of(of_one) for of_one in of_all]
 
 

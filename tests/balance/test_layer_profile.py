@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe.balance import Inputs, Profile, profile_layers
-from procpipe.compute.layers import PartitionLayers
-from procpipe.compute.partition import Partition
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import TENSOR, Flat
 from tests.balance.test_profile import Clock, Taking, float32
@@ -60,7 +60,7 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
 
     (layer,) = profiled(block, sample=x).layers
 
-    partition = Partition(PartitionLayers({"0": block}, torch.device("cpu"), is_first=False))
+    partition = Segment(Layers({"0": block}, torch.device("cpu"), is_first=False))
     partition.begin()
     output = partition.forward(
         0, Flat([x], TENSOR, (True,)), keep=True, recompute=False, split=True

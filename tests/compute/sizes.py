@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from procpipe.compute.partition import Partition
+from procpipe.compute.segment import Segment
 
 
 class Sizes(TorchDispatchMode):
@@ -27,7 +27,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-def put_off_bytes(partition: Partition, i: int) -> int:
+def put_off_bytes(partition: Segment, i: int) -> int:
     """Return the bytes that a partition holds from task I of a micro-batch to its task W."""
     waiting = partition._put_off[i]._waiting
     kept = [tensor for _, x, gradient, _ in waiting for tensor in (x, gradient)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.layers import PartitionLayers
-from procpipe.compute.partition import Partition
+from procpipe.compute.layers import Layers
 from procpipe.compute.recompute import is_recomputing
+from procpipe.compute.segment import Segment
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.torch_internals import run_backward
 from procpipe.tree import TENSOR, Flat, flatten, is_plain
@@ -36,10 +36,10 @@ def make_layers() -> dict[str, nn.Module]:
     return {"a": nn.Linear(3, 4), "b": nn.Tanh(), "c": nn.Linear(4, 2)}
 
 
-def partition_of(*layers: Any, is_first: bool = False) -> Partition:
+def partition_of(*layers: Any, is_first: bool = False) -> Segment:
     is_named = len(layers) == 1 and isinstance(layers[0], dict)
     named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
-    return Partition(PartitionLayers(named, CPU, is_first=is_first))
+    return Segment(Layers(named, CPU, is_first=is_first))
 
 
 def received(value: Any, requires_grad: bool = True) -> Flat:
@@ -454,19 +454,17 @@ class Marked(Tensor):
 def test_a_tensor_of_another_class_is_not_sent():
     layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
     with torch.no_grad():
-        output = Partition(PartitionLayers(layers, CPU, is_first=False)).forward(
+        output = Segment(Layers(layers, CPU, is_first=False)).forward(
             0, received(torch.randn(2, 3)), keep=False, recompute=False
         )
     assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
-    partition = Partition(PartitionLayers(layers, CPU, is_first=False, is_last=False))
+    partition = Segment(Layers(layers, CPU, is_first=False, is_last=False))
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
         partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
 
 
 def test_a_parameter_is_sent_as_a_tensor():
-    partition = Partition(
-        PartitionLayers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False)
-    )
+    partition = Segment(Layers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False))
     output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
     assert type(output.tensors[0]) is Tensor
     assert output.requires_grad == (True,)

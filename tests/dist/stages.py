@@ -37,7 +37,7 @@ MODES = ("always", "except_last", "never")
 def num_held(stage: Stage) -> int:
     """Return how many messages and micro-batches wait for a task; 0 between calls."""
     pipeline = stage._calls.pipeline
-    return 0 if pipeline is None else pipeline.executor.num_held
+    return 0 if pipeline is None else pipeline.num_held
 
 
 def world_of(bare: BareWorld, name: str) -> World:

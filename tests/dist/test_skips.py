@@ -346,7 +346,7 @@ def run_unet(world: World, mode: str) -> tuple[list[int], dict[tuple[str, int, i
         assert_same(gradient, truth, f"{mode} {name}")
     pipeline = stage._calls.pipeline
     assert pipeline is not None
-    senders = pipeline.channels.senders
+    senders = pipeline.wires.channels.senders
     return balance, {channel: sender.num_bytes for channel, sender in senders.items()}
 
 

@@ -20,7 +20,7 @@ from procpipe.plan.verify import verify
 from procpipe.run import coordinator as coordinator_module
 from procpipe.run.control import CONTROL, Control
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.messages import LOCAL, ROUTED, BatchDetail, Order
+from procpipe.run.order import LOCAL, ROUTED, BatchDetail, Order
 from tests.channel.meshes import make_meshes
 
 

@@ -12,7 +12,7 @@ import torch
 from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.log import Log
-from procpipe.run.messages import Order
+from procpipe.run.order import Order
 from procpipe.run.statistics import Split, StageStatistics, table
 from procpipe.timeline.reporting import statistics_of, with_splits
 

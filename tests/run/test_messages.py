@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.run.messages import (
+from procpipe.run.order import (
     BatchDetail,
     FetchDetail,
     Order,

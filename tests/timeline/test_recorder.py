@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from procpipe.compute.layers import PartitionLayers
-from procpipe.compute.partition import Partition
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.run.messages import Order
+from procpipe.run.order import Order
 from procpipe.timeline.recorder import Recorder
 from tests.dist.devices import is_emulated
 from tests.held import hold_for
@@ -41,7 +41,7 @@ def recorder_on():
 
     def make(device):
         layers = {name: nn.Identity() for name in ("a", "b")}
-        partitions = {3: Partition(PartitionLayers(layers, CPU, is_first=False))}
+        partitions = {3: Segment(Layers(layers, CPU, is_first=False))}
         boards.append(Board.create(0, 1))
         sent: Any = Sent()
         return Recorder(sent, boards[-1], device, partitions)

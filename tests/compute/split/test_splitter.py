@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from procpipe.compute.layers import PartitionLayers
-from procpipe.compute.partition import Partition
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
 from procpipe.compute.split.rules import LINEAR
 from procpipe.torch_internals import compile_in_place
 from procpipe.tree import TENSOR, Flat
@@ -48,8 +48,8 @@ class Own(nn.Linear):
         return super().forward(x) * 2
 
 
-def partition_of(model: nn.Sequential) -> Partition:
-    return Partition(PartitionLayers(dict(model.named_children()), CPU, is_first=False))
+def partition_of(model: nn.Sequential) -> Segment:
+    return Segment(Layers(dict(model.named_children()), CPU, is_first=False))
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -546,7 +546,7 @@ def linear() -> nn.Linear:
 
 
 def run_split(
-    partition: Partition, x: Tensor, i: int = 0, *, recompute: bool = False
+    partition: Segment, x: Tensor, i: int = 0, *, recompute: bool = False
 ) -> Iterator[None]:
     """Run the tasks of a micro-batch, one at each yield."""
     output = partition.forward(i, received(x), keep=True, recompute=recompute, split=True)
@@ -756,7 +756,7 @@ class Workspace(nn.Module):
 
 def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     """Autograd checks for changes in task I, which has ended before this change."""
-    partition = Partition(PartitionLayers({"0": Workspace()}, torch.device("cpu"), is_first=False))
+    partition = Segment(Layers({"0": Workspace()}, torch.device("cpu"), is_first=False))
     partition.begin()
     for i in range(2):
         x = Flat([torch.randn(2, 4)], TENSOR, (True,))
@@ -769,7 +769,7 @@ def test_overwriting_an_input_before_task_w_is_an_error() -> None:
 
 def test_a_forward_that_a_user_replaces_later_is_run_and_stays() -> None:
     layer = nn.Linear(3, 3)
-    partition = Partition(PartitionLayers({"0": layer}, torch.device("cpu"), is_first=False))
+    partition = Segment(Layers({"0": layer}, torch.device("cpu"), is_first=False))
     for forward in (None, lambda x: 5 * x):
         if forward is not None:
             layer.forward = forward  # type: ignore[method-assign]

@@ -1,10 +1,7 @@
-"""The small messages between ranks, as data and as JSON.
+"""Orders: what the first rank of a replica decides of a call, as data and as JSON.
 
     first rank of a replica                   its other ranks
     Order(call="step", plan=…, …)        ->   in step(…) too? then they run the plan
-
-    rank 0                                    every other rank
-    facts of the start                   <-   settings and layer names, compared on rank 0
 
 PURE: no sockets, no torch.
 """
@@ -14,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Where the last stage finds the target: sent along the target route, given to it by the user on
-#: its own rank, or already there from ``batches``.
-ROUTED, LOCAL, DELIVERED = "routed", "local", "delivered"
+#: Where the last stage finds the target: sent by the first rank, given to it by the user on its own
+#: rank, or already there from ``batches``.
+SENT, LOCAL, DELIVERED = "sent", "local", "delivered"
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,15 @@ class Order:
     total_weight: float | None = None
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
     recompute: tuple[int, ...] = ()  # the micro-batches that are recomputed
-    target: str = LOCAL  # where the last stage finds the target (ROUTED, LOCAL, DELIVERED)
+    target: str = LOCAL  # where the last stage finds the target (SENT, LOCAL, DELIVERED)
     delivered: int = 0  # which of the delivered values it is
     reduces: bool = True  # whether gradients are added up over replicas
     detail: Detail | None = None  # what else this call needs to say, if it does
+
+    @property
+    def program(self) -> tuple[str, bool, tuple[int, ...]]:
+        """What identifies the programs of its stages."""
+        return self.plan, self.call == "step", self.recompute
 
     @property
     def keeps_graph(self) -> bool:
@@ -134,43 +135,3 @@ def decode_order(data: bytes) -> Order:
 def _with_tuples(decoded: Any) -> Any:
     """Put tuples in the place of JSON's lists."""
     return tuple(map(_with_tuples, decoded)) if isinstance(decoded, list) else decoded
-
-
-def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = range(1 << 62)) -> list[str]:
-    """Say where ranks differ from rank 0, one sentence a difference.
-
-    ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each
-    rank's number in the job.
-    """
-    differences = []
-    for rank, theirs in enumerate(facts):
-        if isinstance(theirs, str):
-            raise ValueError(
-                f"rank {numbers[rank]} has arguments by which rank {numbers[0]} finds the "
-                f"{theirs}, but rank {numbers[0]} has not: give every rank the same arguments"
-            )
-        for name, ours in facts[0].items():
-            if theirs.get(name) != ours:
-                ranks = numbers[0], numbers[rank]
-                differences.append(_difference(name, ours, theirs.get(name), *ranks))
-    if any(theirs.get("balance") != facts[0].get("balance") for theirs in facts):
-        differences.append(_ONE_BALANCE)
-    return differences
-
-
-_ONE_BALANCE = (
-    "give every rank the same balance; balance_by_time() and other measurements differ from rank "
-    'to rank, so use Stage(model, balance="time", sample=x), or "size": rank 0 measures, and all '
-    "ranks use its balance"
-)
-
-
-def _difference(name: str, ours: Any, theirs: Any, first: int, rank: int) -> str:
-    if isinstance(ours, list) and isinstance(theirs, list) and name == "layers":
-        if len(ours) != len(theirs):
-            on_first = f"{len(ours)} layers on rank {first}"
-            return f"the model has {on_first} and {len(theirs)} on rank {rank}"
-        for a, b in zip(ours, theirs, strict=True):
-            if a != b:
-                return f"a layer of the model is ({a}) on rank {first} and ({b}) on rank {rank}"
-    return f"{name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}"

@@ -1,0 +1,442 @@
+"""Runs one stage's programs: takes what a task needs, runs it, sends what it made.
+
+A program is bound once: each of its steps becomes a function that knows its layers, its channels
+and its slots, so that nothing is looked up while it runs.
+
+    program step        the function
+    Receive(transfer)   the channel may post a buffer for it
+    Run(F i)            take activation and skips ─> segment.forward   ─> slots
+    Run(R i)            segment.recompute
+    Run(B i)            take gradients            ─> segment.backward  ─> slots
+    Run(I i), Run(W i)  the same in two           ─> segment.backward, backward_weight
+    Send(transfer)      slot ─> channel; of the loss, what this stage made or now takes
+    after the last one  the loss, if it was not passed on; gradients of tied parameters
+
+What one partition makes for another waits in a slot, until it is sent or, on the same stage, taken.
+A gradient that nothing requires is not sent: the activation's metadata shows that at both ends, and
+each leaves out its part of the transfer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from procpipe.compute.segment import Segment
+from procpipe.compute.tied import Part, Tied
+from procpipe.data.mean_loss import LossPart
+from procpipe.data.minibatch import MiniBatch
+from procpipe.errors import RemoteStageError
+from procpipe.job.world import World
+from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.routes import LOSS, Channel, Transfer
+from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.run.coordinator import Coordinator
+from procpipe.run.faults import note_where
+from procpipe.run.log import Log
+from procpipe.run.order import Order
+from procpipe.run.replicas import Replicas
+from procpipe.run.statistics import Split, StageStatistics
+from procpipe.run.wiring import Wires
+from procpipe.tree import Flat, flatten
+
+#: How many programs a host may have queued on its device, and how often it checks that.
+_MAX_LEAD = 2
+_CHECK_LEAD_EVERY_S = 0.001
+
+#: One step of a program, bound.
+Step = Callable[[], None]
+
+#: The gradients of one output or input, of those of its tensors that require one.
+Gradients = Sequence[Tensor | None]
+
+
+class Runner:
+    """One rank's connected end of a pipeline; building it waits for all ranks.
+
+    Attributes:
+        coordinator: what all ranks call.
+        wires: sockets and channels.
+        segments: this stage's partitions, by their indices.
+        replicas: what is added up with other processes.
+        log: what this stage has done.
+        split: how this stage spent the step of the last report; None before.
+        current_task: what runs now.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        wires: Wires,
+        coordinator: Coordinator,
+        segments: Mapping[int, Segment],
+        placement: Sequence[int],
+        tied: Tied,
+        replicas: Replicas,
+        log: Log,
+    ) -> None:
+        self.coordinator = coordinator
+        self.wires = wires
+        self.segments = dict(segments)
+        self.replicas = replicas
+        self.log = log
+        self.split: Split | None = None
+        self.current_task: Task | None = None
+        self._world = world
+        self._grid = world.grid
+        self._last = len(placement) - 1
+        self._tied = tied
+        self._bound: dict[object, list[Step]] = {}
+        self._slots: list[Any] = []
+        self._batch = MiniBatch()
+        self._has_begun = False  # the gradients of this call
+        self._taken_loss: LossPart | None = None  # of this call, from another stage
+        self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
+        for j, segment in self.segments.items():
+            segment.layers.on_layer = log.on_layer(j)
+        # Otherwise a rank could run its part and leave while another one still connects.
+        coordinator.agree(None, lambda _: log.connected())
+
+    # -- a program ------------------------------------------------------------------------------
+
+    def run(self, order: Order, batch: MiniBatch) -> None:
+        """Run this stage's program under an order; its results are in the mini-batch.
+
+        Raises:
+            RemoteStageError: another rank failed.
+            Exception: whatever a layer raised, with a note that says where in the pipeline.
+        """
+        self._limit_lead()
+        if order.program not in self._bound:
+            assert self.coordinator.programs is not None, "the model is cut"
+            self._bound[order.program] = self._bind(self.coordinator.programs.program(order))
+        self._batch, self._has_begun, self._taken_loss = batch, False, None
+        self.log.begin_step(order)
+        if order.call == "backward":
+            for segment in self.segments.values():
+                segment.resume()
+        else:
+            self._begin_mini_batch()
+        try:
+            for step in self._bound[order.program]:
+                step()
+            self._finish(batch)
+        except BaseException as error:
+            self._tied.abandon_gradients()
+            if self.current_task is not None and not isinstance(error, RemoteStageError):
+                where = self._grid.name_of(self._grid.rank)
+                note_where(error, self.current_task, where, self.segments)
+            raise
+        if self._world.device.type == "cuda":
+            self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
+        self.log.end_step(order)
+
+    def _limit_lead(self) -> None:
+        """Wait until the device has at most two programs to run; it always has one meanwhile.
+
+        A host that reads no loss may be far ahead of its device, and what travels between stages is
+        kept until the device has done it: memory would grow with each step.
+        """
+        while len(self._ends) >= _MAX_LEAD:
+            end = self._ends.popleft()
+            self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
+
+    def _begin_mini_batch(self) -> None:
+        """Drop whatever an unfinished mini-batch has left."""
+        self.replicas.settle()
+        for segment in self.segments.values():
+            segment.begin()
+        self._slots[:] = [None] * len(self._slots)
+
+    def _finish(self, batch: MiniBatch) -> None:
+        """Add up what belongs to no task: tied gradients, sums over replicas, the loss."""
+        self.wires.channels.wait_posted()
+        for segment in self.segments.values():
+            segment.end()
+        if batch.is_backward:
+            self._add_up_tied()
+            if not self._has_begun:
+                self._begin_gradients()  # no task makes any
+            self._tied.end_gradients()  # before replicas are added up, which divides what was there
+            self.replicas.end()
+        if batch.is_step:
+            part = self._loss_part()
+            batch.mean = self.replicas.total(part.loss, batch)
+            batch.weight = part.weight
+        if batch.is_backward or not batch.keep:
+            self.replicas.settle()
+
+    def _add_up_tied(self) -> None:
+        """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
+        channels, tied = self.wires.channels, self.wires.tied
+        if not tied:
+            return
+        for _, into in tied.values():
+            channels.receivers[into].expect()
+        for stage, (out, _) in tied.items():
+            message = _message_of(self._tied.gradients_for(stage))
+            self._send(channels.senders[out], _once(out), message)
+        self._tied.add_up(
+            {
+                stage: self._take(channels.receivers[into], _once(into)).value
+                for stage, (_, into) in tied.items()
+            }
+        )
+
+    def _begin_gradients(self) -> None:
+        """Prepare the parameters' gradients, once a call, before its first backward task."""
+        self._has_begun = True
+        apart = [copy.tensor for copy in self._tied.parameters]
+        self.replicas.begin(self._batch, self._parameters(), apart)
+        self._tied.begin_gradients()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield what this stage trains; a walk over the modules, which few calls need."""
+        for segment in self.segments.values():
+            yield from segment.parameters()
+        if self._batch.loss is not None:
+            yield from self._batch.loss.parameters()
+
+    # -- binding --------------------------------------------------------------------------------
+
+    def _bind(self, program: Program) -> list[Step]:
+        """Return the functions that run a program's steps."""
+        number: dict[Transfer, int] = {}
+        for step in program:
+            if isinstance(step, Run):
+                for transfer in step.makes:
+                    number[transfer] = len(number)
+        self._slots += [None] * (len(number) - len(self._slots))
+        return [self._bound_step(step, number) for step in program]
+
+    def _bound_step(self, step: Any, number: Mapping[Transfer, int]) -> Step:
+        if isinstance(step, Run):
+            return self._bound_task(step, number)
+        channels, transfer = self.wires.channels, step.transfer
+        if not isinstance(step, Send):
+            return channels.receivers[transfer.channel].expect
+        sender = channels.senders[transfer.channel]
+        if transfer.payload == LOSS:
+            return lambda: self._send(sender, transfer, Flat.of(tuple(self._loss_part())))
+        slots, k = self._slots, number[transfer]
+
+        def send() -> None:
+            message, slots[k] = slots[k], None
+            if message is not None:  # else it is a gradient that nothing requires
+                self._send(sender, transfer, message)
+
+        return send
+
+    def _bound_task(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+        task, segment, log = step.task, self.segments[step.task.j], self.log
+        poll, during = self.wires.channels.poll, self.replicas.during
+        if task.kind == FORWARD:
+            work = self._bound_forward(step, number)
+        elif task.makes_gradient:
+            work = self._bound_backward(step, number)
+        else:
+            of_kind = segment.recompute if task.kind == RECOMPUTE else segment.backward_weight
+
+            def work() -> None:
+                log.begin_layers(task)
+                of_kind(task.i)  # step 9
+                log.end_task(task)
+
+        def run() -> None:
+            poll()
+            self.current_task = task
+            log.begin_task(task)
+            if task.makes_gradient and not self._has_begun:
+                self._begin_gradients()
+            with during(step, segment):
+                work()
+            self.current_task = None
+
+        return run
+
+    def _bound_forward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+        task, log, slots = step.task, self.log, self._slots
+        _, i, j = task
+        segment, is_last = self.segments[j], j == self._last
+        takes = [self._taking(transfer, number) for transfer in step.takes]
+        places = [number[transfer] for transfer in step.makes]
+
+        def forward() -> None:
+            batch = self._batch
+            inputs = [batch.inputs[i]] if j == 0 else [take() for take in takes]
+            loss = batch.loss if is_last else None
+            log.begin_layers(task)
+            made = segment.forward(  # step 4
+                i,
+                inputs,
+                keep=batch.keep,
+                recompute=step.is_recomputed,
+                finish=None if loss is None else partial(loss.of, i, target=batch.target(i)),
+                split=step.is_split,
+                is_left_out=loss is not None and loss.is_left_out(i),
+            )
+            log.end_task(task)
+            if is_last:
+                batch.outputs[i] = made[0]
+                if loss is not None:
+                    loss.add(i, made[0].tensors[0])  # step 7
+            for k, message in zip(places, made, strict=False):  # the model's output stays here
+                slots[k] = message
+
+        return forward
+
+    def _bound_backward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+        task, log, slots = step.task, self.log, self._slots
+        _, i, j = task
+        segment = self.segments[j]
+        takes = [(self._taking(t, number), self._forgoing(t, number)) for t in step.takes]
+        places = [number[transfer] for transfer in step.makes]
+
+        def backward() -> None:
+            flags = segment.flags(i)
+            gradients: list[Tensor | None] = []
+            if j == self._last:
+                gradients += self._own_gradients(segment, i, is_wanted=any(flags[0]))
+            for (take, forgo), of_output in zip(takes, flags, strict=False):
+                if any(of_output):
+                    gradients += take().value
+                else:
+                    forgo()
+            log.begin_layers(task)
+            made = segment.backward(i, gradients)  # step 8
+            log.end_task(task)
+            if j == 0:
+                self._batch.input_gradients[i] = made[0]
+            for k, of_input in zip(places, made, strict=False):
+                slots[k] = _message_of(of_input) if of_input else None
+
+        return backward
+
+    def _own_gradients(self, segment: Segment, i: int, *, is_wanted: bool) -> Gradients:
+        """Return the gradients of what leaves the pipeline in the last partition."""
+        batch = self._batch
+        if batch.output_gradients is not None:
+            return batch.output_gradients[i]
+        assert batch.loss is not None, "else the user gives the gradients of the output"
+        if is_wanted:
+            return [batch.loss.gradient(i, batch.outputs[i].tensors[0])]
+        if not batch.loss.is_left_out(i) and segment.may_require_gradient(i):
+            raise RuntimeError(
+                "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
+                "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
+                "torch.no_grad()"
+            )
+        return []  # all of the model is frozen, or the micro-batch is left out
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _taking(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Callable[[], Flat]:
+        """Return what takes a message: out of its slot, or of another stage after waiting for it."""
+        if transfer.source not in self.segments:
+            return partial(self._take, self.wires.channels.receivers[transfer.channel], transfer)
+        slots, k = self._slots, number[transfer]
+
+        def take() -> Flat:
+            message, slots[k] = slots[k], None
+            return message  # type: ignore[no-any-return]
+
+        return take
+
+    def _forgoing(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Step:
+        """Return what passes over a gradient that nothing requires."""
+        if transfer.source in self.segments:
+            return lambda: None
+        return self.wires.channels.receivers[transfer.channel].forgo
+
+    def _take(self, receiver: Any, transfer: Transfer) -> Flat:
+        start_ns = time.perf_counter_ns()
+        message: Flat = receiver.take()  # step 6
+        self.log.took(transfer, message.tensors, start_ns)
+        return message
+
+    def _send(self, sender: Any, transfer: Transfer, message: Flat) -> None:
+        start_ns = time.perf_counter_ns()
+        sender.send(message)  # step 5
+        self.log.sent(transfer, message.tensors, start_ns)
+
+    def _loss_part(self) -> LossPart:
+        """Return the mini-batch's loss; waits for it, once, unless this stage makes it."""
+        if self._batch.loss is not None:
+            return self._batch.loss.part
+        if self._taken_loss is None:
+            end = max(self.segments)
+            hop = Transfer(LOSS, 0, end + 1, end)
+            receiver = self.wires.channels.receivers[hop.channel]
+            self._taken_loss = LossPart(*self._take(receiver, hop).value)
+        return self._taken_loss
+
+    # -- between calls --------------------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Messages and micro-batches that wait for a task; 0 between calls, or something leaks."""
+        in_slots = sum(message is not None for message in self._slots)
+        return in_slots + sum(segment.num_held for segment in self.segments.values())
+
+    def statistics(self) -> StageStatistics:
+        """Return what this stage did so far."""
+        sent_bytes: Counter[str] = Counter()
+        num_messages: Counter[str] = Counter()
+        for (payload, *_), sender in self.wires.channels.senders.items():
+            sent_bytes[payload] += sender.num_bytes
+            num_messages[payload] += sender.num_messages
+        return StageStatistics(
+            stage=self._grid.stage,
+            replica=self._grid.replica,
+            sent_bytes=dict(sent_bytes),
+            num_messages=dict(num_messages),
+            split=self.split,
+            **self.log.totals(),
+        )
+
+    def flush(self) -> None:
+        """Wait until nothing of this call is left to be done by this rank, or read from its memory.
+
+        Until its next call a rank may do anything: wait for a peer by other means, write into the
+        mini-batch it gave, or into parameters that a layer returned.
+        """
+        self.wires.channels.wait_posted()
+        for sender in self.wires.channels.senders.values():
+            sender.wait_reusable()
+        self.wires.mesh.flush()
+
+    def close(self) -> None:
+        """Wait until what was sent has arrived, say goodbye and disconnect."""
+        try:
+            for sender in self.wires.channels.senders.values():
+                sender.settle()
+            self.wires.mesh.flush()
+            self.log.finish()
+            self._world.transports.drain()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Disconnect without waiting for any rank."""
+        self.replicas.close()
+        self.wires.close()
+        self._world.close()
+        self.log.leave()
+
+
+def _once(channel: Channel) -> Transfer:
+    """Return the transfer of what a mini-batch has one of."""
+    payload, source, destination = channel
+    return Transfer(payload, 0, source, destination)
+
+
+def _message_of(gradients: Sequence[Part]) -> Flat:
+    """Make a message of gradients: the tuple of them, and what there is instead of one."""
+    tensors, structure = flatten(tuple(gradients))
+    return Flat(tensors, structure, (False,) * len(tensors))
