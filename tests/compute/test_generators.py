@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from procpipe.compute.recompute import Ambient
+from procpipe.compute.generators import RandomStates, generators
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
@@ -28,12 +28,16 @@ GLOBAL = {
 }
 
 
+def states_now() -> RandomStates:
+    return RandomStates(generators(CPU))
+
+
 def check_repeats(draw, repetitions=7):
     """Check that each draw can be repeated, in reverse, without changing the numbers after it."""
-    states, drawn = [Ambient.now(CPU)], []
+    states, drawn = [states_now()], []
     for _ in range(repetitions):
         drawn.append(draw())
-        states.append(Ambient.now(CPU))
+        states.append(states_now())
         states[-2].forget_undrawn(states[-1])
     present = states.pop()
     for state, expected in zip(reversed(states), reversed(drawn), strict=True):
@@ -56,10 +60,10 @@ def test_global_generators_repeat(name):
 def test_the_second_of_two_normal_numbers_is_part_of_the_state(name):
     """It is drawn without a change of the generator's words."""
     GLOBAL[name]()
-    before = Ambient.now(CPU)
+    before = states_now()
     second = GLOBAL[name]()
-    before.forget_undrawn()
-    assert len(before.library_states) == 1
+    before.forget_undrawn(states_now())
+    assert len(before) == 1
     with before.restored():
         assert GLOBAL[name]() == second
 
@@ -77,12 +81,26 @@ def test_a_bit_generator_set_in_numpy_repeats(bits):
         numpy_random.set_bit_generator(own)
 
 
-def test_states_that_a_forward_leaves_as_they_were_are_forgotten():
-    kept = []
-    for name in ("torch", "random", "numpy"):
-        before = Ambient.now(CPU)
-        GLOBAL[name]()
-        before.forget_undrawn()
-        kept.append(before.library_states)
-    assert [len(states) for states in kept] == [0, 1, 1]
-    assert kept[1][0][0] != kept[2][0][0]
+@for_each("name", ["torch", "random", "numpy"])
+def test_states_that_a_forward_leaves_as_they_were_are_forgotten(name):
+    before = states_now()
+    assert len(before) == 3
+    GLOBAL[name]()
+    before.forget_undrawn(states_now())
+    assert len(before) == 1
+    before.forget_undrawn(before)
+    with before.restored():
+        assert len(before) == 0
+
+
+def test_random_numbers_continue_after_an_exception():
+    states, expected = states_now(), torch.get_rng_state()
+
+    def draw_and_fail():
+        with states.restored():
+            torch.rand(4)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), expected)

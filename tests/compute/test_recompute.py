@@ -1,4 +1,4 @@
-"""Recomputation has the random numbers and autocast of the first forward; layers can detect it."""
+"""Recomputation has the modes and autocast of the first forward; layers can detect it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from procpipe.compute.recompute import (
-    Ambient,
+    Surroundings,
     checkpointing,
     is_checkpointing,
     is_recomputing,
     recomputing,
-    without_autocast,
 )
 from tests.cases import for_each
 
@@ -28,15 +28,15 @@ def test_a_layer_can_detect_its_phase():
     assert phases() == (False, False, True)
     with checkpointing():
         assert phases() == (True, False, False)
-    with torch.no_grad(), recomputing(Ambient.now(CPU)):
+    with torch.no_grad(), recomputing():
         assert phases() == (False, True, True)
-    with checkpointing(), recomputing(Ambient.now(CPU)):
+    with checkpointing(), recomputing():
         assert phases() == (False, True, True)
     assert phases() == (False, False, True)
 
 
 def test_the_phase_ends_with_an_exception():
-    for phase in (checkpointing(), recomputing(Ambient.now(CPU))):
+    for phase in (checkpointing(), recomputing()):
         with pytest.raises(ZeroDivisionError), phase:
             raise ZeroDivisionError
         assert phases() == (False, False, True)
@@ -51,33 +51,6 @@ def test_other_threads_have_phases_of_their_own():
     assert seen == [False]
 
 
-def test_random_numbers_are_repeated_and_then_continue():
-    torch.manual_seed(3)
-    ambient = Ambient.now(CPU)
-    first, second = torch.rand(4), torch.rand(4)
-    torch.manual_seed(3)
-    torch.rand(4)
-    with recomputing(ambient):
-        assert torch.equal(torch.rand(4), first)
-        torch.rand(100)
-    assert torch.equal(torch.rand(4), second)
-
-
-def test_random_numbers_continue_after_an_exception():
-    torch.manual_seed(3)
-    ambient = Ambient.now(CPU)
-    expected = torch.get_rng_state()
-
-    def draw_and_fail():
-        with ambient.restored():
-            torch.rand(4)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        draw_and_fail()
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
 def autocast_now():
     return (
         torch.is_autocast_enabled("cpu"),
@@ -90,10 +63,10 @@ def autocast_now():
 @for_each("inside", [None, False, torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_restored(inside, outside):
     with autocast(inside, cache_enabled=False):
-        expected, ambient = autocast_now(), Ambient.now(CPU)
+        expected, surroundings = autocast_now(), Surroundings.now([], CPU)
     with autocast(outside):
         before = autocast_now()
-        with ambient.restored():
+        with surroundings.restored():
             assert autocast_now()[0] == expected[0]
             if expected[0]:
                 assert autocast_now() == expected
@@ -111,10 +84,25 @@ def autocast(dtype, cache_enabled=True):
     return torch.autocast("cpu", dtype=dtype, cache_enabled=cache_enabled)
 
 
+def test_modes_are_restored():
+    modules = [nn.Dropout(), nn.Dropout().eval()]
+    surroundings = Surroundings.now(modules, CPU)
+    modules[0].eval()
+
+    def fail():
+        with surroundings.restored():
+            assert [module.training for module in modules] == [True, False]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [module.training for module in modules] == [False, False]
+
+
 def test_without_autocast():
-    with without_autocast(CPU):
+    with Surroundings.now([], CPU).without_autocast():
         assert not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with without_autocast(CPU):
+        with Surroundings.now([], CPU).without_autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
         assert torch.is_autocast_enabled("cpu")

@@ -36,7 +36,7 @@ def make_layers() -> dict[str, nn.Module]:
     return {"a": nn.Linear(3, 4), "b": nn.Tanh(), "c": nn.Linear(4, 2)}
 
 
-def partition_of(*layers: Any, is_first: bool = False) -> Segment:
+def segment_of(*layers: Any, is_first: bool = False) -> Segment:
     is_named = len(layers) == 1 and isinstance(layers[0], dict)
     named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
     return Segment(Layers(named, CPU, is_first=is_first))
@@ -49,17 +49,29 @@ def received(value: Any, requires_grad: bool = True) -> Flat:
     return Flat([tensor.clone() for tensor in tensors], structure, flags)
 
 
-def run(partition, inputs, gradient=1.0, recompute=False, i=0):
+def forward(segment, i, inputs, **options):
+    """Run a forward task of one input and one output."""
+    (output,) = segment.forward(i, [inputs], **options)
+    return output
+
+
+def backward(segment, i, gradients):
+    """Return the gradients of the only input."""
+    (of_input,) = segment.backward(i, gradients)
+    return of_input
+
+
+def run(segment, inputs, gradient=1.0, recompute=False, i=0):
     """Run all tasks of one micro-batch; return its output and its inputs' gradients."""
-    output = partition.forward(i, inputs, keep=True, recompute=recompute)
+    output = forward(segment, i, inputs, keep=True, recompute=recompute)
     if recompute:
-        partition.recompute(i)
+        segment.recompute(i)
     given = [
         torch.full_like(tensor, gradient)
         for tensor, requires_grad in zip(output.tensors, output.requires_grad, strict=True)
         if requires_grad
     ]
-    return output, partition.backward(i, given)
+    return output, backward(segment, i, given)
 
 
 BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -74,8 +86,8 @@ def test_outputs_and_gradients_are_those_of_the_layers(recompute):
     expected = plain(leaf)
     expected.backward(torch.ones_like(expected))
 
-    partition = partition_of(layers)
-    output, (gradient,) = run(partition, received(x), recompute=recompute)
+    segment = segment_of(layers)
+    output, (gradient,) = run(segment, received(x), recompute=recompute)
 
     assert torch.equal(output.tensors[0], expected)
     assert not output.tensors[0].requires_grad
@@ -89,42 +101,42 @@ def test_outputs_and_gradients_are_those_of_the_layers(recompute):
         assert found.grad is not None
         assert parameter.grad is not None
         assert torch.equal(found.grad, parameter.grad)
-    assert partition.num_held == 0
+    assert segment.num_held == 0
 
 
 @BOTH
 def test_micro_batches_run_backward_in_any_order(recompute):
-    partition = partition_of(make_layers())
+    segment = segment_of(make_layers())
     xs = [torch.randn(2, 3) for _ in range(4)]
-    expected = [run(partition_of(make_layers()), received(x))[1][0] for x in xs]
+    expected = [run(segment_of(make_layers()), received(x))[1][0] for x in xs]
     outputs = [
-        partition.forward(i, received(x), keep=True, recompute=recompute) for i, x in enumerate(xs)
+        forward(segment, i, received(x), keep=True, recompute=recompute) for i, x in enumerate(xs)
     ]
-    assert partition.num_held == 4
+    assert segment.num_held == 4
     for i in (2, 0, 3, 1):
         if recompute:
-            partition.recompute(i)
-        (gradient,) = partition.backward(i, [torch.ones_like(outputs[i].tensors[0])])
+            segment.recompute(i)
+        (gradient,) = backward(segment, i, [torch.ones_like(outputs[i].tensors[0])])
         assert gradient is not None
         truth = expected[i]
         assert truth is not None
         assert torch.equal(gradient, truth)
-    assert partition.num_held == 0
+    assert segment.num_held == 0
 
 
 def test_without_backward_nothing_is_kept():
-    partition = partition_of(make_layers())
-    output = partition.forward(0, received(torch.randn(5, 3)), keep=False, recompute=False)
+    segment = segment_of(make_layers())
+    output = forward(segment, 0, received(torch.randn(5, 3)), keep=False, recompute=False)
     assert output.requires_grad == (False,)
     assert output.tensors[0].grad_fn is None
-    assert partition.num_held == 0
+    assert segment.num_held == 0
 
 
 @BOTH
 def test_outputs_require_gradients_if_parameters_or_inputs_do(recompute):
     def case(layer, value, with_gradients=True):
         output, gradients = run(
-            partition_of(layer), received(value, with_gradients), recompute=recompute
+            segment_of(layer), received(value, with_gradients), recompute=recompute
         )
         return output.requires_grad, [gradient is not None for gradient in gradients]
 
@@ -143,29 +155,29 @@ def test_outputs_require_gradients_if_parameters_or_inputs_do(recompute):
 
 @BOTH
 def test_gradients_may_be_missing(recompute):
-    partition = partition_of(Do(lambda t: (t * 2, t * 3)))
-    output = partition.forward(0, received(torch.ones(2)), keep=True, recompute=recompute)
+    segment = segment_of(Do(lambda t: (t * 2, t * 3)))
+    output = forward(segment, 0, received(torch.ones(2)), keep=True, recompute=recompute)
     if recompute:
-        partition.recompute(0)
+        segment.recompute(0)
     assert output.requires_grad == (True, True)
-    (gradient,) = partition.backward(0, [None, torch.ones(2)])
+    (gradient,) = backward(segment, 0, [None, torch.ones(2)])
     assert gradient is not None
     assert gradient.tolist() == [3.0, 3.0]
 
 
 def test_what_is_frozen_is_not_recomputed():
-    frozen = partition_of(nn.Linear(3, 4).requires_grad_(False))
-    frozen.forward(0, received(torch.randn(5, 3), requires_grad=False), keep=True, recompute=True)
+    frozen = segment_of(nn.Linear(3, 4).requires_grad_(False))
+    forward(frozen, 0, received(torch.randn(5, 3), requires_grad=False), keep=True, recompute=True)
     frozen.recompute(0)
-    assert frozen.backward(0, []) == []
+    assert backward(frozen, 0, []) == []
 
 
 @BOTH
 def test_a_layer_may_change_what_it_receives_in_place(recompute):
     x = torch.tensor([-1.0, 2.0])
-    partition = partition_of(nn.Sequential(nn.ReLU(inplace=True)))
+    segment = segment_of(nn.Sequential(nn.ReLU(inplace=True)))
     inputs = received(x)
-    output, (gradient,) = run(partition, inputs, recompute=recompute)
+    output, (gradient,) = run(segment, inputs, recompute=recompute)
     assert output.tensors[0].tolist() == [0.0, 2.0]
     assert gradient is not None
     assert gradient.tolist() == [0.0, 1.0]
@@ -175,31 +187,32 @@ def test_a_layer_may_change_what_it_receives_in_place(recompute):
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
-    partition = partition_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
+    segment = segment_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
     with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
-        partition.forward(0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
-    assert partition.layers.where() == "layer 'add' (Do)"
+        forward(segment, 0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
+    assert segment.layers.where() == "layer 'add' (Do)"
 
 
 def test_a_change_between_forward_and_recomputation_is_an_error():
-    partition = partition_of(nn.Linear(2, 2))
+    segment = segment_of(nn.Linear(2, 2))
     inputs = received(torch.ones(3, 2))
-    partition.forward(4, inputs, keep=True, recompute=True)
+    forward(segment, 4, inputs, keep=True, recompute=True)
+    segment.end()
     inputs.tensors[0].zero_()
     with pytest.raises(RecomputeError, match="the input of micro-batch 4 was changed in place"):
-        partition.recompute(4)
+        segment.resume()
 
 
 def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
-    partition = partition_of(nn.Linear(2, 2), is_first=True)
+    segment = segment_of(nn.Linear(2, 2), is_first=True)
     whole = torch.ones(6, 2)
     parts = [Flat(*flatten((part,)), (True,)) for part in whole.chunk(3)]
     for i, part in enumerate(parts):
-        partition.forward(i, part, keep=True, recompute=i < 2)
-    partition.backward(2, [torch.ones(2, 2)])
+        forward(segment, i, part, keep=True, recompute=i < 2)
+    backward(segment, 2, [torch.ones(2, 2)])
     for i in (1, 0):
-        partition.recompute(i)
-        assert partition.backward(i, [torch.ones(2, 2)]) != [None]
+        segment.recompute(i)
+        assert backward(segment, i, [torch.ones(2, 2)]) != [None]
 
 
 def test_a_recomputation_with_another_path_is_an_error():
@@ -209,12 +222,12 @@ def test_a_recomputation_with_another_path_is_an_error():
         calls.append(1)
         return (t, t) if len(calls) > 1 else (t, t.detach())
 
-    partition = partition_of(Do(another_way))
-    partition.forward(0, received(torch.ones(2)), keep=True, recompute=True)
+    segment = segment_of(Do(another_way))
+    forward(segment, 0, received(torch.ones(2)), keep=True, recompute=True)
     with pytest.raises(
         RecomputeError, match=r"\(True, True\), but its first forward was taken to give \(True, F"
     ):
-        partition.recompute(0)
+        segment.recompute(0)
 
 
 class AnotherShape(nn.Module):
@@ -228,42 +241,42 @@ class AnotherShape(nn.Module):
 
 def test_a_recomputed_output_of_another_shape_is_an_error():
     layer = AnotherShape()
-    partition = partition_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
+    segment = segment_of({"a": nn.Identity(), "b": layer, "c": nn.Identity()})
     layer.is_on = True
-    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    forward(segment, 0, received(torch.ones(4, 3)), keep=True, recompute=True)
     with pytest.raises(
         RecomputeError,
         match=r"the layers gave float32 \(1, 3\) instead of float32 \(4, 3\) when "
         "micro-batch 0 was recomputed",
     ):
-        partition.recompute(0)
+        segment.recompute(0)
 
 
 def test_another_shape_is_an_error_also_where_outputs_are_not_compared():
     layer = AnotherShape()
-    partition = partition_of(layer)
+    segment = segment_of(layer)
     for _ in range(2):
-        partition.begin()
-        run(partition, received(torch.ones(4, 3)), recompute=True)
+        segment.begin()
+        run(segment, received(torch.ones(4, 3)), recompute=True)
     layer.is_on = True
-    partition.begin()
-    partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
-    partition.recompute(0)
+    segment.begin()
+    forward(segment, 0, received(torch.ones(4, 3)), keep=True, recompute=True)
+    segment.recompute(0)
     with pytest.raises(RecomputeError, match=r"shape \(4, 3\), .*recomputing it gave \(1, 3\)"):
-        partition.backward(0, [torch.ones(4, 3)])
+        backward(segment, 0, [torch.ones(4, 3)])
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_first_forward_takes_the_path_that_has_a_graph(autocast):
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    partition = partition_of(layer)
+    segment = segment_of(layer)
     x = torch.randn(3, 5, 16)
     for mini_batch in range(2):  # the very first forward has a graph
-        partition.begin()
+        segment.begin()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             expected = layer(x.clone().requires_grad_())
-            output, _ = run(partition, received(x), recompute=True)
+            output, _ = run(segment, received(x), recompute=True)
         assert output.tensors[0].dtype == expected.dtype, mini_batch
         assert torch.equal(output.tensors[0], expected), mini_batch
     assert torch.backends.mha.get_fastpath_enabled()
@@ -274,14 +287,16 @@ def test_modules_are_in_the_mode_of_their_first_forward():
     for evaluates_between in (False, True):
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Dropout().eval())
-        partition = partition_of(*layers)
-        output = partition.forward(0, received(torch.ones(4, 3)), keep=True, recompute=True)
+        segment = segment_of(*layers)
+        output = forward(segment, 0, received(torch.ones(4, 3)), keep=True, recompute=True)
+        segment.end()
         if evaluates_between:
             layers.eval()
+        segment.resume()
         modes = [module.training for module in layers]
-        partition.recompute(0)
+        segment.recompute(0)
         assert [module.training for module in layers] == modes
-        gradients += partition.backward(0, [torch.rand_like(output.tensors[0])])
+        gradients += backward(segment, 0, [torch.rand_like(output.tensors[0])])
     first, second = gradients
     assert first is not None
     assert second is not None
@@ -289,26 +304,26 @@ def test_modules_are_in_the_mode_of_their_first_forward():
 
 
 def test_the_mini_batches_that_are_compared():
-    partition = partition_of(Do(lambda t: t * (1 + is_recomputing())))
+    segment = segment_of(Do(lambda t: t * (1 + is_recomputing())))
     found = []
     for number in range(1, 40):
-        partition.begin()
-        run(partition, received(torch.ones(2)))  # nothing is recomputed
-        partition.begin()
+        segment.begin()
+        run(segment, received(torch.ones(2)))  # nothing is recomputed
+        segment.begin()
         for i in range(2):
             try:
-                run(partition, received(torch.ones(2)), recompute=True, i=i)
+                run(segment, received(torch.ones(2)), recompute=True, i=i)
             except RecomputeError:
                 found.append((number, i))
     assert found == [(number, i) for number in (1, 2, 4, 8) for i in range(2)]
 
 
 def test_what_comes_before_the_loss_is_compared():
-    partition = partition_of(Do(lambda t: t + torch.tensor([1.0, -1.0]) * is_recomputing()))
+    segment = segment_of(Do(lambda t: t + torch.tensor([1.0, -1.0]) * is_recomputing()))
     inputs = received(torch.ones(2))
-    partition.forward(0, inputs, keep=True, recompute=True, finish=torch.mean)
+    forward(segment, 0, inputs, keep=True, recompute=True, finish=torch.mean)
     with pytest.raises(RecomputeError, match="the layers gave values that differ"):
-        partition.recompute(0)
+        segment.recompute(0)
 
 
 def test_backward_equals_that_of_torch():
@@ -332,66 +347,66 @@ def test_backward_equals_that_of_torch():
 
 def test_outputs_must_consist_of_plain_tensors_on_the_device():
     with pytest.raises(BoundaryError, match=r"layer '0' \(Do\) returned a tensor on meta"):
-        run(partition_of(Do(lambda t: t.to("meta"))), received(torch.ones(2)))
+        run(segment_of(Do(lambda t: t.to("meta"))), received(torch.ones(2)))
     with pytest.raises(BoundaryError, match=r"layout torch\.sparse_coo"):
-        run(partition_of(Do(lambda t: t.to_sparse())), received(torch.ones(2)))
+        run(segment_of(Do(lambda t: t.to_sparse())), received(torch.ones(2)))
     with pytest.raises(BoundaryError, match=r"type builtins.set at \[1\] cannot travel"):
-        run(partition_of(Do(lambda t: (t, {1}))), received(torch.ones(2)))
+        run(segment_of(Do(lambda t: (t, {1}))), received(torch.ones(2)))
 
 
 def test_the_first_layer_takes_several_inputs_and_the_others_one():
-    first = partition_of(Do(lambda a, b: (a + b, b)), Do(lambda pair: pair[0]), is_first=True)
+    first = segment_of(Do(lambda a, b: (a + b, b)), Do(lambda pair: pair[0]), is_first=True)
     output, _ = run(first, received((torch.ones(2), torch.ones(2))))
     assert output.tensors[0].tolist() == [2.0, 2.0]
-    later = partition_of(Do(lambda pair: pair[0] * pair[1]))
+    later = segment_of(Do(lambda pair: pair[0] * pair[1]))
     assert run(later, received((torch.ones(2), torch.ones(2))))[0].structure == TENSOR
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
 def test_a_partition_without_layers_passes_its_input_on(num_inputs):
     value = tuple(torch.full((2,), float(k)) for k in range(num_inputs))
-    output, _ = run(partition_of({}, is_first=True), received(value))
+    output, _ = run(segment_of({}, is_first=True), received(value))
     assert len(output.tensors) == num_inputs
     assert output.structure == flatten(value[0] if num_inputs == 1 else value)[1]
 
 
 @BOTH
 def test_finish_is_a_last_layer(recompute):
-    partition = partition_of(nn.Linear(2, 2))
-    output = partition.forward(
-        0, received(torch.ones(3, 2)), keep=True, recompute=recompute, finish=torch.mean
+    segment = segment_of(nn.Linear(2, 2))
+    output = forward(
+        segment, 0, received(torch.ones(3, 2)), keep=True, recompute=recompute, finish=torch.mean
     )
     assert output.tensors[0].shape == ()
     if recompute:
-        partition.recompute(0)
-    assert partition.backward(0, [torch.tensor(1.0)]) != [None]
+        segment.recompute(0)
+    assert backward(segment, 0, [torch.tensor(1.0)]) != [None]
 
 
 def test_a_failing_layer_is_named():
-    partition = partition_of({"fine": nn.ReLU(), "wrong": nn.Linear(3, 3)})
+    segment = segment_of({"fine": nn.ReLU(), "wrong": nn.Linear(3, 3)})
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        partition.forward(0, received(torch.ones(2, 2)), keep=True, recompute=False)
-    assert partition.layers.where() == "layer 'wrong' (Linear)"
+        forward(segment, 0, received(torch.ones(2, 2)), keep=True, recompute=False)
+    assert segment.layers.where() == "layer 'wrong' (Linear)"
 
     def fail(output):
         raise ZeroDivisionError
 
-    partition = partition_of(nn.ReLU())
+    segment = segment_of(nn.ReLU())
     with pytest.raises(ZeroDivisionError):
-        partition.forward(0, received(torch.ones(2)), keep=True, recompute=False, finish=fail)
-    assert partition.layers.where() == "loss_fn"
-    partition.begin()
-    assert partition.num_held == 0
+        forward(segment, 0, received(torch.ones(2)), keep=True, recompute=False, finish=fail)
+    assert segment.layers.where() == "loss_fn"
+    segment.begin()
+    assert segment.num_held == 0
 
 
 def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
     layer = nn.Linear(2, 2)
-    partition = partition_of(layer)
+    segment = segment_of(layer)
     for flags in ((True,), (False,), (True,)):
         layer.requires_grad_(*flags)
-        partition.begin()
+        segment.begin()
         inputs = received(torch.ones(2, 2), requires_grad=False)
-        assert partition.forward(0, inputs, keep=True, recompute=True).requires_grad == flags
+        assert forward(segment, 0, inputs, keep=True, recompute=True).requires_grad == flags
 
 
 # -- changes from outside, and outputs that cannot be sent ----------------------------------------
@@ -408,43 +423,50 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-OUTSIDE = {
-    "a parameter is stepped": lambda layers: torch.optim.SGD(
-        layers["a"].parameters(), lr=0.1
-    ).step(),
-    "a buffer is written to": lambda layers: layers["b"].scale.fill_(2),
+CHANGES = {
+    "a parameter": lambda layers: torch.optim.SGD(layers["a"].parameters(), lr=0.1).step(),
+    "the buffer 'b.scale'": lambda layers: layers["b"].scale.fill_(2),
+    "the buffer 'b.scale' ": lambda layers: setattr(layers["b"], "scale", torch.ones(4)),
 }
 
 
-@for_each("change", OUTSIDE)
-def test_a_change_of_weights_between_a_forward_and_its_recomputation_is_an_error(change):
+@for_each("what", CHANGES)
+@for_each("is_between", [True, False])
+def test_a_change_between_a_forward_and_its_recomputation_is_an_error(what, is_between):
+    """Between two programs by the user, or within one by a hook, as of an optimizer in backward."""
     layers = {"a": nn.Linear(3, 4), "b": Scaled(), "c": nn.BatchNorm1d(4)}
-    partition = partition_of(layers)
-    for _ in range(2):
-        partition.begin()
-        for parameter in layers["a"].parameters():
-            parameter.grad = torch.ones_like(parameter)
+    for parameter in layers["a"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    segment = segment_of(layers)
+    for changes in (False, False, True):
+        segment.begin()
         for i in (0, 1):
-            partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
+            forward(segment, i, received(torch.randn(5, 3)), keep=True, recompute=True)
+        if is_between:
+            segment.end()
+        if changes:
+            CHANGES[what](layers)
+            check = segment.resume if is_between else segment.end
+            when = "after the first forward" if is_between else "by a hook"
+            with pytest.raises(RecomputeError, match=f"^{what.strip()} was changed {when}"):
+                check()
+            return
+        if is_between:
+            segment.resume()
         for i in (1, 0):
-            partition.recompute(i)
-            partition.backward(i, [torch.ones(5, 4)])
-
-    partition.begin()
-    for i in (0, 1):
-        partition.forward(i, received(torch.randn(5, 3)), keep=True, recompute=True)
-    OUTSIDE[change](layers)
-    with pytest.raises(RecomputeError, match=r"^a parameter or buffer was changed after the first"):
-        partition.recompute(1)
+            segment.recompute(i)
+            backward(segment, i, [torch.ones(5, 4)])
+        segment.end()
 
 
 def test_a_layer_may_change_its_parameters_in_its_own_forward():
-    partition = partition_of(nn.Embedding(9, 4, max_norm=1.0, _weight=torch.randn(9, 4)))
+    segment = segment_of(nn.Embedding(9, 4, max_norm=1.0, _weight=torch.randn(9, 4)))
     for i in (0, 1):
-        partition.forward(i, received(torch.tensor([i, 5])), keep=True, recompute=True)
+        forward(segment, i, received(torch.tensor([i, 5])), keep=True, recompute=True)
     for i in (1, 0):
-        partition.recompute(i)
-        partition.backward(i, [torch.ones(2, 4)])
+        segment.recompute(i)
+        backward(segment, i, [torch.ones(2, 4)])
+    segment.end()
 
 
 class Marked(Tensor):
@@ -454,18 +476,22 @@ class Marked(Tensor):
 def test_a_tensor_of_another_class_is_not_sent():
     layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
     with torch.no_grad():
-        output = Segment(Layers(layers, CPU, is_first=False)).forward(
-            0, received(torch.randn(2, 3)), keep=False, recompute=False
+        output = forward(
+            Segment(Layers(layers, CPU, is_first=False)),
+            0,
+            received(torch.randn(2, 3)),
+            keep=False,
+            recompute=False,
         )
     assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
-    partition = Segment(Layers(layers, CPU, is_first=False, is_last=False))
+    segment = Segment(Layers(layers, CPU, is_first=False, is_last=False))
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
-        partition.forward(0, received(torch.randn(2, 3)), keep=False, recompute=False)
+        forward(segment, 0, received(torch.randn(2, 3)), keep=False, recompute=False)
 
 
 def test_a_parameter_is_sent_as_a_tensor():
-    partition = Segment(Layers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False))
-    output = partition.forward(0, received(torch.randn(2, 3)), keep=True, recompute=False)
+    segment = Segment(Layers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False))
+    output = forward(segment, 0, received(torch.randn(2, 3)), keep=True, recompute=False)
     assert type(output.tensors[0]) is Tensor
     assert output.requires_grad == (True,)
 
