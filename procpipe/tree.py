@@ -103,6 +103,8 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
         return only
     text, plain = structure
     leaves = list(tensors)
+    if structure == _tuple_of_tensors(len(leaves)):
+        return tuple(leaves)
     if plain:
         remaining = iter(leaves)
         leaves = [next(remaining) if leaf == [] else leaf for leaf in json.loads(plain)]

@@ -196,7 +196,7 @@ class Segment:
         if recompute:
             made = self._forward_without_graph(this, is_left_out)
         else:
-            with self._splitter.into(this.put_off):
+            with self._split(this):
                 made = self._run_with_graph(this)
             this.flags = _flags(made)
         return [
@@ -218,7 +218,7 @@ class Segment:
             self._in_first_surroundings(),
             this.random.restored(),
             self._buffers.lent(this.buffers),
-            self._splitter.into(this.put_off),
+            self._split(this),
         ):
             made = self._run_with_graph(this)
         if this.digests is not None:
@@ -383,6 +383,9 @@ class Segment:
     def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return inputs that the first layer may change although they are kept."""
         return [t.clone() for t in tensors] if self.layers.changes_input else list(tensors)
+
+    def _split(self, this: _Pass) -> AbstractContextManager[None]:
+        return NOTHING if this.put_off is None else self._splitter.into(this.put_off)
 
     def _in_first_surroundings(self) -> AbstractContextManager[None]:
         return NOTHING if self._surroundings is self._first else self._first.restored()

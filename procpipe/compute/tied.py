@@ -121,7 +121,7 @@ class Tied:
         """Check the copies here, and compare all; all stages call it before each training call.
 
         ``always`` compares each time, and raises; else this is before the calls 2, 4, 8, …, with a
-        warning on stage 0. ``agree`` brings values of all stages together, see ``Coordinator.agree``.
+        warning on stage 0. ``agree`` is that of ``Coordinator``, in this call.
 
         Raises:
             RuntimeError: they differ; on every stage. Or :meth:`_check_parameters` raises it, here.

@@ -144,7 +144,7 @@ class Costs:
         }
 
     def tied_into(self, stage: int, plan: Plan) -> dict[int, tuple[int, float]]:
-        """Return, by the stage that sends it, bytes and seconds of each message that comes at the end.
+        """Return, by sending stage, bytes and seconds of each message after the last task.
 
         They have the gradients of tied parameters, and follow a plan with backward tasks.
         """

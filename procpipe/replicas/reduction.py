@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
@@ -32,7 +32,7 @@ from procpipe.plan.program import Run
 from procpipe.replicas.buffers import ReplicaBuffers
 from procpipe.replicas.group import Group, Operation
 from procpipe.run.log import Log
-from procpipe.run.replicas import Replicas
+from procpipe.run.replicas import Around, Replicas
 from procpipe.torch_internals import has_accumulation_hooks
 
 
@@ -128,20 +128,25 @@ class Reduction(Replicas):
                 with torch.no_grad():
                     parameter.grad.div_(self._group.num_replicas)
 
-    def during(self, step: Run, partition: Segment) -> AbstractContextManager[None]:
-        """Add up gradients to which no later task adds, as they become final."""
-        self._look()
-        return self._adding_up(partition) if step.adds_last else nullcontext()
+    def around(self, step: Run, segment: Segment) -> Around:
+        """Return what adds up gradients to which no later task adds, as they become final."""
+        return partial(self._adding_up, segment) if step.adds_last else self._looking
 
     @contextmanager
-    def _adding_up(self, partition: Segment) -> Iterator[None]:
+    def _looking(self) -> Iterator[None]:
+        self._look()
+        yield
+
+    @contextmanager
+    def _adding_up(self, segment: Segment) -> Iterator[None]:
         """Add up gradients in the last task that adds to those of a partition.
 
         Not those of parameters that later partitions have, too. In the first such task it is only
         counted how often autograd adds to each: more than once where layers are recomputed with
         reentrant checkpointing.
         """
-        here = Counter(partition.parameters())
+        self._look()
+        here = Counter(segment.parameters())
         own = {p for p, num_layers in here.items() if num_layers == self._num_to_add[p]}
         self._num_to_add.subtract(here)
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.missing if p in own}

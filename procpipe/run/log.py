@@ -121,8 +121,8 @@ class Log:
 
     def on_layer(self, j: int) -> Callable[[int], None]:
         """Return what is called with the index of each layer that begins, and -1 after the last."""
-        places = [*self._segments[j].layers.places, ""]
-        return lambda index: self._board.enter(places[index])
+        places, enter = [*self._segments[j].layers.places, ""], self._board.enter
+        return lambda index: enter(places[index])
 
     # -- of a message ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The interface to the other processes that run the same layers: what is added up over them.
 
-    begin … during … end       gradients
+    begin … around … end       gradients
     total                      the loss
     end_forward                buffers
 
@@ -10,8 +10,8 @@ is in ``procpipe/replicas/``, that of layers which FSDP shards in ``procpipe/sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
@@ -19,7 +19,8 @@ from procpipe.compute.segment import Segment
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 
-_NOTHING = nullcontext()
+#: Makes a context for a task.
+Around = Callable[[], AbstractContextManager[None]]
 
 
 class Replicas:
@@ -42,9 +43,12 @@ class Replicas:
             tied: those of them that other stages have, too.
         """
 
-    def during(self, step: Run, partition: Segment) -> AbstractContextManager[None]:
-        """Surround a task; after the last that adds to a gradient, that can be added up."""
-        return _NOTHING
+    def around(self, step: Run, segment: Segment) -> Around | None:
+        """Return what surrounds a task, each time; None for nothing.
+
+        After the last task that adds to a gradient, that can be added up.
+        """
+        return None
 
     def end(self) -> None:
         """Wait until all gradients are added up."""

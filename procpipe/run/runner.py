@@ -160,10 +160,10 @@ class Runner:
         for segment in self.segments.values():
             segment.end()
         if batch.is_backward:
-            self._add_up_tied()
             if not self._has_begun:
                 self._begin_gradients()  # no task makes any
-            self._tied.end_gradients()  # before replicas are added up, which divides what was there
+            if self.wires.tied:
+                self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
         if batch.is_step:
             part = self._loss_part()
@@ -175,8 +175,6 @@ class Runner:
     def _add_up_tied(self) -> None:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
         channels, tied = self.wires.channels, self.wires.tied
-        if not tied:
-            return
         for _, into in tied.values():
             channels.receivers[into].expect()
         for stage, (out, _) in tied.items():
@@ -188,13 +186,15 @@ class Runner:
                 for stage, (_, into) in tied.items()
             }
         )
+        self._tied.end_gradients()
 
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
         apart = [copy.tensor for copy in self._tied.parameters]
         self.replicas.begin(self._batch, self._parameters(), apart)
-        self._tied.begin_gradients()
+        if self.wires.tied:
+            self._tied.begin_gradients()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Yield what this stage trains; a walk over the modules, which few calls need."""
@@ -235,7 +235,8 @@ class Runner:
 
     def _bound_task(self, step: Run, number: Mapping[Transfer, int]) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
-        poll, during = self.wires.channels.poll, self.replicas.during
+        poll, around = self.wires.channels.poll, self.replicas.around(step, segment)
+        makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
             work = self._bound_forward(step, number)
         elif task.makes_gradient:
@@ -252,10 +253,13 @@ class Runner:
             poll()
             self.current_task = task
             log.begin_task(task)
-            if task.makes_gradient and not self._has_begun:
+            if makes_gradient and not self._has_begun:
                 self._begin_gradients()
-            with during(step, segment):
+            if around is None:
                 work()
+            else:
+                with around():
+                    work()
             self.current_task = None
 
         return run
@@ -337,7 +341,7 @@ class Runner:
     # -- messages -------------------------------------------------------------------------------
 
     def _taking(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Callable[[], Flat]:
-        """Return what takes a message: out of its slot, or of another stage after waiting for it."""
+        """Return what takes a message: out of its slot, or of another stage, waiting for it."""
         if transfer.source not in self.segments:
             return partial(self._take, self.wires.channels.receivers[transfer.channel], transfer)
         slots, k = self._slots, number[transfer]

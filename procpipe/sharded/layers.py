@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from torch import nn
 
@@ -34,7 +35,7 @@ from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
-from procpipe.run.replicas import Replicas
+from procpipe.run.replicas import Around, Replicas
 from procpipe.sharded.last_pass import LastPass
 from procpipe.sharded.units import Unit, num_gathered, roots_of, set_last, units_of
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
@@ -90,11 +91,15 @@ class Sharded(Replicas):
             unit.module.set_requires_gradient_sync(False, recurse=False)
             unit.module.set_is_last_backward(False)
 
+    def around(self, step: Run, segment: Segment) -> Around:
+        """Return what reduces gradients in or after the last task that adds to them."""
+        return partial(self._reducing, step, segment)
+
     @contextmanager
-    def during(self, step: Run, partition: Segment) -> Iterator[None]:
+    def _reducing(self, step: Run, segment: Segment) -> Iterator[None]:
         """Reduce the gradients of a partition in or after the last task that adds to them."""
         j = step.task.j
-        is_followed = step.precedes_last and len(self._roots) == 1 and not partition.is_compiled
+        is_followed = step.precedes_last and len(self._roots) == 1 and not segment.is_compiled
         if is_followed:
             self._last_pass = LastPass(self._roots_to_allow(j))
         reduces = step.adds_last and self._reduces

@@ -13,14 +13,14 @@ from procpipe.errors import (
     WaitTimeoutError,
 )
 from procpipe.job.grid import Grid
-from procpipe.plan.routes import LOSS, TARGET, Routes
-from procpipe.plan.schedules.named import Schedule
+from procpipe.plan.routes import LOSS, Routes
+from procpipe.plan.schedules.named import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run import coordinator as coordinator_module
-from procpipe.run.control import CONTROL, Control
-from procpipe.run.coordinator import Coordinator
-from procpipe.run.order import LOCAL, ROUTED, BatchDetail, Order
+from procpipe.run import programs as programs_module
+from procpipe.run.coordinator import CONTROL, Coordinator
+from procpipe.run.order import BatchDetail, Order
+from procpipe.run.programs import Programs
 from tests.channel.meshes import make_meshes
 
 
@@ -34,40 +34,31 @@ def meshes():
 
 
 @pytest.fixture
-def controls(meshes):
-    return [Control(mesh) for mesh in meshes]
-
-
-@pytest.fixture
-def ranks(controls):
-    return [Coordinator(control, Grid(rank, 3), Routes(3)) for rank, control in enumerate(controls)]
+def ranks(meshes):
+    return [
+        Coordinator(mesh, Grid(rank, 3), Programs(Routes(3), SCHEDULES["gpipe"], rank))
+        for rank, mesh in enumerate(meshes)
+    ]
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
     return Order("step", sizes=sizes, recompute=recompute, weights=(2.0, 2.0), **fields)
 
 
-def test_messages_of_rank_0_reach_all_in_order(controls):
-    for message in (b"first", b"second"):
-        for peer in (1, 2):
-            controls[0].send(peer, message)
+def test_messages_are_kept_by_sender_and_in_order(ranks):
+    for sender in (2, 1):
+        for k in range(2):
+            ranks[sender].send(0, b"%d of %d" % (k, sender))
 
-    for control in controls[1:]:
-        assert [control.receive(0, "it"), control.receive(0, "it")] == [b"first", b"second"]
-
-
-def test_messages_to_rank_0_are_kept_by_sender(controls):
-    controls[2].send(0, b"from 2")
-    controls[1].send(0, b"from 1")
-
-    assert [controls[0].receive(rank, "it") for rank in (1, 2)] == [b"from 1", b"from 2"]
+    received = [ranks[0].receive(sender, "it") for sender in (1, 2) for _ in range(2)]
+    assert received == [b"0 of 1", b"1 of 1", b"0 of 2", b"1 of 2"]
 
 
-def test_all_ranks_get_the_result_of_rank_0(controls):
+def test_all_ranks_get_the_result_of_rank_0(ranks):
     outcomes = {}
     threads = [
         threading.Thread(
-            target=lambda rank=rank: outcomes.update({rank: controls[rank].agree([rank], sum_up)})
+            target=lambda rank=rank: outcomes.update({rank: ranks[rank].agree([rank], sum_up)})
         )
         for rank in range(3)
     ]
@@ -83,17 +74,17 @@ def sum_up(values):
     return [value for of_rank in values for value in of_rank]
 
 
-def test_the_error_names_the_lost_rank_and_the_awaited_message(meshes, controls):
+def test_the_error_names_the_lost_rank_and_the_awaited_message(meshes, ranks):
     meshes[1].leave()
 
     with pytest.raises(PeerLostError, match="waits for its part in a common call from rank 1"):
-        controls[0].agree(0, list)
+        ranks[0].agree(0, list)
 
 
-def test_a_rank_that_does_not_answer_is_named(meshes, controls):
+def test_a_rank_that_does_not_answer_is_named(meshes, ranks):
     meshes[1].timeout_s = 0.3
     with pytest.raises(WaitTimeoutError, match=r"rank 1 has waited 0\.[3-9] s for the order"):
-        controls[1].receive(0, "the order")
+        ranks[1].receive(0, "the order")
 
 
 def test_an_order_is_followed_as_it_was_issued(ranks):
@@ -102,7 +93,7 @@ def test_an_order_is_followed_as_it_was_issued(ranks):
     followed = [rank.follow(Order("step")) for rank in ranks[1:]]
 
     assert followed == [issued, issued]
-    plans = [rank.program(issued) for rank in ranks]
+    plans = [rank.programs.program(issued) for rank in ranks]
     assert [str(program[0]) for program in plans] == [
         "run F0@0",
         "receive activation 0: 0->1",
@@ -117,14 +108,14 @@ def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
         verified.append(plan.digest)
         verify(plan, routes)
 
-    monkeypatch.setattr(coordinator_module, "verify", note)
+    monkeypatch.setattr(programs_module, "verify", note)
     orders = [
         ranks[0].issue(order)
         for order in (step(), step(), step((4,), ()), step(), step((1, 3)), step((4,), ()))
     ]
     for rank in ranks[1:]:
         for order in orders:
-            rank.program(rank.follow(Order("step")))
+            rank.programs.program(rank.follow(Order("step")))
             assert order.plan
 
     assert [bool(order.plan_text) for order in orders] == [True, False, True, *[False] * 3]
@@ -153,22 +144,14 @@ def test_the_plan_depends_on_the_call_and_its_modes(ranks):
 
 
 def text_of(rank, order):
-    return rank._plans[rank.issue(order).plan].to_text()
-
-
-@pytest.mark.parametrize(("target", "is_routed"), [(ROUTED, True), (LOCAL, False)])
-def test_the_target_is_sent_if_the_order_requires_it(ranks, target, is_routed):
-    order = ranks[0].issue(step(target=target))
-
-    kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
-    assert (TARGET in kinds) == is_routed
+    return rank.programs.plan(rank.issue(order)).to_text()
 
 
 @pytest.mark.parametrize(("call", "has_loss"), [("step", True), ("forward", False)])
 def test_the_loss_passes_the_stages_in_a_step_only(ranks, call, has_loss):
     order = ranks[0].issue(Order(call, sizes=(2, 2), is_training=False))
 
-    kinds = {s.transfer.payload for s in ranks[0].program(order) if hasattr(s, "transfer")}
+    kinds = {s.transfer.payload for s in ranks[0].programs.program(order) if hasattr(s, "transfer")}
     assert (LOSS in kinds) == has_loss
 
 
@@ -199,10 +182,10 @@ def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
     assert words in str(caught.value)
 
 
-def test_a_plan_that_cannot_run_is_not_issued(controls, meshes):
+def test_a_plan_that_cannot_run_is_not_issued(meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
-    coordinator = Coordinator(controls[0], Grid(0, 3), Routes(3), schedule)
+    coordinator = Coordinator(meshes[0], Grid(0, 3), Programs(Routes(3), schedule, 0))
     received = []
     meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 

@@ -1,4 +1,4 @@
-"""Messages between ranks read back as written; differences of ranks are whole sentences."""
+"""Orders read back as written; differences of ranks are whole sentences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from procpipe.run.order import (
     BatchDetail,
     FetchDetail,
     Order,
-    compare_facts,
     decode,
     decode_order,
     encode,
 )
+from procpipe.run.wiring import compare_facts
 
 BOTH = (True, False)
 
