@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from procpipe.run.facts import compare_facts
 from procpipe.run.order import (
     BatchDetail,
     FetchDetail,
@@ -13,7 +14,6 @@ from procpipe.run.order import (
     decode_order,
     encode,
 )
-from procpipe.run.wiring import compare_facts
 
 BOTH = (True, False)
 
