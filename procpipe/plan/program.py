@@ -58,7 +58,7 @@ from procpipe.plan.task import (
 class Run:
     """Take in what the task needs, waiting for it if it must, and run the task.
 
-    All but the task is for the stage's executor, and left out of comparisons.
+    All but the task is for the stage's runner, and left out of comparisons.
     """
 
     task: Task  # the task
@@ -119,7 +119,7 @@ def program(
     recompute: Collection[int] = (),
     has_loss: bool = False,
 ) -> Program:
-    """Make the program of one stage, with all that its executor needs to know.
+    """Make the program of one stage, with all that its runner needs to know.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
     ``recompute`` has the micro-batches that a later plan recomputes, if this one has no backward.
@@ -140,7 +140,7 @@ def program(
 def bare_program(
     plan: Plan, routes: Routes, stage: int, *, fenced: Fenced | None = None
 ) -> Program:
-    """Make the same program without what its executor needs: to count and to compare steps.
+    """Make the same program without what its runner needs: to count and to compare steps.
 
     ``fenced`` is what the stage sends and receives, for a caller that has listed it for all stages.
     """
@@ -208,7 +208,7 @@ def last_additions(tasks: Sequence[Task]) -> dict[int, Task]:
 
 
 def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: Routes) -> Run:
-    """Add what the executor needs to a task; ``tasks`` are all of its stage."""
+    """Add what the runner needs to a task; ``tasks`` are all of its stage."""
     kind, i, j = task
     is_recomputed = kind == FORWARD and (RECOMPUTE, i, j) in tasks
     return Run(

@@ -30,7 +30,7 @@ from tests.held import hold_for
 #: Recomputation is checked (``compute.digests``) in mini-batches 1, 2, 4 and 8.
 NUM_CHECKED, NUM_STEPS = 8, 17
 
-#: A sender's host is at most this many steps ahead of a receiver's (``run.pipeline``), so slots
+#: A sender's host is at most this many steps ahead of a receiver's (``run.runner``), so slots
 #: hold messages of at most this many steps.
 NUM_STEPS_IN_SLOTS = 2
 
