@@ -324,7 +324,8 @@ class Stage(Gradients):
             if batch.is_shared or self.replicas == 1:
                 self._same_input.check(pipeline.coordinator.agree_in_call, given)
             self._run_mini_batch(pipeline, order, batch)
-        self._open_pass = batch
+        self._open_pass = batch if batch.keep else None
+        outputs, batch.outputs = batch.outputs, {}  # which the caller may drop
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
             self._run_backward(order, batch, gradients)
@@ -333,7 +334,7 @@ class Stage(Gradients):
         if self.rank != self._output_rank:
             what = "the output of stage(input)"
             return Remote(self._output_rank, what, may_follow, here=self.rank)
-        return join_outputs([batch.outputs[i] for i in sorted(batch.outputs)], may_follow)
+        return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
         self, loader: Loader, *, stop_on: Signals = (), same_data: bool = False

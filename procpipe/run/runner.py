@@ -116,7 +116,7 @@ class Runner:
         if order.program not in self._bound:
             assert self.coordinator.programs is not None, "the model is cut"
             self._bound[order.program] = self._bind(self.coordinator.programs.program(order))
-        self._batch, self._has_begun, self._taken_loss = batch, False, None
+        self._batch, self._has_begun = batch, False
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
@@ -133,6 +133,8 @@ class Runner:
                 where = self._grid.name_of(self._grid.rank)
                 note_where(error, self.current_task, where, self.segments)
             raise
+        finally:
+            self._batch, self._taken_loss = MiniBatch(), None  # which hold tensors
         if self._world.device.type == "cuda":
             self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
         self.log.end_step(order)

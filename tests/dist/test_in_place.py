@@ -268,7 +268,7 @@ def overwrite_between(bare, at_backward):
 def test_a_mini_batch_may_be_overwritten_after_its_backward_only(ranks):
     ranks(2).run(overwrite_between, False, world=False).values()
     first, last = ranks(2).run(overwrite_between, True, world=False)
-    message = "the input of micro-batch 1 was changed in place"
+    message = "the input of micro-batch 0 was changed in place"
     assert first.error is not None
     assert message in first.error.text
     # The last stage may have ended before the first one detects the change.
