@@ -179,7 +179,7 @@ class World:
             start.connect()
             self.board.end_call()
         self.address = start.host
-        self._stalls.open_boards(self.mesh, self._files_of)
+        self._stalls.open_boards(self._files_of)
         self.transports.memory_of = {peer: files[1] for peer, files in self._files_of.items()}
         return self.mesh
 
