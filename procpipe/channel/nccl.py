@@ -40,8 +40,6 @@ exceeds a timeout or NCCL reports an error, and print its own messages. A group 
 ``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
 ``Work.block_current_stream``, used here, does not.
 
-NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
-
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 """
 
