@@ -23,10 +23,9 @@ and waits.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -104,13 +103,12 @@ class Sender:
             note = self._post(transport, tensors)
             self._mesh.send(self._peer, self._channel_id, 0, len(meta), meta, note)
         else:
-            block, is_large = block_of(tensors), size > INLINE_BYTES
-            parts = meta, *block
+            is_large, parts = size > INLINE_BYTES, (meta, *block_of(tensors))
             self._mesh.send(
                 self._peer, self._channel_id, _HAS_TENSORS, len(meta), *parts, keep=is_large
             )
             if is_large:
-                self._keep(tensors, _Lent(self._mesh, self._peer, weakref.ref(block[-2].obj)))
+                self._keep(tensors, _Lent(self._mesh, self._peer))
                 send_on(self._mesh, self._peer)
         self.num_messages += 1
         self.num_bytes += size
@@ -223,7 +221,6 @@ class _Lent(NamedTuple):
 
     mesh: Mesh
     peer: int
-    last: weakref.ref[Any]  # the memory of the last one, alive until the socket has taken it
 
     def wait(self) -> None:
         """Wait until the socket has taken them, so that they may be reused."""
@@ -231,7 +228,7 @@ class _Lent(NamedTuple):
         mesh.wait(self.is_done, lambda: f"rank {name} to read a value", peer=self.peer)
 
     def is_done(self) -> bool:
-        return self.last() is None
+        return not self.mesh.has_unsent(self.peer)
 
 
 class Receiver:

@@ -165,7 +165,8 @@ class NcclTransport(Communicators):
         pairs = {channel[:2] for channel in channels}
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = blocks_of(self._rank, pairs, num_multiprocessors)
-        for pair in in_rounds(pairs):
+        # Pairs of neighbours do not wait for one another: 0 and 1, 2 and 3, … are first.
+        for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, pair)):
             if self._rank in pair:
                 is_sender = self._rank == pair[0]
                 self._connect(pair, store, num_blocks, partial(_transfer, is_sender=is_sender))
@@ -272,15 +273,6 @@ def blocks_of(rank: int, pairs: Iterable[tuple[int, int]], num_multiprocessors: 
         )
     most = min(_MAX_BLOCKS, int(num_multiprocessors * _PART / max(1, num_communicators)))
     return 1 << max(0, most.bit_length() - 1)
-
-
-def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the pairs in an order in which many ranks connect at the same time; pure.
-
-    A rank connects one pair at a time. In the order of ranks, each would wait for the one before;
-    here pairs of neighbours do not: 0 and 1, 2 and 3, … are first, then 1 and 2, 3 and 4, …
-    """
-    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:

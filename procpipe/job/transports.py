@@ -12,7 +12,6 @@ So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may us
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -33,9 +32,6 @@ _Added = TypeVar("_Added", bound="Transport | DeviceTransfers")
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
-
-#: How long transfers of a stage that failed may take to end before this process opens others.
-_END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
 
 #: What stages that failed have left on this process's devices.
 _left_behind: list[DeviceTransfers] = []
@@ -177,15 +173,12 @@ class Transports:
 
     def _check_device(self) -> None:
         """Check that nothing on the device waits for a peer that may have gone."""
-        deadline_s = time.monotonic() + _END_TIMEOUT_S
-        while not all(each.are_over() for each in _left_behind):
-            if time.monotonic() >= deadline_s:
-                raise StageClosedError(
-                    f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
-                    f"{self._device} are transfers of a stage that failed, which may never end. "
-                    "Start the processes again (torchrun does so with --max-restarts)"
-                )
-            time.sleep(_LOOK_EVERY_S)
+        if not all(each.are_over() for each in _left_behind):
+            raise StageClosedError(
+                f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
+                f"{self._device} are transfers of a stage that failed, which may never end. "
+                "Start the processes again (torchrun does so with --max-restarts)"
+            )
         _left_behind.clear()
 
     def busy_with(self) -> list[int]:

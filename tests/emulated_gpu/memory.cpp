@@ -363,12 +363,6 @@ DRIVER cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstr
     copy((void*)to, (const void*)from, size, cudaMemcpyDeviceToDevice, stream_of(stream));
   });
 }
-DRIVER cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
-  return call_in_context([&] {
-    if (locate((void*)to, size) == kUnknown) throw Error{CUDA_ERROR_INVALID_VALUE};
-    enqueue(stream_of(stream), [=] { memset((void*)to, value, size); });
-  });
-}
 DRIVER cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
   return call_in_context([&] { *(Handle*)handle = export_memory((const void*)address); });
 }
