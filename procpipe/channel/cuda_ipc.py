@@ -43,7 +43,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from procpipe.channel.base import DeviceTransfers
+from procpipe.channel.base import DeviceTransfers, Sending
 from procpipe.channel.gpu import HANDLE_BYTES, Gpu
 from procpipe.channel.meta import Meta, allocate, layout
 
@@ -89,9 +89,7 @@ class CudaIpcTransport(DeviceTransfers):
         self._making = new_stream(priority=-1)
         self._opened: dict[tuple[int, int], int] = {}  # addresses here, by peer and slot
 
-    def post_send(
-        self, tensors: list[Tensor], peer: int, channel_id: int
-    ) -> tuple[CudaIpcSent, bytes]:
+    def post_send(self, tensors: list[Tensor], peer: int, channel_id: int) -> tuple[Sending, bytes]:
         """Queue the copies of dense tensors into a slot, behind the current stream."""
         gpu = self._gpu
         offsets, size = layout([tensor.nbytes for tensor in tensors])
@@ -103,13 +101,19 @@ class CudaIpcTransport(DeviceTransfers):
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, address + offset, tensor.data_ptr(), tensor.nbytes)
-        slot.serial += 1
-        gpu.write(stream, slot.address + _FILLED, slot.serial)
+        slot.serial = serial = slot.serial + 1
+        gpu.write(stream, slot.address + _FILLED, serial)
         self._flags[slot.number] = _IN_USE
         copied = stream.record_event()
         self._add((peer,), copied.query)
-        note = _NOTE.pack(slot.handle, slot.number, slot.serial)
-        return CudaIpcSent(slot, slot.serial, copied), note
+
+        def is_done() -> bool:
+            """Return whether the tensors are in the slot and the receiver has queued its part."""
+            is_taken = slot.serial > serial or self._flags[slot.number] != _IN_USE
+            return is_taken and copied.query()
+
+        sending = Sending(lambda: torch.cuda.current_stream(gpu.device).wait_event(copied), is_done)
+        return sending, _NOTE.pack(slot.handle, slot.number, serial)
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -172,9 +176,7 @@ class CudaIpcTransport(DeviceTransfers):
         for number in (_FILLED, _TAKEN):  # old contents must not be taken for a message's
             gpu.write(stream, address + number, 0)
         stream.synchronize()
-        return _Slot(
-            next(self._numbers), address, gpu.export(address), total - _TENSORS, self._flags
-        )
+        return _Slot(next(self._numbers), address, gpu.export(address), total - _TENSORS)
 
 
 @dataclass(eq=False)
@@ -185,27 +187,7 @@ class _Slot:
     address: int
     handle: bytes
     size_bytes: int
-    flags: mmap.mmap
     serial: int = 0  # of its last message
-
-
-@dataclass
-class CudaIpcSent:
-    """A message on its way into a slot, or out of it."""
-
-    slot: _Slot
-    serial: int
-    copied: torch.cuda.Event  # into the slot
-
-    def wait(self) -> None:
-        """Make the current stream wait until the tensors are in the slot; the host goes on."""
-        torch.cuda.current_stream(self.copied.device).wait_event(self.copied)
-
-    def is_done(self) -> bool:
-        """Return whether the tensors are in the slot and the receiver has queued its part."""
-        slot = self.slot
-        is_taken = slot.serial > self.serial or slot.flags[slot.number] != _IN_USE
-        return is_taken and bool(self.copied.query())
 
 
 def _wait_received(tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:

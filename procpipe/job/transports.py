@@ -13,6 +13,7 @@ So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may us
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -102,7 +103,7 @@ class Transports:
 
     Attributes:
         memory_of: the same of each other rank of this host, set once the ranks are connected.
-        opened: those that are open.
+        opened: what was opened, also after ``close``.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
@@ -111,17 +112,13 @@ class Transports:
         self._mesh = mesh
         self._device = device
         self._memory = memory
-        self._of_device: list[DeviceTransfers] = []  # also after ``close``
-        self._store: MeshStore | None = None
 
-    @property
+    @cached_property
     def store(self) -> MeshStore:
         """Where torch's groups find their processes; every rank opens it, once connected."""
-        if self._store is None:
-            from procpipe.channel.store import MeshStore
+        from procpipe.channel.store import MeshStore
 
-            self._store = MeshStore(self._mesh)
-        return self._store
+        return MeshStore(self._mesh)
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
@@ -167,7 +164,6 @@ class Transports:
         """
         if isinstance(transport, DeviceTransfers):
             self._check_device()
-            self._of_device.append(transport)
         self.opened.append(transport)
         return transport
 
@@ -181,14 +177,17 @@ class Transports:
             )
         _left_behind.clear()
 
+    def _of_device(self) -> list[DeviceTransfers]:
+        return [each for each in tuple(self.opened) if isinstance(each, DeviceTransfers)]
+
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
-        busy = set[int]().union(*(each.queued_with() for each in tuple(self._of_device)))
+        busy = set[int]().union(*(each.queued_with() for each in self._of_device()))
         return sorted(busy - {self._mesh.rank})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self._of_device:
+        for transport in self._of_device():
             transport.drain()
 
     def close(self) -> None:
@@ -197,12 +196,13 @@ class Transports:
         If others may still use what this rank has open, that waits for their goodbyes. After a
         failure, transports of the device stay as they are.
         """
-        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
+        of_device = self._of_device()
+        self._mesh.leave(_PART_TIMEOUT_S if of_device else 0.0)
         self._mesh.close()
         has_failed = self._mesh.monitor.failure is not None
-        if self._of_device and (has_failed or not all(each.are_over() for each in self._of_device)):
-            keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
-            self.opened.clear()
-            _left_behind.extend(self._of_device)
-        while self.opened:
-            self.opened.pop().close()
+        if of_device and (has_failed or not all(each.are_over() for each in of_device)):
+            keep_for_ever(self.opened)  # close() or their destructors would wait for the device
+            _left_behind.extend(of_device)
+            return
+        for transport in reversed(self.opened):
+            transport.close()

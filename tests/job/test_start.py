@@ -263,7 +263,7 @@ def test_an_address_of_another_host_is_named(job, monkeypatch):
 
 
 def test_the_end_of_the_store_is_that_of_rank_0(job):
-    class Ended:
+    class Ended(HashStore):
         def set(self, key, value):
             pass
 
