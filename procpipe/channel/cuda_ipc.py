@@ -101,7 +101,8 @@ class CudaIpcTransport(DeviceTransfers):
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.nbytes:
                 gpu.copy(stream, address + offset, tensor.data_ptr(), tensor.nbytes)
-        slot.serial = serial = slot.serial + 1
+        slot.serial += 1
+        serial = slot.serial
         gpu.write(stream, slot.address + _FILLED, serial)
         self._flags[slot.number] = _IN_USE
         copied = stream.record_event()
