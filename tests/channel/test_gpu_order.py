@@ -211,14 +211,14 @@ def free_slots_are_used_in_turn(end: Any) -> None:
 def messages_that_grow_share_slots(end: Any) -> None:
     """A slot is larger than its first message, by a quarter at most."""
     if end.rank == 0:
-        for k in range(17):
-            send(end, k, SECOND_KIND, SIZE + k * SIZE // 16)
+        for k in range(9):
+            send(end, k, SECOND_KIND, SIZE + k * SIZE // 8)
             end.meet()  # the receiver has queued its copy
         slots = [slot.size_bytes + 256 for slot in end.transport._slots[1, SECOND_KIND]]
         assert slots == [size << 20 for size in (14, 16, 20, 24, 28)]
     else:
-        for k in range(17):
-            assert_all(take(end, SECOND_KIND), k)
+        for k in range(9):
+            assert take(end, SECOND_KIND)[-1] == k
             end.meet()
 
 
