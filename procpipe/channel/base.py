@@ -10,28 +10,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from procpipe.channel.meta import Meta
 
+#: Returns once sent tensors may be reused, or received ones used. On a GPU that holds for work
+#: queued on the current stream from now on; the host goes on.
+Wait = Callable[[], object]
 
-class Sending(Protocol):
+
+class Sending(NamedTuple):
     """A send under way."""
 
-    def wait(self) -> None:
-        """Return once the tensors may be reused.
-
-        On a GPU that holds for work queued on the current stream from now on; the host goes on.
-        """
-
-    def is_done(self) -> bool:
-        """Return, without waiting, whether the receiver surely has it all; False when in doubt."""
-
-
-#: Returns once received tensors may be used; as for a send, on a GPU the host goes on.
-Wait = Callable[[], object]
+    wait: Wait
+    #: Returns, without waiting, whether the receiver surely has it all; False when in doubt.
+    is_done: Callable[[], bool]
 
 
 class Transport(Protocol):

@@ -49,7 +49,6 @@ _CALLS = {
     "cuIpcOpenMemHandle_v2": (_AddressOut, _Handle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_Address,),
     "cuMemcpyDtoDAsync_v2": (_Address, _Address, ctypes.c_size_t, _Pointer),
-    "cuMemsetD8Async": (_Address, ctypes.c_ubyte, ctypes.c_size_t, _Pointer),
     "cuStreamWriteValue64_v2": _MemoryOperation,
     "cuStreamWaitValue64_v2": _MemoryOperation,
 }
@@ -122,10 +121,6 @@ class Gpu:
     def copy(self, stream: torch.cuda.Stream, to: int, source: int, num_bytes: int) -> None:
         """Copy within the GPU."""
         self._call("cuMemcpyDtoDAsync_v2", to, source, num_bytes, stream.cuda_stream)
-
-    def clear(self, stream: torch.cuda.Stream, address: int, num_bytes: int) -> None:
-        """Set bytes to zero."""
-        self._call("cuMemsetD8Async", address, 0, num_bytes, stream.cuda_stream)
 
     def write(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
         """Write an 8-byte number once the work queued on the stream before is done."""

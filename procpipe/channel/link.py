@@ -23,10 +23,9 @@ and waits.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -104,13 +103,12 @@ class Sender:
             note = self._post(transport, tensors)
             self._mesh.send(self._peer, self._channel_id, 0, len(meta), meta, note)
         else:
-            block, is_large = block_of(tensors), size > INLINE_BYTES
-            parts = meta, *block
+            is_large, parts = size > INLINE_BYTES, (meta, *block_of(tensors))
             self._mesh.send(
                 self._peer, self._channel_id, _HAS_TENSORS, len(meta), *parts, keep=is_large
             )
             if is_large:
-                self._keep(tensors, _Lent(self._mesh, self._peer, weakref.ref(block[-2].obj)))
+                self._keep(tensors, Sending(self._wait_sent, self._is_sent))
                 send_on(self._mesh, self._peer)
         self.num_messages += 1
         self.num_bytes += size
@@ -187,6 +185,14 @@ class Sender:
             self._in_flight[k] = departure._replace(versions=None)
         self.reap()
 
+    def _wait_sent(self) -> None:
+        """Wait until the socket has taken what it takes out of the tensors' own memory."""
+        mesh, peer = self._mesh, self._peer
+        mesh.wait(self._is_sent, lambda: f"rank {mesh.ranks[peer]} to read a value", peer=peer)
+
+    def _is_sent(self) -> bool:
+        return not self._mesh.has_unsent(self._peer)
+
     def _sendable(self, tensor: Tensor) -> Tensor:
         """Return a tensor with its elements in the order in which they are to arrive."""
         if not is_plain(tensor):
@@ -216,22 +222,6 @@ class _Departure(NamedTuple):
     tensors: list[Tensor]  # kept until it has arrived
     versions: list[int | None] | None  # when it began; None once they may be overwritten
     pending: Sending
-
-
-class _Lent(NamedTuple):
-    """Tensors that a socket takes out of their memory."""
-
-    mesh: Mesh
-    peer: int
-    last: weakref.ref[Any]  # the memory of the last one, alive until the socket has taken it
-
-    def wait(self) -> None:
-        """Wait until the socket has taken them, so that they may be reused."""
-        mesh, name = self.mesh, self.mesh.ranks[self.peer]
-        mesh.wait(self.is_done, lambda: f"rank {name} to read a value", peer=self.peer)
-
-    def is_done(self) -> bool:
-        return self.last() is None
 
 
 class Receiver:

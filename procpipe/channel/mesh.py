@@ -13,7 +13,6 @@ handled first; then the wait raises the failure (``docs/starting_and_ending.md``
 from __future__ import annotations
 
 import math
-import os
 import select
 import socket
 import time
@@ -262,12 +261,7 @@ class Mesh:
 
     def give_up_in_child(self) -> None:
         """Close a forked child's copies of the sockets; later calls there raise an error."""
-        if not self.monitor.is_closed:
-            self.monitor.failure = StageClosedError(
-                f"this process ({os.getpid()}) was forked from that of rank "
-                f"{self.ranks[self.rank]} ({os.getppid()}): only that one can use its stage"
-            )
-            self.close()
+        self.close()
 
     def _read_until(self, ready: Callable[[], object], timeout_s: float) -> None:
         """Read and send until a condition holds, there is a failure, or for some time."""

@@ -46,11 +46,8 @@ _SEND_TIMEOUT_S = 5.0
 class Reports:
     """Receives reports on one rank, and ends it; this base class ignores them."""
 
-    def start_wait(self, what: str, since_s: float) -> None:
-        """Handle a wait that began at ``since_s`` (``time.monotonic()``)."""
-
-    def end_wait(self) -> None:
-        """Handle the successful end of a wait that was reported."""
+    def note_wait(self, what: str, since_s: float) -> None:
+        """Handle a long wait, which began at ``since_s`` (``time.monotonic()``); "" ends it."""
 
     def stalled(self, what: str, waited_s: float) -> None:
         """Handle a wait as long as the stall timeout; called again after twice the time."""
@@ -76,7 +73,6 @@ class Wait:
     note_after_s: float
     next_stall_s: float
     place: object = None  # where the main thread waits for its device
-    noted: str = ""  # on the board
 
 
 class Monitor:
@@ -125,7 +121,7 @@ class Monitor:
         self._poller.register(self._wakes_us, select.POLLIN)
         self._wait: Wait | None = None  # of the main thread for another rank
         self._in_device: Wait | None = None
-        self._shown: Wait | None = None  # on the board
+        self._shown: tuple[str, float] = "", 0.0  # on the board
         self._num_waits = 0
         self._asked: list[tuple[Callable[[], None], threading.Event]] = []
         self._failed_s = math.inf
@@ -158,8 +154,8 @@ class Monitor:
 
     def end_wait(self) -> None:
         """Follow it no more: it was successful."""
-        wait, self._wait = self._wait, None
-        if wait is not None and wait.noted:
+        self._wait = None
+        if self._shown[0]:
             self._wake()
 
     def fail(self, error: ProcpipeError) -> None:
@@ -274,15 +270,14 @@ class Monitor:
     def _look_at_main(self, now_s: float) -> None:
         """Report a long wait of the main thread; end the process if it will never end."""
         wait = self._wait or self._wait_for_device(now_s)
-        if self._shown is not None and self._shown is not wait:
-            self._shown = None
-            self._reports.end_wait()
+        what, since_s = ("", now_s) if wait is None else (wait.what(), wait.since_s)
+        waited_s = now_s - since_s
+        shown = ("", 0.0) if wait is None or waited_s < wait.note_after_s else (what, since_s)
+        if shown != self._shown:
+            self._shown = shown
+            self._reports.note_wait(*shown)
         if wait is None:
             return
-        what, waited_s = wait.what(), now_s - wait.since_s
-        if waited_s >= wait.note_after_s and wait.noted != what:
-            wait.noted, self._shown = what, wait
-            self._reports.start_wait(what, wait.since_s)
         error, is_in_device = self.failure, wait is self._in_device
         if is_in_device and error is None and waited_s >= self.timeout_s:
             error = too_long(self.name_of(self.rank), waited_s, what)

@@ -40,8 +40,6 @@ exceeds a timeout or NCCL reports an error, and print its own messages. A group 
 ``TORCH_NCCL_BLOCKING_WAIT=1`` has none. Its ``Work.wait`` would block, but
 ``Work.block_current_stream``, used here, does not.
 
-NCCL before 2.30 refuses two ranks on one GPU; later ones need NCCL_MULTI_RANK_GPU_ENABLE=1.
-
 Source: ``ProcessGroupNCCL.cpp`` of torch 2.11 and 2.15.
 """
 
@@ -60,16 +58,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
-from procpipe.channel.base import DeviceTransfers
+from procpipe.channel.base import DeviceTransfers, Sending
 from procpipe.channel.meta import Meta, allocate, elements
 from procpipe.torch_internals import in_a_batch, nccl_options
 
 #: The part of a GPU's multiprocessors that all transfers of a rank may take, each with a block; and
-#: the most for one. On a GPU of 132, four communicators get 8 blocks each.
+#: the most for one, or for an operation of several ranks. On a GPU of 132, four communicators get 8
+#: blocks each.
 _PART, _MAX_BLOCKS = 1 / 4, 8
-
-#: The same for an operation of several ranks. The pipeline's transfers run beside it.
-_MAX_BLOCKS_TOGETHER = 8
 
 #: How many communicators a rank may have: torch's streams of high priority, less the few that
 #: are used otherwise.
@@ -128,14 +124,12 @@ class Communicators(DeviceTransfers):
             ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=True
         )
         place = ranks.index(self._rank), len(ranks)
-        before = os.environ.get(_WITHOUT_WATCHDOG)
+        before = os.environ.get(_WITHOUT_WATCHDOG, "0")
         os.environ[_WITHOUT_WATCHDOG] = "1"  # read by the constructor
         try:
             group: Any = ProcessGroupNCCL(own, *place, options)  # not connected
         finally:
-            del os.environ[_WITHOUT_WATCHDOG]
-            if before is not None:
-                os.environ[_WITHOUT_WATCHDOG] = before
+            os.environ[_WITHOUT_WATCHDOG] = before
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
         group.eager_connect_single_device(self._device)
         self._groups[ranks] = group
@@ -167,7 +161,8 @@ class NcclTransport(Communicators):
         pairs = {channel[:2] for channel in channels}
         num_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = blocks_of(self._rank, pairs, num_multiprocessors)
-        for pair in in_rounds(pairs):
+        # Pairs of neighbours do not wait for one another: 0 and 1, 2 and 3, … are first.
+        for pair in sorted(pairs, key=lambda pair: (min(pair) % 2, pair)):
             if self._rank in pair:
                 is_sender = self._rank == pair[0]
                 self._connect(pair, store, num_blocks, partial(_transfer, is_sender=is_sender))
@@ -179,7 +174,9 @@ class NcclTransport(Communicators):
         note = _NOTE.pack(self._num_sent[peer])
         self._num_sent[peer] += 1
         work = self._begin((self._rank, peer), tensors)
-        return (None if work is None else Sending(work)), note
+        if work is None:
+            return None, note
+        return Sending(work.block_current_stream, work.is_completed), note
 
     def post_receive(
         self, meta: Meta, peer: int, channel_id: int, note: bytes
@@ -218,7 +215,7 @@ class NcclGroup(Communicators):
     def connect(self, store: Store) -> None:
         """Connect to the other processes of the group; blocks until they do the same."""
         self._connect(
-            self._ranks, store, _MAX_BLOCKS_TOGETHER, lambda group, tokens: group.allreduce(tokens)
+            self._ranks, store, _MAX_BLOCKS, lambda group, tokens: group.allreduce(tokens)
         )
 
     def begin(self, operate: Callable[[Any], Work]) -> Work:
@@ -226,21 +223,6 @@ class NcclGroup(Communicators):
         work = operate(self._groups[self._ranks])
         self._add(self._ranks, work.is_completed)
         return work
-
-
-@dataclass
-class Sending:
-    """The send of one message's tensors."""
-
-    work: Work
-
-    def wait(self) -> None:
-        """Make the current stream wait for the transfer; the host goes on."""
-        self.work.block_current_stream()
-
-    def is_done(self) -> bool:
-        """Return whether the device has completed the transfer."""
-        return bool(self.work.is_completed())
 
 
 @dataclass
@@ -274,15 +256,6 @@ def blocks_of(rank: int, pairs: Iterable[tuple[int, int]], num_multiprocessors: 
         )
     most = min(_MAX_BLOCKS, int(num_multiprocessors * _PART / max(1, num_communicators)))
     return 1 << max(0, most.bit_length() - 1)
-
-
-def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the pairs in an order in which many ranks connect at the same time; pure.
-
-    A rank connects one pair at a time. In the order of ranks, each would wait for the one before;
-    here pairs of neighbours do not: 0 and 1, 2 and 3, … are first, then 1 and 2, 3 and 4, …
-    """
-    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
 def _transfer(group: Any, parts: list[Tensor], *, is_sender: bool) -> Work:

@@ -184,13 +184,9 @@ class Board:
         page.task, page.micro_batch, page.layer = f"{letter}{micro_batch}", micro_batch, ""
         page.since_ns = page.written_ns = time.monotonic_ns()
 
-    def start_wait(self, what: str, since_ns: int) -> None:
-        """Note what this process waits for, and since when on the monotonic clock."""
+    def note_wait(self, what: str, since_ns: int = 0) -> None:
+        """Note what this process waits for, and since when on the monotonic clock; "" for none."""
         self.page.wait_since_ns, self.page.waits_for = since_ns, what[:_MAX_WAIT]
-
-    def end_wait(self) -> None:
-        """Note that the wait is over."""
-        self.page.waits_for = ""
         self.page.written_ns = time.monotonic_ns()
 
     def read(self) -> Page:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +12,9 @@ from procpipe.words import counted
 
 #: What to do where ranks outnumber GPUs.
 HOW_TO_SHARE = (
-    "start fewer processes, or give each its device: devices=['cuda:0', 'cuda:0', …] to share "
-    "GPUs, devices=['cpu'] * num_processes"
+    "start fewer processes, or give each a device that it sees: devices=['cuda:0', 'cuda:0', …] to "
+    "share GPUs, devices=['cpu'] * num_processes"
 )
-
-#: The first NCCL that accepts several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` returns it.
-_SHARING_NCCL = 23000
 
 
 def devices_of(
@@ -41,34 +36,22 @@ def devices_of(
                 f"{counted(num_ranks, 'process')} but {counted(len(listed), 'device')} "
                 f"{[str(d) for d in listed]}: give one device a process, or leave devices out"
             )
-        _check_is_seen(rank, listed[rank])
-        return listed[:num_ranks]
-    if not torch.cuda.is_available():
-        return [torch.device("cpu")] * num_ranks
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
-    if torch.cuda.device_count() == 1:
-        return [torch.device("cuda", 0)] * num_ranks
-    if local_rank >= torch.cuda.device_count():
+    elif not torch.cuda.is_available():
+        listed = [torch.device("cpu")] * num_ranks
+    elif torch.cuda.device_count() == 1:
+        listed = [torch.device("cuda", 0)] * num_ranks
+    else:
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+        listed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
+        # Certain, whatever the hosts' sizes.
+        listed[rank] = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    ours = listed[rank]
+    if ours.type == "cuda" and ours.index >= torch.cuda.device_count():
         raise IndexError(
-            f"rank {rank} is process {local_rank} of this host, which has only "
-            f"{torch.cuda.device_count()} GPUs{_narrowed()}: {HOW_TO_SHARE}"
+            f"rank {rank} would use {ours}, but sees {counted(torch.cuda.device_count(), 'GPU')} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): {HOW_TO_SHARE}"
         )
-    guessed = [torch.device("cuda", other % num_local) for other in range(num_ranks)]
-    guessed[rank] = torch.device("cuda", local_rank)  # certain, whatever the hosts' sizes
-    return guessed
-
-
-def nccl_shares_gpus() -> bool:
-    """Return whether the NCCL of this process accepts several ranks on one GPU.
-
-    Asks the loaded NCCL: ``torch.cuda.nccl.version()`` is the one torch was compiled with.
-    """
-    version = ctypes.c_int(0)
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    return version.value >= _SHARING_NCCL
+    return listed[:num_ranks]
 
 
 def pci_addresses(devices: Sequence[torch.device], rank: int) -> list[str]:
@@ -91,30 +74,12 @@ def pci_of(index: int) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-def _check_is_seen(rank: int, device: torch.device) -> None:
-    num_seen = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and device.index >= num_seen:
-        names = "cuda:0" if num_seen == 1 else f"cuda:0 to cuda:{num_seen - 1}"
-        raise IndexError(
-            f"devices gives rank {rank} {device}, but it sees only {names}{_narrowed()}: leave "
-            "devices out where each process has a GPU of its own, else list what each one sees"
-        )
-
-
-def _narrowed() -> str:
-    """Return the setting that limits the GPUs this process sees, if there is one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-
-
 def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
     """Return the devices a user has listed, one per rank; ``ValueError`` if they cannot be used."""
     text = (
         f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices "
         "with their index ('cuda:0')"
     )
-    if isinstance(devices, str):
-        raise ValueError(text)
     try:
         listed = [
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Reports
 from procpipe.errors import ProcpipeError
 from procpipe.job.board import Board
@@ -42,24 +41,18 @@ class StallReports(Reports):
         self.grid = grid
         self._board = board
         self._boards: dict[int, Board] = {grid.rank: board}
-        self._peers: tuple[int, ...] = ()
 
-    def open_boards(self, mesh: Mesh, files_of: Mapping[int, Sequence[int]]) -> None:
+    def open_boards(self, files_of: Mapping[int, Sequence[int]]) -> None:
         """Open the boards of the peers on this host, once they are connected."""
-        self._peers = mesh.peers
         self._boards |= {peer: Board.opened(files[0]) for peer, files in files_of.items()}
 
     def close(self) -> None:
         """Drop the boards of the peers, each of which takes a descriptor."""
         self._boards = {self.grid.rank: self._board}
 
-    def start_wait(self, what: str, since_s: float) -> None:
-        """Write on the board what this rank waits for."""
-        self._board.start_wait(what, int(since_s * 1e9))
-
-    def end_wait(self) -> None:
-        """Clear the wait from the board."""
-        self._board.end_wait()
+    def note_wait(self, what: str, since_s: float) -> None:
+        """Write on the board what this rank waits for, or that it does not."""
+        self._board.note_wait(what, int(since_s * 1e9))
 
     def stalled(self, what: str, waited_s: float) -> None:
         """Print what every stage is doing, unless another rank has just done so."""
@@ -76,13 +69,13 @@ class StallReports(Reports):
         lines = [
             f"procpipe: no progress for {waited_s:.1f} s, reported by rank {grid.numbers[ours]}"
         ]
-        for rank in sorted({ours, *self._peers}):
+        for rank in range(grid.num_ranks):
             who = f"  {grid.name_of(rank)}:"
             if rank in readings:
                 reading = readings[rank]
                 lines.append(f"{who} {reading.where()}{_state_of(reading.pid)}")
             else:
-                lines.append(f"{who} on another host")
+                lines.append(f"{who} unknown: on another host, or not connected yet")
         write_note("\n".join(lines))
 
     def last_seen(self, peer: int) -> str:

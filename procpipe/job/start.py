@@ -18,8 +18,8 @@ higher ones; so no two wait for each other. Only where a rank listens differs:
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
-nothing listens or another key is known. So whatever fails is tried again until the deadline, except
-with a key of the user's, and reports of the wait have the newest error.
+nothing listens or another key is known. So whatever fails is tried again until the deadline, and
+reports of the wait have the newest error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from procpipe.channel.mesh import Mesh
-from procpipe.errors import PeerLostError, ProcpipeError, WaitTimeoutError
+from procpipe.errors import PeerLostError, WaitTimeoutError
 from procpipe.job.grid import Grid
 
 if TYPE_CHECKING:
@@ -93,12 +93,10 @@ class Meeting:
         """Return the meeting of a job's pipeline; ``numbers`` are its ranks, if not all are."""
         names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         job = [os.environ.get(name, "") for name in names]
-        missing = [name for name, value in zip(names[:2], job, strict=False) if not value]
-        if missing:
+        if not all(job[:2]):
             raise ValueError(
-                f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: start the ranks "
-                "with torchrun or procpipe run, or give each the address and a free port of rank "
-                "0's host"
+                "RANK and WORLD_SIZE are set: set MASTER_ADDR and MASTER_PORT, too, the address "
+                "and a free port of rank 0's host"
             )
         is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         members = "" if numbers is None else ",".join(map(str, numbers))
@@ -150,15 +148,6 @@ class Start:
                 f"another (a firewall; {_ADDRESS_VARIABLE} gives a host's address)?"
             )
             raise
-        except RuntimeError as error:  # torch's, of the store
-            if isinstance(error, ProcpipeError) or self._meeting.is_on_one_host:
-                raise
-            where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-            raise PeerLostError(
-                0,
-                f"what holds the job's store at {where} (the launcher of rank 0, or rank 0) ended "
-                f"while rank {self._grid.job_rank} waited for the others to start",
-            ) from error
         finally:
             for link in (*self._listeners, *self._links.values()):
                 link.close()
@@ -170,8 +159,9 @@ class Start:
         name = self._unix_name(self._grid.rank)
         self._listen_on(socket.AF_UNIX, name)
         if not self._meeting.is_on_one_host:
-            self.host = own_address()
-            tcp = self._listen_on(_family(self.host), (self.host, 0)).getsockname()[:2]
+            address = own_address()
+            tcp = self._listen_on(_family(address), (address, 0)).getsockname()[:2]
+            self.host = tcp[0]
             key = "" if self._users_key else self._key
             entry = [host_identity(), name, *tcp, key]
             self._store = self._meeting.store or self._open_store()
@@ -180,7 +170,8 @@ class Start:
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
-        self._wait(partial(listener.bind, address), lambda: "an older process of this job to end")
+        # An older process of this job may still have the name of a unix socket.
+        self._wait(partial(listener.bind, address), lambda: f"its address {address!r}")
         listener.listen(4 * self._grid.num_ranks)
         listener.setblocking(False)
         return listener
@@ -190,7 +181,12 @@ class Start:
         if self._store is None:
             return socket.AF_UNIX, self._unix_name(peer)
         entry = self._entry_name(peer)
-        if not self._store.check([entry]):
+        try:
+            is_there = self._store.check([entry])
+        except RuntimeError as error:
+            story = "rank 0, or its launcher, which holds the job's store, ended during the start"
+            raise PeerLostError(0, story) from error
+        if not is_there:
             raise FileNotFoundError("it has written no address yet")
         host, name, *tcp, key = json.loads(self._store.get(entry))
         if peer == 0:
@@ -239,7 +235,7 @@ class Start:
                 link = self._links[peer, kind] = socket.socket(family, socket.SOCK_STREAM)
                 link.settimeout(_HANDSHAKE_TIMEOUT_S)
                 link.connect(address)
-                self._check_user(link, f"what listens for rank {self._grid.numbers[peer]}")
+                self._check_user(link)
                 hello = _HELLO.pack(self._grid.rank, kind)
                 socket.send_fds(link, [hello], self._files_for(link, kind))
             if not wait([link], _LOOK_EVERY_S):  # it may be busy with other ranks
@@ -269,7 +265,7 @@ class Start:
     def _accept(self, link: socket.socket) -> None:
         """Accept a connection that has come; ``OSError`` if it is not of this job."""
         link.settimeout(_HANDSHAKE_TIMEOUT_S)
-        self._check_user(link, "what connects")
+        self._check_user(link)
         hello, files = self._read(link, _HELLO.size)
         peer, kind = _HELLO.unpack(hello)
         if not self._grid.rank < peer < self._grid.num_ranks or kind > _ALARM:
@@ -285,13 +281,10 @@ class Start:
             if peer not in self._mesh.peers
         ]
 
-    def _check_user(self, link: socket.socket, who: str) -> None:
+    def _check_user(self, link: socket.socket) -> None:
         """Check that the process at the other end of a unix socket is of this one's user."""
         if link.family == socket.AF_UNIX and _other_end(link)[1] != os.geteuid():
-            raise PermissionError(
-                f"{who} on this host belongs to another user than rank {self._grid.job_rank}: run "
-                "all ranks of a host as one user"
-            )
+            raise PermissionError("it is another user's: run all ranks of a host as one user")
 
     def _check_key(self, link: socket.socket, connector: int, acceptor: int) -> None:
         """Check that both sides of a TCP connection know the key."""
@@ -305,12 +298,9 @@ class Start:
         link.sendall(self._proof(f"{text} {self._grid.rank}", theirs))
         proof, _ = self._read(link, _PROOF_BYTES)
         if not hmac.compare_digest(proof, self._proof(f"{text} {other}", challenge)):
-            # A key that rank 0 made may be of an older round, one of the user's not.
-            is_final = self._users_key or not self._key
-            raise (PermissionError if is_final else ConnectionRefusedError)(
-                f"what listens for rank {self._grid.numbers[other]} does not know the key of rank "
-                f"{self._grid.job_rank}: give every rank of the job the same {_KEY_VARIABLE}, or "
-                "none"
+            raise PermissionError(
+                f"it does not know the key of rank {self._grid.job_rank}: give every rank of the "
+                f"job the same {_KEY_VARIABLE}, or none"
             )
 
     def _proof(self, text: str, challenge: bytes) -> bytes:
@@ -348,18 +338,13 @@ class Start:
         return data, files
 
     def _wait(self, attempt: Callable[[], bool | None], what: Callable[[], str]) -> None:
-        """Wait until an attempt neither returns False nor raises ``OSError``.
-
-        Reports have the newest error; ``PermissionError`` is raised.
-        """
+        """Wait until an attempt neither returns False nor fails; reports have the newest error."""
         newest = ""
 
         def ready() -> bool:
             nonlocal newest
             try:
                 return attempt() is not False
-            except PermissionError:
-                raise
             except OSError as error:
                 newest = f" ({error})"
                 return False
@@ -388,23 +373,13 @@ def own_address() -> str:
     Where rank 0 runs, its host's name may lead to the loopback interface (127.0.1.1 on Debian); so
     there the way out of the host counts, if there is one.
     """
-    given = os.environ.get(_ADDRESS_VARIABLE)
-    if not given:
-        ours = _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        if ipaddress.ip_address(ours.partition("%")[0]).is_loopback:
-            with contextlib.suppress(OSError):
-                return _address_on_the_way_to(_ELSEWHERE)
-        return ours
-    try:
-        family, _, _, _, target = socket.getaddrinfo(given, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ValueError(
-            f"{_ADDRESS_VARIABLE}={given!r} is not an address of this host ({error}): give one "
-            "that `ip address` lists and the other hosts can reach, or unset it"
-        ) from None
+    if given := os.environ.get(_ADDRESS_VARIABLE):
+        return given
+    ours = _address_on_the_way_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if ipaddress.ip_address(ours.partition("%")[0]).is_loopback:
+        with contextlib.suppress(OSError):
+            return _address_on_the_way_to(_ELSEWHERE)
+    return ours
 
 
 def _address_on_the_way_to(host: str) -> str:

@@ -4,7 +4,7 @@ It follows from where the ranks compute:
 
     CPUs of one host        shm
     CPUs of several hosts   sockets    (no transport of its own: a block behind the token)
-    one GPU                 cuda_ipc   (nccl, if NCCL takes several ranks on a GPU for all ranks)
+    one GPU                 cuda_ipc
     different GPUs          nccl
 
 So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may use two of them.
@@ -12,8 +12,8 @@ So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may us
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -34,9 +34,6 @@ _Added = TypeVar("_Added", bound="Transport | DeviceTransfers")
 #: still receive by NCCL, and memory that they have open.
 _PART_TIMEOUT_S = 10.0
 
-#: How long transfers of a stage that failed may take to end before this process opens others.
-_END_TIMEOUT_S, _LOOK_EVERY_S = 2.0, 0.01
-
 #: What stages that failed have left on this process's devices.
 _left_behind: list[DeviceTransfers] = []
 
@@ -46,7 +43,6 @@ class Offer(NamedTuple):
 
     host: str  # equal for ranks that can share memory
     gpu: str = ""  # what identifies its GPU; "" on a CPU
-    shares_by_nccl: bool = False  # whether NCCL accepts several ranks on its GPU
     may_share: bool = True  # whether its user chose its GPU, perhaps that of another rank
     forced: str | None = None  # the only transport, in tests
 
@@ -73,12 +69,11 @@ def choose(of_all: Sequence[Sequence[Any]]) -> TransportChoice:
         )
     if on_gpus:
         _check_shared(offers)
-    on_one_gpu = "nccl" if all(offer.shares_by_nccl for offer in offers) else "cuda_ipc"
 
     def between(a: Offer, b: Offer) -> str:
         if not a.gpu:
             return "shm" if a.host == b.host else "sockets"
-        return on_one_gpu if a.gpu == b.gpu else "nccl"
+        return "cuda_ipc" if a.gpu == b.gpu else "nccl"
 
     return [[a.forced or between(a, b) for b in offers] for a in offers]
 
@@ -108,7 +103,7 @@ class Transports:
 
     Attributes:
         memory_of: the same of each other rank of this host, set once the ranks are connected.
-        opened: those that are open.
+        opened: what was opened, also after ``close``.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
@@ -117,17 +112,13 @@ class Transports:
         self._mesh = mesh
         self._device = device
         self._memory = memory
-        self._of_device: list[DeviceTransfers] = []  # also after ``close``
-        self._store: MeshStore | None = None
 
-    @property
+    @cached_property
     def store(self) -> MeshStore:
         """Where torch's groups find their processes; every rank opens it, once connected."""
-        if self._store is None:
-            from procpipe.channel.store import MeshStore
+        from procpipe.channel.store import MeshStore
 
-            self._store = MeshStore(self._mesh)
-        return self._store
+        return MeshStore(self._mesh)
 
     def open(
         self, choice: TransportChoice, channels: Iterable[tuple[int, int, int]]
@@ -173,31 +164,30 @@ class Transports:
         """
         if isinstance(transport, DeviceTransfers):
             self._check_device()
-            self._of_device.append(transport)
         self.opened.append(transport)
         return transport
 
     def _check_device(self) -> None:
         """Check that nothing on the device waits for a peer that may have gone."""
-        deadline_s = time.monotonic() + _END_TIMEOUT_S
-        while not all(each.are_over() for each in _left_behind):
-            if time.monotonic() >= deadline_s:
-                raise StageClosedError(
-                    f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
-                    f"{self._device} are transfers of a stage that failed, which may never end. "
-                    "Start the processes again (torchrun does so with --max-restarts)"
-                )
-            time.sleep(_LOOK_EVERY_S)
+        if not all(each.are_over() for each in _left_behind):
+            raise StageClosedError(
+                f"rank {self._mesh.ranks[self._mesh.rank]} cannot open another stage: on "
+                f"{self._device} are transfers of a stage that failed, which may never end. "
+                "Start the processes again (torchrun does so with --max-restarts)"
+            )
         _left_behind.clear()
+
+    def _of_device(self) -> list[DeviceTransfers]:
+        return [each for each in tuple(self.opened) if isinstance(each, DeviceTransfers)]
 
     def busy_with(self) -> list[int]:
         """Return the ranks with which transfers are not known to be over; safe in any thread."""
-        busy = set[int]().union(*(each.queued_with() for each in tuple(self._of_device)))
+        busy = set[int]().union(*(each.queued_with() for each in self._of_device()))
         return sorted(busy - {self._mesh.rank})
 
     def drain(self) -> None:
         """Wait until this rank's device has no transfer under way."""
-        for transport in self._of_device:
+        for transport in self._of_device():
             transport.drain()
 
     def close(self) -> None:
@@ -206,12 +196,13 @@ class Transports:
         If others may still use what this rank has open, that waits for their goodbyes. After a
         failure, transports of the device stay as they are.
         """
-        self._mesh.leave(_PART_TIMEOUT_S if self._of_device else 0.0)
+        of_device = self._of_device()
+        self._mesh.leave(_PART_TIMEOUT_S if of_device else 0.0)
         self._mesh.close()
         has_failed = self._mesh.monitor.failure is not None
-        if self._of_device and (has_failed or not all(each.are_over() for each in self._of_device)):
-            keep_for_ever([*self.opened])  # close() or their destructors would wait for the device
-            self.opened.clear()
-            _left_behind.extend(self._of_device)
-        while self.opened:
-            self.opened.pop().close()
+        if of_device and (has_failed or not all(each.are_over() for each in of_device)):
+            keep_for_ever(self.opened)  # close() or their destructors would wait for the device
+            _left_behind.extend(of_device)
+            return
+        for transport in reversed(self.opened):
+            transport.close()

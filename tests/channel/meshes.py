@@ -101,11 +101,8 @@ class Recorded(Reports):
         self.notes = []
         self.busy = []
 
-    def start_wait(self, what, since_s):
-        self.notes.append(f"waits for {what}")
-
-    def end_wait(self):
-        self.notes.append("waits no more")
+    def note_wait(self, what, since_s):
+        self.notes.append(f"waits for {what}" if what else "waits no more")
 
     def stalled(self, what, waited_s):
         self.notes.append(f"has waited {waited_s:g} s for {what}")

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.channel.nccl import blocks_of, in_rounds
+from procpipe.channel.nccl import blocks_of
 from procpipe.torch_internals import in_a_batch
 from tests.cases import for_each
-
-
-def chain(num_ranks):
-    """Return the pairs of each rank and the next, in both directions, and of the first and last."""
-    neighbours = [(rank, rank + 1) for rank in range(num_ranks - 1)]
-    return sorted({*neighbours, *((b, a) for a, b in neighbours), (0, num_ranks - 1)})
 
 
 @for_each(
@@ -35,17 +29,6 @@ def test_more_communicators_than_streams_are_refused():
     assert blocks_of(0, pairs[1:], 132) == 1
     with pytest.raises(ValueError, match=r"^rank 0 .* had 30 communicators, but there can be 29: "):
         blocks_of(0, pairs, 132)
-
-
-@for_each("num_ranks", [2, 3, 8, 33])
-def test_all_pairs_connect_in_few_rounds(num_ranks):
-    pairs = chain(num_ranks)
-    ends_s = dict.fromkeys(range(num_ranks), 0)
-    for a, b in (ordered := in_rounds(pairs)):
-        ends_s[a] = ends_s[b] = max(ends_s[a], ends_s[b]) + 1
-
-    assert sorted(ordered) == pairs
-    assert max(ends_s.values()) <= 6
 
 
 class Batches:

@@ -162,13 +162,11 @@ RUNTIME cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 RUNTIME cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  return call([&] { *can = device_at(device) != device_at(peer) && settings().peer_access; });
+  return call([&] { *can = device_at(device) != device_at(peer); });
 }
 RUNTIME cudaDeviceEnablePeerAccess(int peer, unsigned) {
   return call([&] {
-    const int from = current_device(), to = device_at(peer);
-    if (from == to) throw Error{cudaErrorInvalidDevice};
-    if (!settings().peer_access) throw Error{cudaErrorPeerAccessUnsupported};
+    if (current_device() == device_at(peer)) throw Error{cudaErrorInvalidDevice};
   });
 }
 

@@ -31,7 +31,7 @@ struct Settings {
   int delay_us, starve_ms, kernel_slots;
   int connections;                   // hardware queues of a GPU; 0: one for each stream
   std::vector<size_t> memory_bytes;  // of each GPU of the machine
-  bool poison, guard, peer_access, remote_writes, lazy_loading;
+  bool poison, guard, remote_writes, lazy_loading;
   std::string folder;
 };
 EMULATED const Settings& settings();

@@ -264,8 +264,6 @@ Handle export_memory(const void* address) {
 void* open_memory(const Handle& handle, unsigned flags) {
   if (flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) throw Error{cudaErrorInvalidValue};
   if (handle.pid == getpid()) throw Error{cudaErrorDeviceUninitialized};  // as the driver
-  if (handle.device != current_device() && !settings().peer_access)
-    throw Error{cudaErrorPeerAccessUnsupported};
   const int file = open_file(handle.pid, handle.file, O_RDWR);
   if (file < 0 || inode_of(file) != handle.inode) {  // freed; the file's number may be used again
     close(file);
@@ -361,12 +359,6 @@ DRIVER cuMemFree_v2(CUdeviceptr address) {
 DRIVER cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
   return call_in_context([&] {
     copy((void*)to, (const void*)from, size, cudaMemcpyDeviceToDevice, stream_of(stream));
-  });
-}
-DRIVER cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
-  return call_in_context([&] {
-    if (locate((void*)to, size) == kUnknown) throw Error{CUDA_ERROR_INVALID_VALUE};
-    enqueue(stream_of(stream), [=] { memset((void*)to, value, size); });
   });
 }
 DRIVER cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {

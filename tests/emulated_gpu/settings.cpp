@@ -70,7 +70,6 @@ Settings read() {
     s.memory_bytes.push_back(size_t(sizes[std::min(device, sizes.size() - 1)]) << 20);
   s.poison = number_of("EMULATED_GPU_POISON", 1);
   s.guard = number_of("EMULATED_GPU_GUARD", 1);
-  s.peer_access = number_of("EMULATED_GPU_PEER_ACCESS", 1);
   s.remote_writes = number_of("EMULATED_GPU_REMOTE_WRITES", 0);
   s.lazy_loading = number_of("EMULATED_GPU_LAZY_LOADING", 0) &&
                    text_of("CUDA_MODULE_LOADING", "LAZY") != "EAGER";

@@ -43,9 +43,9 @@ def test_a_process_reads_what_is_written(board):
     board.start_task("F", 3)
     board.page.layer, board.page.device_bytes = "b", 5
     in_layer = reader.read()
-    board.start_wait("activation 3", time.monotonic_ns() - 2 * 10**9)
+    board.note_wait("activation 3", time.monotonic_ns() - 2 * 10**9)
     waiting = reader.read()
-    board.end_wait()
+    board.note_wait("")
     board.page.task = ""
     board.end_call()
     board.page.busy_s, board.page.num_steps = 3, 1

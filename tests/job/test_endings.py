@@ -64,11 +64,11 @@ def test_a_line_names_replicas_and_what_the_rank_did():
 
     board.start_call("step")
     board.start_task("B", 3)
-    board.start_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
+    board.note_wait("gradient from stage 3 (rank 3)", time.monotonic_ns())
     waits = line_of(error, board.read())
     assert waits.startswith(f"{line}; it was in B3, waiting 0.")
     assert waits.endswith(" s for gradient from stage 3 (rank 3)")
-    board.end_wait()
+    board.note_wait("")
     interrupted = line_of(KeyboardInterrupt(), board.read())
     assert interrupted.startswith(
         "procpipe: rank 2 (stage 0 of replica 1) was interrupted in B3, for 0."

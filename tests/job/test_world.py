@@ -85,19 +85,20 @@ def test_the_devices_of_ranks(
     [
         (0, None, 0, ["cpu"], IndexError, r"3 processes but 1 device \['cpu'\]"),
         (0, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
+        (0, None, 0, "cpu", ValueError, r"devices='cpu': list one device a process"),
         (0, None, 0, ["meta"] * 3, ValueError, r"devices=\['meta', 'meta', 'meta'\]: list one"),
         (
             *(2, "4,5", 2, None, IndexError),
-            r"rank 2 is process 2 of this host, which has only 2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\)"
-            r": start fewer processes.*devices=\['cuda:0', 'cuda:0', …\] to share GPUs",
+            r"rank 2 would use cuda:2, but sees 2 GPUs \(CUDA_VISIBLE_DEVICES=4,5\): start fewer "
+            r"processes.*devices=\['cuda:0', 'cuda:0', …\] to share GPUs",
         ),
         (
             *(1, "7", 1, [0, 1, 2], IndexError),
-            r"gives rank 1 cuda:1, but it sees only cuda:0 \(CUDA_VISIBLE_DEVICES=7\): leave",
+            r"rank 1 would use cuda:1, but sees 1 GPU \(CUDA_VISIBLE_DEVICES=7\): start",
         ),
         (
             *(2, None, 2, [0, 1, 2], IndexError),
-            r"^devices gives rank 2 cuda:2, but it sees only cuda:0 to cuda:1: leave devices",
+            r"^rank 2 would use cuda:2, but sees 2 GPUs \(CUDA_VISIBLE_DEVICES=None\): start",
         ),
     ],
 )

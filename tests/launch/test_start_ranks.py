@@ -81,7 +81,7 @@ if os.fork() == 0:
     spec.loader.exec_module(sys.modules["board"])
     board = sys.modules["board"].Board.create(3, 4)
     board.start_call("step")
-    board.start_wait("activation 2", 1)
+    board.note_wait("activation 2", 1)
 signal.pause()
 """
 

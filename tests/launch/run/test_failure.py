@@ -33,7 +33,7 @@ def reading_of(rank, wait=None):
     board.start_call("step")
     board.start_task("F", 3)
     if wait:
-        board.start_wait(wait, 1)
+        board.note_wait(wait, 1)
     return board.read()
 
 

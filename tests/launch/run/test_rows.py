@@ -88,7 +88,7 @@ def test_a_row_shows_the_activity_of_a_stage():
     board.start_task("F", 3)
     board.page.layer = "layer 'conv' (Conv2d)"
     assert now()[0] == "F3 'conv' (Conv2d)"
-    board.start_wait("gradient from stage 1 (rank 1)", 1)
+    board.note_wait("gradient from stage 1 (rank 1)", 1)
     assert now()[0].endswith(" s for gradient from stage 1")
     assert RowReader(attempt).rows()[0].is_stuck
 
@@ -143,7 +143,7 @@ def test_replicas_are_blocks():
         board.page.num_replicas = 2
         board.page.device = "cpu"
         do_steps(board, 1, samples=8)
-    boards[2].start_wait("gradient from stage 1 of replica 1 (rank 3)", 1)
+    boards[2].note_wait("gradient from stage 1 of replica 1 (rank 3)", 1)
     attempt = attempt_of(*boards)
     attempt.ranks[3].board = None
     rows = RowReader(attempt).rows()
@@ -174,7 +174,7 @@ def test_stages_of_several_pipelines_are_named_with_their_ranks():
     for board in boards:
         board.page.device = "cpu"
         do_steps(board, 1, samples=8, step_s=2.0)
-    boards[2].start_wait("gradient from stage 1 (rank 3)", 1)
+    boards[2].note_wait("gradient from stage 1 (rank 3)", 1)
     attempt, clock = attempt_of(*boards), Clock()
     reader = RowReader(attempt, clock)
     reader.rows()
