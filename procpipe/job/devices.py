@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +17,9 @@ HOW_TO_SHARE = (
     "start fewer processes, or give each a device that it sees: devices=['cuda:0', 'cuda:0', …] to "
     "share GPUs, devices=['cpu'] * num_processes"
 )
+
+#: The first NCCL that accepts several ranks on a GPU, 2.30.0, as ``ncclGetVersion`` returns it.
+_SHARING_NCCL = 23000
 
 
 def devices_of(
@@ -52,6 +57,18 @@ def devices_of(
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): {HOW_TO_SHARE}"
         )
     return listed[:num_ranks]
+
+
+def nccl_shares_gpus() -> bool:
+    """Return whether the NCCL of this process accepts several ranks on one GPU.
+
+    Asks the loaded NCCL: ``torch.cuda.nccl.version()`` is the one torch was compiled with.
+    """
+    version = ctypes.c_int(0)
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value >= _SHARING_NCCL
 
 
 def pci_addresses(devices: Sequence[torch.device], rank: int) -> list[str]:

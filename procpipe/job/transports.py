@@ -4,7 +4,7 @@ It follows from where the ranks compute:
 
     CPUs of one host        shm
     CPUs of several hosts   sockets    (no transport of its own: a block behind the token)
-    one GPU                 cuda_ipc
+    one GPU                 cuda_ipc   (nccl, if NCCL takes several ranks on a GPU for all ranks)
     different GPUs          nccl
 
 So in a job of four ranks on two GPUs, or on CPUs of two hosts, each rank may use two of them.
@@ -43,6 +43,7 @@ class Offer(NamedTuple):
 
     host: str  # equal for ranks that can share memory
     gpu: str = ""  # what identifies its GPU; "" on a CPU
+    shares_by_nccl: bool = False  # whether NCCL accepts several ranks on its GPU
     may_share: bool = True  # whether its user chose its GPU, perhaps that of another rank
     forced: str | None = None  # the only transport, in tests
 
@@ -70,10 +71,12 @@ def choose(of_all: Sequence[Sequence[Any]]) -> TransportChoice:
     if on_gpus:
         _check_shared(offers)
 
+    on_one_gpu = "nccl" if all(offer.shares_by_nccl for offer in offers) else "cuda_ipc"
+
     def between(a: Offer, b: Offer) -> str:
         if not a.gpu:
             return "shm" if a.host == b.host else "sockets"
-        return "cuda_ipc" if a.gpu == b.gpu else "nccl"
+        return on_one_gpu if a.gpu == b.gpu else "nccl"
 
     return [[a.forced or between(a, b) for b in offers] for a in offers]
 

@@ -21,7 +21,7 @@ from procpipe.channel.mesh import Mesh
 from procpipe.channel.monitor import Monitor
 from procpipe.errors import RemoteStageError
 from procpipe.job.board import Board
-from procpipe.job.devices import devices_of, pci_addresses
+from procpipe.job.devices import devices_of, nccl_shares_gpus, pci_addresses
 from procpipe.job.endings import end_with_launcher
 from procpipe.job.grid import IN_ORDER, Grid
 from procpipe.job.pin import pin_this_process
@@ -181,10 +181,11 @@ class World:
 
     def offer(self) -> Offer:
         """Return what matters for the choice of this rank's transports."""
-        gpu = ""
+        gpu, shares_by_nccl = "", False
         if self.device.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-        return Offer(host_identity(), gpu, self._may_share, self.transport)
+            shares_by_nccl = nccl_shares_gpus()
+        return Offer(host_identity(), gpu, shares_by_nccl, self._may_share, self.transport)
 
     def give_up(self, story: str, error: BaseException) -> None:
         """Send this rank's failure to the others; record it where torchrun looks for the cause.

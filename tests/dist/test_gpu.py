@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
-from tests.dist.devices import is_emulated, num_gpus
+from procpipe.job.devices import nccl_shares_gpus
+from tests.dist.devices import num_gpus
 from tests.dist.script import run_forked
 
 TRAINING = """
@@ -110,8 +110,6 @@ print(*names)
 """
 
 
-BY_NCCL = "from procpipe.job.world import World; World.transport = 'nccl'"
-
 #: As many ranks as there are GPUs: over NCCL, except with one GPU.
 NUM_RANKS = max(n for n in (1, 2, 4, 8) if n <= max(1, num_gpus()))
 
@@ -144,13 +142,12 @@ def test_no_warning_of_transfers_outside_of_a_batch() -> None:
 
 @pytest.mark.gpu
 def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one GPU is all there is, the tests choose NCCL; a job would use CUDA IPC."""
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    if not is_emulated() and torch.cuda.nccl.version() < (2, 30):
+    if not nccl_shares_gpus():
         pytest.skip("NCCL takes several ranks on one GPU from 2.30 on")
     for script in TRAINING, STEPS:
         code = script.format(n=2, dropout=0.0, devices=["cuda:0"] * 2)
-        done = run_forked(BY_NCCL + code, num_ranks=2).check()
+        done = run_forked(code, num_ranks=2).check()
     assert done.stdout.split() == ["NcclTransport"] * 2
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from procpipe.job.devices import nccl_shares_gpus
 from procpipe.job.transports import Offer, choose
 from tests.cases import for_each
 
@@ -15,10 +18,13 @@ def on_cpus(hosts):
     return [Offer(host) for host in hosts]
 
 
-def on_gpus(gpus, hosts=""):
+def on_gpus(gpus, hosts="", shares_by_nccl=()):
     """Return the offers of ranks on GPUs, one letter per rank: its GPU; by default on one host."""
     hosts = hosts or "x" * len(gpus)
-    return [Offer(host, gpu) for gpu, host in zip(gpus, hosts, strict=True)]
+    return [
+        Offer(host, gpu, rank in shares_by_nccl)
+        for rank, (gpu, host) in enumerate(zip(gpus, hosts, strict=True))
+    ]
 
 
 def table(choice):
@@ -36,6 +42,8 @@ def table(choice):
         (on_cpus("xxy"), ["-- sh so", "sh -- so", "so so --"]),
         (on_gpus("ABA"), ["-- nc cu", "nc -- nc", "cu nc --"]),
         (on_gpus("AABB", "xxyy"), ["-- cu nc nc", "cu -- nc nc", "nc nc -- cu", "nc nc cu --"]),
+        (on_gpus("AAB", "", [0, 1, 2]), ["-- nc nc", "nc -- nc", "nc nc --"]),
+        (on_gpus("AAB", "", [0, 1]), ["-- cu nc", "cu -- nc", "nc nc --"]),
         ([Offer("x", forced="sockets")] * 2, ["-- so", "so --"]),
     ],
 )
@@ -73,3 +81,18 @@ def guessed(gpus):
 def test_impossible_jobs_are_refused(offers, error, words):
     with pytest.raises(error, match=words):
         choose(offers)
+
+
+@for_each(
+    ("version", "setting", "shares"),
+    [(22809, "1", False), (23000, "1", True), (23007, "", False)],
+)
+def test_nccl_shares_gpus_from_its_version_2_30_on(monkeypatch, version, setting, shares):
+    def get_version(found):
+        found._obj.value = version
+
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
+    loaded = {"libnccl.so.2": SimpleNamespace(ncclGetVersion=get_version)}
+    monkeypatch.setattr(ctypes, "CDLL", loaded.__getitem__)
+
+    assert nccl_shares_gpus() == shares
