@@ -32,14 +32,10 @@ pytestmark = pytest.mark.on_gpus
 
 def check_misfits(bare: Any) -> None:
     for balance, schedule, message in (
-        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' needs two"),
-        (
-            [3, 3, 3],
-            "interleaved",
-            "makes 3 partitions for 2 stages, but sched",
-        ),
+        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' can run 4"),
+        ([9], "interleaved", "makes 1 partitions for 2 stages, but schedule='interleaved' can run"),
         ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
-        ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),
+        ([1, 2, 3, 3], two_at_a_time, "4 partitions for 2 stages, but schedule='a function' can"),
     ):
         with pytest.raises((ValueError, IndexError), match=message):
             Stage(make_model(), balance, schedule=schedule, world=world_of(bare, message))
@@ -75,7 +71,7 @@ def fail_later(bare: Any, size: int) -> tuple[str, str]:
     [
         (2, "ZeroDivisionError", "no plan for two"),
         (3, "PlanError", "F0@1 in cycle"),
-        (6, "PlanError", "B5@0 is missing"),
+        (6, "PlanError", "the plan must have B5@0, or I5@0 and W5@0, but has none of them"),
     ],
 )
 def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, message):
@@ -138,7 +134,7 @@ def upside_down(m: int, n: int) -> Plan:
     ("schedule", "error", "message"),
     [
         (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
-        (backward_first, PlanError, "a plan without forward tasks"),
+        (backward_first, PlanError, "a plan without forward or without backward tasks"),
         (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
         (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
         (
@@ -146,7 +142,7 @@ def upside_down(m: int, n: int) -> Plan:
             ValueError,
             "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
         ),
-        (7, TypeError, "schedule is 7, but must be a str or a function"),
+        (7, ValueError, "schedule is 7, but must be one of .*, or a function"),
     ],
 )
 def test_an_invalid_schedule_is_refused(schedule, error, message):

@@ -97,15 +97,6 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
     assert simulate(gpipe(64, 4), costs).peak_bytes(0) > 5 * peaks[64][0]
 
 
-def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_reported() -> None:
-    rows = [
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1), Task(FORWARD, 0, 1)],
-    ]
-    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@1 comes 2 times"):
-        plan_of_rows(1, rows)
-
-
 def test_rows_that_wait_for_each_other_are_reported() -> None:
     rows = [
         [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
