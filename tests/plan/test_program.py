@@ -96,21 +96,6 @@ def all_skips(n: int) -> tuple[tuple[int, int], ...]:
 
 
 @for_each(("m", "n"), SIZES)
-def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True)
-    for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
-        order = [transfer for fence in fences(plan, routes) for transfer in fence]
-        made = programs(plan, routes)
-        for stage, steps in enumerate(made):
-            runs = [step.task for step in steps if isinstance(step, Run)]
-            sends = [step.transfer for step in steps if isinstance(step, Send)]
-            receives = [step.transfer for step in steps if isinstance(step, Receive)]
-            assert runs == plan.tasks_of(stage)
-            assert sends == [transfer for transfer in order if transfer.source == stage]
-            assert receives == [transfer for transfer in order if transfer.destination == stage]
-
-
-@for_each(("m", "n"), SIZES)
 def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: int) -> None:
     routes = Routes(n, all_skips(n), target=True)
     for steps in programs(gpipe(m, n, recompute={0}), routes):

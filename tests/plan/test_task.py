@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import procpipe.plan
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import KINDS, Plan, Task
 from tests.cases import for_each
@@ -87,18 +83,3 @@ def test_a_plan_has_its_passes_and_the_end_of_forward() -> None:
     assert [p.has_forward for p in (whole, forward, backward)] == [True, True, False]
     assert [p.has_backward for p in (whole, forward, backward)] == [True, False, True]
     assert [p.last_forward for p in (whole, forward, backward)] == [2, 2, None]
-
-
-def test_the_package_imports_the_standard_library_and_the_errors_only() -> None:
-    files = list(Path(procpipe.plan.__path__[0]).glob("*.py"))
-    assert len(files) > 5
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules: list[str] = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [node.module or ""]
-            for module in modules:
-                ours = module == "procpipe.errors" or module.startswith("procpipe.plan.")
-                assert ours or module.split(".")[0] in sys.stdlib_module_names, (file.name, module)

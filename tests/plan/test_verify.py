@@ -14,6 +14,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, re
 from procpipe.plan.task import Cycle, Plan, Task
 from procpipe.plan.verify import verify
 from tests.cases import for_each
+from tests.plan.proof import before
 
 
 def faults_of(plan: Plan, routes: Routes) -> list[str]:
@@ -127,19 +128,11 @@ def edited(plan: Plan, *changes: tuple[int, int, Sequence[Task]]) -> Plan:
 
 def can_run(plan: Plan) -> bool:
     """Check the order of tasks, without the code under test."""
-    done: set[Task] = set()
     todo = set(plan.tasks())
     for cycle in plan.cycles:
-        for kind, i, j in cycle:
-            if kind == "F":
-                before = {Task("F", i, j - 1)}
-            else:
-                before = {Task("F", i, j)}
-            if kind == "B":
-                before |= {Task("B", i, j + 1), Task("R", i, j)}
-            if not before & todo <= done:
-                return False
-        done |= set(cycle)
+        if any(before(task) & todo for task in cycle):
+            return False
+        todo -= {*cycle}
     return all(len({task.j for task in cycle}) == len(cycle) for cycle in plan.cycles)
 
 

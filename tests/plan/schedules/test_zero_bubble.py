@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from procpipe.errors import PlanError
-from procpipe.plan.placement import folded
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
@@ -83,17 +81,6 @@ def test_a_recomputation_is_right_before_its_first_half() -> None:
 
 
 @for_each(("m", "n"), SIZES)
-def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
-    for recompute in {recomputed(mode, m) for mode in ("always", "except_last", "never")}:
-        for plan in (zb_h1(m, n, recompute=recompute), zb_v(m, n, recompute=recompute)):
-            p = plan.num_partitions
-            skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
-            skips = tuple(dict.fromkeys(skips))
-            target = plan.placement[-1] != 0
-            prove(plan, Routes(n, skips, target=target, placement=plan.placement))
-
-
-@for_each(("m", "n"), SIZES)
 @for_each("halves_s", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0)])
 def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float]) -> None:
     """(n-1)(F + I - W), where 1F1B's is (n-1)(F + I + W)."""
@@ -154,7 +141,3 @@ def test_the_gradient_may_come_from_either_kind_of_backward() -> None:
         prove(Plan.from_text(text.format(*lines)), Routes(2))
     with pytest.raises(PlanError, match="B0@0 in cycle 2 needs 'gradient 0: 1->0', which I0@1"):
         verify(Plan.from_text(text.format("B0@0", "I0@1", "W0@1")), Routes(2))
-
-
-def test_the_folded_placement_is_that_of_zb_v() -> None:
-    assert zb_v(1, 4).placement == folded(8, 4)
