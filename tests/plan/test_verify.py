@@ -174,14 +174,3 @@ def test_swapped_tasks_are_reported_exactly_if_they_cannot_run(plan: Plan) -> No
             faults = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
             assert str(tasks[0]) in faults or str(tasks[1]) in faults
     assert False in verdicts
-
-
-@for_each("plan", SMALL)
-def test_a_task_moved_to_another_stage_is_reported(plan: Plan) -> None:
-    for k, p in places(plan):
-        kind, i, j = plan.cycles[k][p]
-        moved = edited(plan, (k, p, (Task(kind, i, (j + 1) % plan.num_stages),)))
-        assert any(
-            f"{kind}{i}@{(j + 1) % plan.num_stages}" in fault
-            for fault in faults_of(moved, Routes(plan.num_stages))
-        )
