@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.errors import PlanError
+from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.placement import folded, looped, partitions_of
 from procpipe.plan.program import Send, program
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.schedules.named import SCHEDULES, schedule_of
+from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
+from tests.plan.proof import prove
 from tests.plan.schedules.grids import grid, read
 
 
@@ -31,6 +34,14 @@ def test_faults_of_a_placement_are_reported() -> None:
             verify(plan, Routes(2, placement=placement))
     with pytest.raises(PlanError, match=r"on the stages \[0, 1, 0\], and the model of \[0, 1, 2\]"):
         verify(gpipe(1, 2, placement=(0, 1, 0)), Routes(3))
+
+
+def test_one_stage_may_have_the_whole_model() -> None:
+    for schedule in (*SCHEDULES.values(), schedule_of(zb_v)):
+        assert schedule.place(1, 1) == (0,)
+        prove(schedule.plan(4, (0,), ()), Routes(1))
+    with pytest.raises(BalanceError, match=r"1 partitions for 2 stages, .*'interleaved' can run 2"):
+        SCHEDULES["interleaved"].place(1, 2)
 
 
 def test_a_placement_is_part_of_a_plans_text() -> None:

@@ -49,7 +49,9 @@ def plans(m: int, n: int) -> Iterator[Plan]:
     for schedule in SCHEDULES.values():
         placements = {schedule.placement(v * n, n) for v in (1, 2, 3)}
         for placement, again in product(placements, ((), range(0, m, 2))):
-            yield schedule.plan(m, placement, again)
+            plan = schedule.plan(m, placement, again)
+            assert plan.placement == placement
+            yield plan
     turns = [(*range(n), *turn) for turn in permutations(range(n))] if n < 4 else []
     for placement in (looped(n, n), looped(2 * n, n), folded(2 * n, n), folded(3 * n, n), *turns):
         yield forward_plan(m, n, placement)
