@@ -23,14 +23,12 @@ def bucketed(sizes: Iterable[tuple[Hashable, int]]) -> list[list[int]]:
         sizes: of each gradient, in the order in which they become final, its dtype and its bytes.
     """
     found: list[list[int]] = []
-    open_ones: dict[Hashable, list[int]] = {}
-    num_bytes: dict[Hashable, int] = {}
+    open_ones: dict[Hashable, tuple[list[int], int]] = {}  # by dtype, with their bytes
     for place, (dtype, size) in enumerate(sizes):
-        held = open_ones.setdefault(dtype, [])
-        if held and num_bytes[dtype] + size > BUCKET_BYTES:
-            found.append(held)
-            held = open_ones[dtype] = []
-            num_bytes[dtype] = 0
-        held.append(place)
-        num_bytes[dtype] = num_bytes.get(dtype, 0) + size
-    return found + list(open_ones.values())
+        bucket, num_bytes = open_ones.get(dtype, ([], 0))
+        if bucket and num_bytes + size > BUCKET_BYTES:
+            found.append(bucket)
+            bucket, num_bytes = [], 0
+        bucket.append(place)
+        open_ones[dtype] = bucket, num_bytes + size
+    return found + [bucket for bucket, _ in open_ones.values()]

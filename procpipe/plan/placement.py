@@ -18,7 +18,7 @@ Controllable Memory" (2024), https://arxiv.org/abs/2405.15362, Section 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 
 def looped(num_partitions: int, num_stages: int) -> tuple[int, ...]:
@@ -35,15 +35,3 @@ def folded(num_partitions: int, num_stages: int) -> tuple[int, ...]:
 def partitions_of(placement: Sequence[int], stage: int) -> tuple[int, ...]:
     """List the partitions of a stage, in the order of the model."""
     return tuple(j for j, its_stage in enumerate(placement) if its_stage == stage)
-
-
-def placement_faults(placement: Sequence[int], num_stages: int) -> Iterator[str]:
-    """Describe what is wrong with a placement on ``num_stages`` stages."""
-    for j, stage in enumerate(placement):
-        if not 0 <= stage < num_stages:
-            yield f"partition {j} is placed on stage {stage}, but there are {num_stages}, from 0"
-    for stage in range(num_stages):
-        if stage not in placement:
-            yield f"stage {stage} has no partition in the placement {list(placement)}"
-    if placement and placement[0] != 0:
-        yield f"partition 0 is placed on stage {placement[0]}, but the mini-batch is on stage 0"

@@ -114,12 +114,11 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
     Raises:
         ValueError: the stages would wait for each other forever.
     """
-    num_partitions = 1 + max((task.j for row in rows for task in row), default=0)
     spans_s: dict[Task, tuple[float, float]] = {}
     free_s = [0.0] * len(rows)
-    for cycle in cycles_of_rows(rows, num_partitions):
+    for cycle in cycles_of_rows(rows):
         for stage, task in cycle.items():
-            inputs = spans_s.keys() & makers(task, num_partitions)
+            inputs = spans_s.keys() & makers(task)
             start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
             free_s[stage] = start_s + seconds(task)
             spans_s[task] = start_s, free_s[stage]

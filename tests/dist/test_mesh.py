@@ -441,7 +441,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
             "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
             f"pipeline has 2 ranks, {pipeline}",
-            "two for each": "for 2 stages, but schedule='zb-v' needs two partitions for each",
+            "two for each": "for 2 stages, but schedule='zb-v' can run 4",
             "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",

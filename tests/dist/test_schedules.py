@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.plan.task import Plan
+from procpipe.plan.placement import folded, looped
+from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.devices import some_of
 from tests.dist.stages import (
@@ -85,11 +86,31 @@ def make_model() -> nn.Sequential:
     ).double()
 
 
+def one_at_a_time(m: int, n: int, placement: tuple[int, ...]) -> Plan:
+    """Run each micro-batch forward and backward before the next; a user's plan."""
+    js = range(len(placement))
+    path = [*((FORWARD, j) for j in js), *((BACKWARD, j) for j in reversed(js))]
+    return Plan(m, n, [(Task(kind, i, j),) for i in range(m) for kind, j in path], placement)
+
+
+def in_a_loop(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, looped(2 * n, n))
+
+
+def in_a_fold(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, folded(2 * n, n))
+
+
+def without_the_turn(m: int, n: int) -> Plan:
+    """Fold, with one partition on the last stage and two on the others."""
+    return one_at_a_time(m, n, (*range(n), *reversed(range(n - 1))))
+
+
 def check_parity(
     bare: Any,
     schedule: str | Callable[[int, int], Plan],
     modes: Collection[str],
-    partitions_per_stage: int = 1,
+    num_partitions: int,
 ) -> None:
     for mode, (chunks, size) in some_of(product(modes, ((1, 5), (2, 9), (3, 11), (8, 23)))):
         plain = make_model()
@@ -97,7 +118,7 @@ def check_parity(
             bare,
             f"{mode} {chunks}",
             plain,
-            BALANCES[bare.num_ranks * partitions_per_stage],
+            BALANCES[num_partitions],
             chunks=chunks,
             checkpoint=mode,
             schedule=schedule,
@@ -121,37 +142,33 @@ def check_parity(
             assert num_held(stage) == 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_one_forward_one_backward_equals_the_plain_model(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "num_partitions"),
+    [
+        *(("1f1b", n, n) for n in (1, 2, 3, 4)),
+        *(("interleaved", n, v * n) for n, v in ((1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2))),
+        *(("zb-h1", n, n) for n in (1, 2, 3, 4)),
+        *(("zb-v", n, 2 * n) for n in (1, 2, 3, 4)),
+    ],
+)
+def test_a_schedule_equals_the_plain_model(ranks, schedule, num_ranks, num_partitions):
     modes = MODES if num_ranks == 2 else ["except_last"]
-    ranks(num_ranks).run(check_parity, "1f1b", modes, world=False).values()
+    ranks(num_ranks).run(check_parity, schedule, modes, num_partitions, world=False).values()
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "partitions_per_stage"), [(1, 4), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)]
+    ("schedule", "num_ranks", "num_partitions"),
+    [
+        (two_at_a_time, 2, 2),
+        (two_at_a_time, 3, 3),
+        (in_a_loop, 2, 4),
+        (in_a_fold, 1, 1),
+        (in_a_fold, 2, 4),
+        (without_the_turn, 2, 3),
+    ],
 )
-def test_interleaved_equals_the_plain_model(ranks, num_ranks, partitions_per_stage):
-    modes = MODES if num_ranks == 2 else ["except_last"]
-    ranks(num_ranks).run(
-        check_parity, "interleaved", modes, partitions_per_stage, world=False
-    ).values()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_h1_equals_the_plain_model(ranks, num_ranks):
-    modes = MODES if num_ranks == 2 else ["except_last"]
-    ranks(num_ranks).run(check_parity, "zb-h1", modes, world=False).values()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_zb_v_equals_the_plain_model(ranks, num_ranks):
-    modes = MODES if num_ranks == 2 else ["except_last"]
-    ranks(num_ranks).run(check_parity, "zb-v", modes, 2, world=False).values()
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_users_plan_equals_the_plain_model(ranks, num_ranks):
-    ranks(num_ranks).run(check_parity, two_at_a_time, ["always"], world=False).values()
+def test_a_users_plan_equals_the_plain_model(ranks, schedule, num_ranks, num_partitions):
+    ranks(num_ranks).run(check_parity, schedule, ["always"], num_partitions, world=False).values()
 
 
 def check_other_calls(bare: Any, schedule: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,35 +10,25 @@ import torch.nn.functional as F
 
 from procpipe import Stage
 from procpipe.errors import DisagreementError, PlanError, RemoteStageError
-from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
 from procpipe.plan.verify import verify
 from tests.dist.stages import (
-    assert_same,
-    assert_same_gradients,
-    plain_step,
-    stage_of,
     two_at_a_time,
     world_of,
 )
-from tests.dist.test_schedules import BALANCES, make_model
+from tests.dist.test_schedules import BALANCES, in_a_fold, in_a_loop, make_model
 
 pytestmark = pytest.mark.on_gpus
 
 
 def check_misfits(bare: Any) -> None:
     for balance, schedule, message in (
-        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' needs two"),
-        (
-            [3, 3, 3],
-            "interleaved",
-            "makes 3 partitions for 2 stages, but sched",
-        ),
+        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' can run 4"),
+        ([9], "interleaved", "makes 1 partitions for 2 stages, but schedule='interleaved' can run"),
         ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
-        ([1, 2, 3, 3], two_at_a_time, r"4 partitions, but the plan of schedule\(1, 2\) has 2"),
+        ([1, 2, 3, 3], two_at_a_time, "4 partitions for 2 stages, but schedule='a function' can"),
     ):
         with pytest.raises((ValueError, IndexError), match=message):
             Stage(make_model(), balance, schedule=schedule, world=world_of(bare, message))
@@ -75,7 +64,7 @@ def fail_later(bare: Any, size: int) -> tuple[str, str]:
     [
         (2, "ZeroDivisionError", "no plan for two"),
         (3, "PlanError", "F0@1 in cycle"),
-        (6, "PlanError", "B5@0 is missing"),
+        (6, "PlanError", "the plan must have B5@0, or I5@0 and W5@0, but has none of them"),
     ],
 )
 def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, message):
@@ -88,7 +77,7 @@ def test_a_users_schedule_that_fails_later_ends_all_ranks(ranks, size, error, me
 
 def differ(bare: Any) -> str:
     """Use functions that place the layers differently on the two ranks."""
-    schedule = two_in_a_loop if bare.rank == 0 else two_in_a_fold
+    schedule = in_a_loop if bare.rank == 0 else in_a_fold
     options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
     stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
     with pytest.raises(DisagreementError) as caught:
@@ -96,33 +85,9 @@ def differ(bare: Any) -> str:
     return str(caught.value)
 
 
-def two_in_a_loop(m: int, n: int) -> Plan:
-    return gpipe(m, n, placement=looped(2 * n, n))
-
-
-def two_in_a_fold(m: int, n: int) -> Plan:
-    return gpipe(m, n, placement=folded(2 * n, n))
-
-
 def test_users_schedules_that_differ_between_ranks_are_reported_on_all(ranks):
     for message in ranks(2).run(differ, world=False).values():
         assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in message
-
-
-def test_a_users_plan_with_several_partitions_per_stage_equals_the_plain_model(ranks):
-    for schedule in (two_in_a_loop, two_in_a_fold):
-        ranks(2).run(check_reversed, schedule, world=False).values()
-
-
-def check_reversed(bare: Any, schedule: Callable[[int, int], Plan]) -> None:
-    plain = make_model()
-    options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy, "chunks": 3}
-    torch.manual_seed(3)
-    inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
-    with stage_of(bare, schedule.__name__, plain, BALANCES[4], **options) as stage:
-        expected = plain_step(plain, (inputs,), target, 3, F.cross_entropy)
-        assert_same(stage.step(inputs, target), expected, "loss")
-        assert_same_gradients(stage, plain)
 
 
 def backward_first(m: int, n: int) -> Plan:
@@ -138,7 +103,7 @@ def upside_down(m: int, n: int) -> Plan:
     ("schedule", "error", "message"),
     [
         (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
-        (backward_first, PlanError, "a plan without forward tasks"),
+        (backward_first, PlanError, "a plan without forward or without backward tasks"),
         (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
         (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
         (
@@ -146,7 +111,7 @@ def upside_down(m: int, n: int) -> Plan:
             ValueError,
             "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
         ),
-        (7, TypeError, "schedule is 7, but must be a str or a function"),
+        (7, ValueError, "schedule is 7, but must be one of .*, or a function"),
     ],
 )
 def test_an_invalid_schedule_is_refused(schedule, error, message):

@@ -27,16 +27,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=300, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first")
     parser.add_argument("--case", type=int, help="run only the case of this number")
-    parser.add_argument("--stop", action="store_true", help="stop at the first that fails")
     options = parser.parse_args()
-    numbers = range(options.first, options.first + options.cases)
-    chosen = numbers if options.case is None else [options.case]
-    return run(options.seed, {n: draw(options.seed, n) for n in chosen}, stops=options.stop)
+    chosen = range(options.cases) if options.case is None else [options.case]
+    return run(options.seed, {n: draw(options.seed, n) for n in chosen})
 
 
-def run(seed: int, cases: dict[int, Case], *, stops: bool) -> int:
+def run(seed: int, cases: dict[int, Case]) -> int:
     """Run cases by their numbers, print those that fail and a summary; return an exit code."""
     failed: list[int] = []
     passed: list[Case] = []
@@ -54,8 +51,6 @@ def run(seed: int, cases: dict[int, Case], *, stops: bool) -> int:
                 else:
                     failed.append(number)
                     print(f"\n{explain(pool, seed, number, cases[number], fault)}", flush=True)
-            if failed and stops:
-                break
     finally:
         pool.close()
     took_s = time.monotonic() - start_s

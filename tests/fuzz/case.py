@@ -40,9 +40,6 @@ SCHEDULES = {
 #: Numbers of stages and of replicas of a run.
 GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
-#: The most processes that a case may have.
-MAX_RANKS = 4
-
 #: What a case may call with a mini-batch, in training.
 TRAINING = (
     "step",

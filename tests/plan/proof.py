@@ -2,7 +2,7 @@
 
     1. plan         ``verify`` finds no fault in its tasks and their order
     2. transfers    the programs run the plan's tasks; every tensor is sent once and received once,
-                    in the same order at both ends of its channel
+                    in the same order at both ends, from one stage to another; so is the loss
     3. deadlock     the programs end on channels without buffers
 
 Deadlocks are checked only if there is no other fault, since other faults cause deadlocks.
@@ -11,12 +11,12 @@ Deadlocks are checked only if there is no other fault, since other faults cause 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from procpipe.errors import PlanError
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program
-from procpipe.plan.routes import Channel, Routes, Transfer
+from procpipe.plan.routes import LOSS, Routes, Transfer
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 
@@ -34,8 +34,9 @@ def prove(plan: Plan, routes: Routes, steps: Sequence[Program] | None = None) ->
 
 
 def programs(plan: Plan, routes: Routes) -> tuple[Program, ...]:
-    """Make the programs of all stages, of a call without a loss."""
-    return tuple(program(plan, routes, stage) for stage in range(plan.num_stages))
+    """Make the programs of all stages; the loss passes them where there is one."""
+    n, has_loss = plan.num_stages, plan.has_forward
+    return tuple(program(plan, routes, stage, has_loss=has_loss) for stage in range(n))
 
 
 def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
@@ -47,6 +48,18 @@ def fences(plan: Plan, routes: Routes) -> list[tuple[Transfer, ...]]:
     return [tuple(fence) for fence in found]
 
 
+def before(task: Task) -> set[Task]:
+    """Return all tasks that must be done before one, if the plan has them."""
+    kind, i, j = task
+    if kind == "F":
+        return {Task("F", i, j - 1)} if j else set()
+    if kind == "R":
+        return {Task("F", i, j)}
+    if kind == "W":
+        return {Task("I", i, j)}
+    return {Task("F", i, j), Task("R", i, j), Task("B", i, j + 1), Task("I", i, j + 1)}
+
+
 # Transfers ----------------------------------------------------------------------------------
 
 
@@ -55,7 +68,7 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
         yield f"there are {len(programs)} programs for {plan.num_stages} stages"
         return
     out, into = defaultdict(list), defaultdict(list)
-    for fence in fences(plan, routes):
+    for fence in [*fences(plan, routes), routes.loss_hops if plan.has_forward else ()]:
         for transfer in fence:
             source, destination = routes.stages_of(transfer)
             out[source].append(transfer)
@@ -65,7 +78,7 @@ def _program_faults(plan: Plan, routes: Routes, programs: Sequence[Program]) -> 
         yield from _differences(stage, "send", out[stage], _transfers(steps, Send))
         yield from _differences(stage, "receive", into[stage], _transfers(steps, Receive))
         yield from _place_faults(stage, steps, plan, routes)
-    yield from _channel_faults(programs)
+    yield from _order_faults(programs, routes)
 
 
 def _run_faults(stage: int, program: Program, tasks: Sequence[Task]) -> Iterator[str]:
@@ -117,24 +130,26 @@ def _place_faults(stage: int, program: Program, plan: Plan, routes: Routes) -> I
             yield f"stage {stage} sends '{transfer}' before {task} has added to it"
 
 
-def _channel_faults(programs: Sequence[Program]) -> Iterator[str]:
-    sent = _by_channel(t for program in programs for t in _transfers(program, Send))
-    received = _by_channel(t for program in programs for t in _transfers(program, Receive))
-    for channel in sorted(sent.keys() & received.keys()):
-        out, into = sent[channel], received[channel]
+def _order_faults(programs: Sequence[Program], routes: Routes) -> Iterator[str]:
+    """Compare all that goes from one stage to another: one queue is enough for its channels."""
+    sent, received = (_by_stages(programs, kind, routes) for kind in (Send, Receive))
+    for source, destination in sorted(sent.keys() & received.keys()):
+        out, into = sent[source, destination], received[source, destination]
         if out != into and sorted(out) == sorted(into):
-            payload, source, destination = channel
             yield (
-                f"the channel {payload} {source}->{destination} carries micro-batches"
-                f" {' '.join(map(str, out))} as sent and {' '.join(map(str, into))} as received"
+                f"stage {source} sends {', '.join(map(str, out))} to stage {destination}, which "
+                f"receives {', '.join(map(str, into))}"
             )
 
 
-def _by_channel(transfers: Iterable[Transfer]) -> Mapping[Channel, list[int]]:
-    channels: defaultdict[Channel, list[int]] = defaultdict(list)
-    for transfer in transfers:
-        channels[transfer.channel].append(transfer.i)
-    return channels
+def _by_stages(
+    programs: Sequence[Program], kind: type[Send | Receive], routes: Routes
+) -> Mapping[tuple[int, int], list[Transfer]]:
+    found: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for steps in programs:
+        for transfer in _transfers(steps, kind):
+            found[routes.stages_of(transfer)].append(transfer)
+    return found
 
 
 def _transfers(program: Program, kind: type[Send | Receive]) -> list[Transfer]:
@@ -159,6 +174,7 @@ def deadlocks(programs: Sequence[Program], routes: Routes) -> list[str]:
         receive t    posts a buffer and goes on
         send t       waits until ``receive t`` has been posted at the other end
         run task     waits until ``send t`` is done for every ``t`` that the task needs
+        send loss    waits also until the loss has been sent to this stage, if another makes it
 
     A step waits only for steps of other stages, so stages that never continue wait for each other
     in a ring.
@@ -207,6 +223,11 @@ def _awaited(
                 return Send(transfer)
     elif isinstance(step, Send) and step.transfer not in posted:
         return Receive(step.transfer)
+    elif isinstance(step, Send) and step.transfer.payload == LOSS:
+        here, _ = routes.stages_of(step.transfer)
+        for hop in routes.loss_hops:
+            if routes.stages_of(hop)[1] == here and hop not in sent:
+                return Send(hop)
     return None
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.errors import PlanError
-from procpipe.plan.placement import folded, looped, partitions_of, placement_faults
+from procpipe.errors import BalanceError, PlanError
+from procpipe.plan.placement import folded, looped, partitions_of
 from procpipe.plan.program import Send, program
 from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.schedules.named import SCHEDULES, schedule_of
+from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
-from tests.cases import for_each
 from tests.plan.proof import prove
-from tests.plan.schedules.grids import SIZES, grid, read
+from tests.plan.schedules.grids import grid, read
 
 
 def test_looped_and_folded_placements() -> None:
@@ -27,16 +28,20 @@ def test_looped_and_folded_placements() -> None:
 
 
 def test_faults_of_a_placement_are_reported() -> None:
-    assert list(placement_faults((1, 0, 3), 3)) == [
-        "partition 2 is placed on stage 3, but there are 3, from 0",
-        "stage 2 has no partition in the placement [1, 0, 3]",
-        "partition 0 is placed on stage 1, but the mini-batch is on stage 0",
-    ]
-    plan = Plan(1, 2, ((Task("F", 0, 0),), (Task("F", 0, 1),)), placement=(1, 0))
-    with pytest.raises(PlanError, match="partition 0 is placed on stage 1"):
-        verify(plan, Routes(2, placement=(1, 0)))
-    with pytest.raises(PlanError, match=r"the placement \[1, 0\] and the routes of \[0, 1\]"):
-        verify(plan, Routes(2))
+    for placement in ((1, 0), (0, 0), (0, 1, 2)):
+        plan = Plan(1, 2, gpipe(1, 3).cycles, placement)
+        with pytest.raises(PlanError, match=r"placement \[.* must begin with stage 0, .* all 2 st"):
+            verify(plan, Routes(2, placement=placement))
+    with pytest.raises(PlanError, match=r"on the stages \[0, 1, 0\], and the model of \[0, 1, 2\]"):
+        verify(gpipe(1, 2, placement=(0, 1, 0)), Routes(3))
+
+
+def test_one_stage_may_have_the_whole_model() -> None:
+    for schedule in (*SCHEDULES.values(), schedule_of(zb_v)):
+        assert schedule.place(1, 1) == (0,)
+        prove(schedule.plan(4, (0,), ()), Routes(1))
+    with pytest.raises(BalanceError, match=r"1 partitions for 2 stages, .*'interleaved' can run 2"):
+        SCHEDULES["interleaved"].place(1, 2)
 
 
 def test_a_placement_is_part_of_a_plans_text() -> None:
@@ -45,7 +50,7 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
     assert Plan.from_text(plan.to_text()) == plan
     assert Plan.from_text(plan.to_text()).placement == (0, 1, 1, 0)
     assert Plan.from_text("plan m=1 n=3\n").placement == (0, 1, 2)
-    with pytest.raises(ValueError, match="line 1: 'plan m=2 n=2 placement=0,x' is not a header"):
+    with pytest.raises(ValueError, match="'plan m=2 n=2 placement=0,x' is not a header"):
         Plan.from_text("plan m=2 n=2 placement=0,x\n")
 
 
@@ -102,17 +107,6 @@ def test_all_micro_batches_pass_one_partition_before_the_next() -> None:
         R0@0  B0@1
         B0@0  --
     """)
-
-
-@for_each(("m", "n"), SIZES)
-def test_forward_plans_and_backward_plans_run_to_their_end(m: int, n: int) -> None:
-    for placement in (looped(2 * n, n), folded(2 * n, n), folded(3 * n, n)):
-        p = len(placement)
-        skips = tuple({(0, p - 1), (0, p // 2)})
-        routes = Routes(n, skips, target=True, placement=placement)
-        prove(forward_plan(m, n, placement), routes)
-        prove(backward_plan(m, n, range(m), placement), routes)
-        prove(gpipe(m, n, placement=placement), routes)
 
 
 def test_a_hop_within_a_stage_takes_no_time() -> None:

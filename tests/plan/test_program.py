@@ -8,17 +8,14 @@ from procpipe.plan.program import (
     Program,
     Receive,
     Run,
-    Send,
-    Step,
-    last_additions,
     program,
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Plan
 from tests.cases import for_each
-from tests.plan.proof import fences, programs
+from tests.plan.proof import programs
 
 SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
 
@@ -31,21 +28,10 @@ def lines(drawing: str) -> list[str]:
     return [line.strip() for line in drawing.strip().splitlines()]
 
 
-def test_a_fence_lists_what_its_cycle_made_by_stage() -> None:
-    routes = Routes(3, skips=((0, 2),), target=True)
-    assert [[str(t) for t in fence] for fence in fences(forward_plan(2, 3), routes)] == [
-        ["activation 0: 0->1", "skip 0: 0->2", "target 0: 0->2"],
-        ["activation 1: 0->1", "skip 1: 0->2", "target 1: 0->2", "activation 0: 1->2"],
-        ["activation 1: 1->2"],
-        [],
-    ]
-
-
-def test_a_fence_does_not_depend_on_the_order_within_a_cycle() -> None:
+def test_programs_do_not_depend_on_the_order_within_a_cycle() -> None:
     plan = gpipe(3, 3, recompute={0, 1})
     turned = Plan(3, 3, tuple(cycle[::-1] for cycle in plan.cycles))
     routes = Routes(3, skips=((0, 2),))
-    assert fences(plan, routes) == fences(turned, routes)
     assert programs(plan, routes) == programs(turned, routes)
 
 
@@ -85,29 +71,8 @@ def test_the_program_of_the_last_stage() -> None:
     """)
 
 
-def test_a_send_and_a_receive_of_one_transfer_differ() -> None:
-    (transfer,) = Routes(2).leaving(next(forward_plan(1, 2).tasks()))
-    steps: set[Step] = {Send(transfer), Receive(transfer)}
-    assert len(steps) == 2
-
-
 def all_skips(n: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in range(n) for b in range(a + 1, n))
-
-
-@for_each(("m", "n"), SIZES)
-def test_programs_hold_the_plan_and_its_fences_and_nothing_else(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True)
-    for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
-        order = [transfer for fence in fences(plan, routes) for transfer in fence]
-        made = programs(plan, routes)
-        for stage, steps in enumerate(made):
-            runs = [step.task for step in steps if isinstance(step, Run)]
-            sends = [step.transfer for step in steps if isinstance(step, Send)]
-            receives = [step.transfer for step in steps if isinstance(step, Receive)]
-            assert runs == plan.tasks_of(stage)
-            assert sends == [transfer for transfer in order if transfer.source == stage]
-            assert receives == [transfer for transfer in order if transfer.destination == stage]
 
 
 @for_each(("m", "n"), SIZES)
@@ -142,22 +107,3 @@ def test_a_program_marks_the_last_task_that_adds_to_gradients_and_the_forward_ta
     assert marks(of("zb-h1"), 1) == (["W3@1"], [])
     assert marks(forward_plan(3, 2), 0) == ([], [])
     assert marks(backward_plan(3, 2), 0) == (["B0@0"], [])
-
-
-def test_the_last_task_that_adds_to_gradients_is_found_for_every_schedule() -> None:
-    for name, schedule in SCHEDULES.items():
-        for n, m in ((n, m) for n in range(1, 5) for m in range(1, 6)):
-            p = schedule.count(n)
-            plan = schedule.plan(m, schedule.place(p, n), ())
-            for stage in range(n):
-                tasks = plan.tasks_of(stage)
-                last = last_additions(tasks)
-                where = f"{name}, stage {stage} of {n}, {m} micro-batches"
-                assert sorted(last) == [j for j in range(p) if plan.placement[j] == stage], where
-                places = [tasks.index(task) for task in last.values()]
-                assert places == sorted(places, reverse=True), where
-                for j, task in last.items():
-                    later = tasks[tasks.index(task) + 1 :]
-                    assert not [t for t in later if t.j == j and t.kind in "BW"], where
-                    assert task.kind in "BW", where
-    assert last_additions([Task("F", 0, 0)]) == {}

@@ -5,24 +5,23 @@ Every kind of corruption of a program is reported, at every place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from procpipe.errors import PlanError
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program
 from procpipe.plan.routes import Routes, Transfer
-from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Cycle, Plan, Task
 from tests.cases import for_each
-from tests.plan.proof import deadlocks, programs, prove
-from tests.plan.schedules.grids import SIZES
-from tests.plan.test_loss import check_order, run_unbuffered
-
-MODES = ["always", "except_last", "never"]
+from tests.plan.proof import before, deadlocks, programs, prove
+from tests.plan.schedules.grids import SOME_SIZES
 
 
 def all_skips(n: int) -> tuple[tuple[int, int], ...]:
@@ -38,23 +37,35 @@ def faults_of(plan: Plan, routes: Routes, steps: Sequence[Program]) -> list[str]
 # Plans that can run -------------------------------------------------------------------------
 
 
-@for_each(("m", "n"), SIZES)
-def test_every_small_plan_runs_to_its_end(m: int, n: int) -> None:
-    plans = [forward_plan(m, n)]
-    for again in {recomputed(mode, m) for mode in MODES}:
-        plans += [gpipe(m, n, recompute=again), backward_plan(m, n, again)]
-    for plan in plans:
-        for skips in {(), all_skips(n)}:
-            prove(plan, Routes(n, skips, target=True))
+@for_each(("m", "n"), SOME_SIZES)
+def test_every_plan_of_every_schedule_runs_to_its_end(m: int, n: int) -> None:
+    for plan in plans(m, n):
+        for routes in routes_of(plan):
+            prove(plan, routes)
 
 
-@given(data=st.data(), m=st.integers(1, 6), n=st.integers(2, 6))
-def test_any_skips_run_to_their_end(data: st.DataObject, m: int, n: int) -> None:
-    skips = data.draw(st.lists(st.sampled_from(all_skips(n)), unique=True).map(tuple))
-    routes = Routes(n, skips, target=data.draw(st.booleans()))
-    again = data.draw(st.sets(st.integers(0, m - 1)))
-    for plan in (gpipe(m, n, recompute=again), backward_plan(m, n, again), forward_plan(m, n)):
-        prove(plan, routes)
+def plans(m: int, n: int) -> Iterator[Plan]:
+    """Yield plans of every schedule, of each pass alone, and of placements no schedule makes."""
+    for schedule in SCHEDULES.values():
+        placements = {schedule.placement(v * n, n) for v in (1, 2, 3)}
+        for placement, again in product(placements, ((), range(0, m, 2))):
+            plan = schedule.plan(m, placement, again)
+            assert plan.placement == placement
+            yield plan
+    turns = [(*range(n), *turn) for turn in permutations(range(n))] if n < 4 else []
+    for placement in (looped(n, n), looped(2 * n, n), folded(2 * n, n), folded(3 * n, n), *turns):
+        yield forward_plan(m, n, placement)
+        yield backward_plan(m, n, range(0, m, 2), placement)
+        yield gpipe(m, n, placement=placement)
+
+
+def routes_of(plan: Plan) -> Iterator[Routes]:
+    """Yield the routes of a plain model, and of one with skips, ties and a target."""
+    n, p = plan.num_stages, plan.num_partitions
+    yield Routes(n, placement=plan.placement)
+    pairs = [pair for pair in ((0, p - 1), (0, 2), (1, p - 1), (0, 1)) if pair[0] < pair[1] < p]
+    ties = ((0, p - 1), tuple(range(0, p, 2)), (0, 1)) if p > 2 else ()
+    yield Routes(n, tuple(dict.fromkeys(pairs)), True, plan.placement, ties)
 
 
 @given(data=st.data())
@@ -69,9 +80,6 @@ def test_any_plan_without_faults_runs_to_its_end(data: st.DataObject) -> None:
     ties = ((0, len(placement) - 1),) if n > 1 else ()
     routes = Routes(n, tuple(skips), True, placement, ties)
     prove(plan, routes)
-    made = [program(plan, routes, stage, has_loss=True) for stage in range(n)]
-    check_order(made, routes)
-    assert run_unbuffered(made, routes) == list(map(len, made))
 
 
 def drawn_plan(data: st.DataObject, m: int, n: int, placement: tuple[int, ...]) -> Plan:
@@ -83,30 +91,12 @@ def drawn_plan(data: st.DataObject, m: int, n: int, placement: tuple[int, ...]) 
             todo |= {Task(kind, i, j) for kind in chance.choice(("FB", "FIW", "FRB", "FRIW"))}
     cycles: list[Cycle] = []
     while todo:
-        ready = [task for task in sorted(todo) if not todo & before(task, len(placement))]
+        ready = [task for task in sorted(todo) if not todo & before(task)]
         chance.shuffle(ready)
         of_stages = {placement[task.j]: task for task in ready if chance.random() < 0.7}
         cycles.append(tuple(of_stages.values()))
         todo -= {*of_stages.values()}
     return Plan(m, n, tuple(cycles), placement)
-
-
-def before(task: Task, num_partitions: int) -> set[Task]:
-    """Return all tasks that must be done before one, if the plan has them."""
-    kind, i, j = task
-    if kind == "F":
-        return {Task("F", i, j - 1)} if j else set()
-    first = {Task("F", i, num_partitions - 1), Task("F", i, j)}
-    if kind == "R":
-        return first
-    if kind == "W":
-        return {Task("I", i, j)}
-    return first | {Task(kind, i, j) for kind, j in (("R", j), ("B", j + 1), ("I", j + 1))}
-
-
-def test_one_forward_one_backward_runs_with_fences() -> None:
-    plan = Plan.from_text("plan m=2 n=2\nF0@0\nF1@0 F0@1\nB0@1\nB0@0 F1@1\nB1@1\nB1@0")
-    prove(plan, Routes(2, target=True))
 
 
 # Corrupted programs, at every place ---------------------------------------------------------
@@ -163,22 +153,23 @@ def test_a_rerouted_transfer_is_reported(stage: int, p: int) -> None:
 
 
 @for_each("kind", [Send, Receive])
-def test_transfers_that_overtake_in_their_channel_are_reported(kind: type[Send | Receive]) -> None:
+def test_transfers_that_overtake_are_reported(kind: type[Send | Receive]) -> None:
     num_swaps = 0
     for stage, steps in enumerate(PROGRAMS):
         ours = [(p, step) for p, step in enumerate(steps) if isinstance(step, kind)]
         for (p, first), (q, second) in combinations(ours, 2):
-            if first.transfer.channel != second.transfer.channel:
+            source, destination = WIRED.stages_of(first.transfer)
+            if (source, destination) != WIRED.stages_of(second.transfer):
                 continue
             swapped = list(steps)
             swapped[p], swapped[q] = second, first
             faults = faults_of(
                 PLAN, WIRED, [*PROGRAMS[:stage], tuple(swapped), *PROGRAMS[stage + 1 :]]
             )
-            channel = "the channel {} {}->{} carries".format(*first.transfer.channel)
-            assert any(fault.startswith(channel) for fault in faults)
+            between = f"to stage {destination}, which receives "
+            assert any(f"stage {source} sends" in fault and between in fault for fault in faults)
             num_swaps += 1
-    assert num_swaps == 7  # each channel carries two micro-batches
+    assert num_swaps == 15
 
 
 def test_tasks_in_another_order_than_the_plan_are_reported() -> None:
@@ -195,6 +186,7 @@ def test_a_send_before_its_task_and_a_receive_after_its_use_are_reported() -> No
     faults = faults_of(plan, routes, [made[::-1] for made in programs(plan, routes)])
     assert faults == [
         "stage 0 sends 'activation 0: 0->1' before F0@0 has made it",
+        "stage 1 sends 'loss 0: 1->0' before F0@1 has made it",
         "stage 1 posts 'activation 0: 0->1' only after F0@1, which needs it",
     ]
 
@@ -223,7 +215,7 @@ def test_one_forward_one_backward_with_late_receives_is_a_deadlock() -> None:
     routes = Routes(2)
     plan = Plan.from_text("plan m=2 n=2\nF0@0\nF1@0 F0@1\nB0@1\nB0@0 F1@1\nB1@1\nB1@0")
     late = [posted_late(program(plan, routes, stage), routes) for stage in range(2)]
-    assert faults_of(plan, routes, late) == [
+    assert deadlocks(late, routes) == [
         "deadlock:"
         " stage 0 waits at 'send activation 1: 0->1'"
         " until stage 1 reaches 'receive activation 1: 0->1';"

@@ -108,23 +108,6 @@ def test_a_second_computation_agrees_also_with_skips_and_targets(
     assert timeline.total_s == max(free)
 
 
-@given(case=cases())
-def test_no_plan_is_faster_than_its_stages_and_its_micro_batches(
-    case: tuple[Plan, Costs, Routes],
-) -> None:
-    plan, costs, _ = case
-    timeline = simulate(plan, costs)
-    assert timeline.total_s >= max(map(timeline.busy_s, range(plan.num_stages))) - 1e-9
-    one_way = sum(costs.hops_s(plan.placement))
-    path = plan.has_forward * (sum(costs.forward_s) + one_way)
-    path += plan.has_backward * (sum(costs.backward_s) + one_way)
-    assert timeline.total_s >= path - 1e-9
-    assert -1e-9 <= timeline.bubble <= 1
-    for stage in range(plan.num_stages):
-        spans = [timeline.end_s(t) - timeline.start_s(t) for t in plan.tasks_of(stage)]
-        assert sum(spans) == pytest.approx(timeline.busy_s(stage))
-
-
 def test_a_task_that_is_not_in_the_plan_has_no_time() -> None:
     timeline = simulate(backward_plan(2, 2), Costs.uniform(2))
     for task in ("F0@0", "R0@0", "B2@0", "B0@2"):

@@ -13,9 +13,6 @@ Every task is taken to last one clock cycle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, Task
 
@@ -23,19 +20,13 @@ from procpipe.plan.task import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Plan, 
 def fused(plan: Plan) -> Plan:
     """Fuse I and W of a plan of ``plan_of_rows`` into B wherever no other task starts later."""
     cycles = {task: k for k, cycle in enumerate(plan.cycles) for task in cycle}
-    rows = [list(_joined(plan.tasks_of(stage), cycles)) for stage in range(plan.num_stages)]
+    rows: list[list[Task]] = [[] for _ in range(plan.num_stages)]
+    for stage, row in enumerate(rows):
+        for task in plan.tasks_of(stage):
+            kind, i, j = task
+            is_pair = kind == WEIGHT_GRADIENT and row[-1] == (INPUT_GRADIENT, i, j)
+            if is_pair and (j == 0 or cycles[task] < cycles[Task(INPUT_GRADIENT, i, j - 1)]):
+                row[-1] = Task(BACKWARD, i, j)
+            else:
+                row.append(task)
     return plan_of_rows(plan.num_micro_batches, rows, plan.placement)
-
-
-def _joined(row: Sequence[Task], cycles: Mapping[Task, int]) -> Iterator[Task]:
-    follows = dict(pairwise(row))
-    joined: set[Task] = set()
-    for task in row:
-        kind, i, j = task
-        second = Task(WEIGHT_GRADIENT, i, j)
-        is_pair = kind == INPUT_GRADIENT and follows.get(task) == second
-        if is_pair and (j == 0 or cycles[second] < cycles[Task(INPUT_GRADIENT, i, j - 1)]):
-            joined.add(second)
-            yield Task(BACKWARD, i, j)
-        elif task not in joined:
-            yield task

@@ -23,7 +23,7 @@ R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.rows import plan_of_rows
@@ -45,25 +45,12 @@ def clock_cycles(m: int, n: int) -> Iterator[Cycle]:
     3         (2,1) (1,2)
     4               (2,2)
     """
-    return _wave([(FORWARD, i) for i in range(m)], range(n))
-
-
-def backward_cycles(m: int, n: int, recompute: Collection[int] = ()) -> Iterator[Cycle]:
-    """Yield the backward cycles: micro-batches in reverse, from the last stage to stage 0.
-
-    Each stage does R(i) B(i) for i = m-1 … 0, without R(i) where nothing is recomputed, and begins
-    as many cycles after the last stage as it is stages away from it.
-    """
-    return _wave(_backward_work(m, recompute), range(n)[::-1])
+    for k in range(m + n - 1):
+        yield tuple(Task(FORWARD, k - j, j) for j in range(max(0, k - m + 1), min(k + 1, n)))
 
 
 def gpipe(
-    m: int,
-    n: int,
-    *,
-    recompute: Collection[int] = (),
-    backward: bool = True,
-    placement: tuple[int, ...] = (),
+    m: int, n: int, *, recompute: Collection[int] = (), placement: tuple[int, ...] = ()
 ) -> Plan:
     """Plan a whole mini-batch, forward and then backward.
 
@@ -72,46 +59,39 @@ def gpipe(
         n: the number of stages.
         recompute: the micro-batches to recompute right before their backward; ``recomputed`` makes
             them from a mode.
-        backward: whether to plan the backward pass, too.
         placement: the stage of each partition. A stage with several runs all micro-batches
             through one before the next.
     """
-    return _plan(m, n, placement, recompute, forward=True, backward=backward)
+    forward, backward = forward_plan(m, n, placement), backward_plan(m, n, recompute, placement)
+    return Plan(m, n, (*forward.cycles, *backward.cycles), placement)
 
 
 def forward_plan(m: int, n: int, placement: tuple[int, ...] = ()) -> Plan:
     """Plan the forward pass alone, for evaluation or a backward pass that the user will call."""
-    return gpipe(m, n, backward=False, placement=placement)
+    if placement in ((), tuple(range(n))):
+        return Plan(m, n, tuple(clock_cycles(m, n)))
+    ours = [partitions_of(placement, stage) for stage in range(n)]
+    rows = [[Task(FORWARD, i, j) for j in partitions for i in range(m)] for partitions in ours]
+    return plan_of_rows(m, rows, placement)
 
 
 def backward_plan(
     m: int, n: int, recompute: Collection[int] = (), placement: tuple[int, ...] = ()
 ) -> Plan:
-    """Plan the backward pass alone, after a forward pass that has a plan of its own."""
-    return _plan(m, n, placement, recompute, forward=False, backward=True)
+    """Plan the backward pass alone, after a forward pass that has a plan of its own.
 
-
-def _plan(
-    m: int,
-    n: int,
-    placement: tuple[int, ...],
-    recompute: Collection[int],
-    *,
-    forward: bool,
-    backward: bool,
-) -> Plan:
+    In each partition a stage does R(i) B(i) for i = m-1 … 0, without R(i) where nothing is
+    recomputed. With one partition a stage, the cycles are ``clock_cycles`` in the mirror: a stage
+    begins as many cycles after the last stage as it is stages away from it.
+    """
+    kinds = [(RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,) for i in range(m)]
+    work = [(kind, i) for i in reversed(range(m)) for kind in kinds[i]]
     if placement in ((), tuple(range(n))):
-        cycles = list(clock_cycles(m, n)) if forward else []
-        cycles += backward_cycles(m, n, recompute) if backward else []
-        return Plan(m, n, tuple(cycles))
-    rows: list[list[Task]] = []
-    for stage in range(n):
-        ours = partitions_of(placement, stage)
-        row = [Task(FORWARD, i, j) for j in ours for i in range(m)] if forward else []
-        if backward:
-            work = _backward_work(m, recompute)
-            row += [Task(kind, i, j) for j in reversed(ours) for kind, i in work]
-        rows.append(row)
+        cycles = clock_cycles(len(work), n)
+        mirrored = [[Task(*work[k], n - 1 - j) for _, k, j in reversed(cycle)] for cycle in cycles]
+        return Plan(m, n, tuple(map(tuple, mirrored)))
+    ours = [partitions_of(placement, stage)[::-1] for stage in range(n)]
+    rows = [[Task(kind, i, j) for j in partitions for kind, i in work] for partitions in ours]
     return plan_of_rows(m, rows, placement)
 
 
@@ -131,26 +111,3 @@ def recomputed(mode: str, m: int) -> frozenset[int]:
             f"the checkpoint mode is {mode!r}; it must be one of 'always', 'except_last', 'never'"
         )
     return frozenset(range(counts[mode]))
-
-
-def _wave(work: Sequence[tuple[str, int]], distances: range) -> Iterator[Cycle]:
-    """Yield the cycles in which each stage does the same work, of kinds and micro-batches.
-
-    In cycle ``k`` that is ``work[k - d]`` at distance ``d`` from the stage where the work begins,
-    which is either the first or the last.
-    """
-    num_cycles = len(work) + len(distances) - 1 if work else 0
-    for k in range(num_cycles):
-        at_work = range(max(0, k - len(work) + 1), min(k + 1, len(distances)))
-        yield tuple(Task(*work[k - d], distances[d]) for d in at_work[:: distances.step])
-
-
-def _backward_work(m: int, recompute: Collection[int]) -> list[tuple[str, int]]:
-    """List the kind and the micro-batch of each backward task of a partition, in order."""
-    if strangers := sorted(set(recompute) - set(range(m))):
-        raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
-    return [
-        (kind, i)
-        for i in reversed(range(m))
-        for kind in ((RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,))
-    ]

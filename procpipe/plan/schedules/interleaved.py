@@ -27,32 +27,27 @@ https://arxiv.org/abs/2104.04473, Section 2.2.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 
 from procpipe.plan.placement import looped, partitions_of
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import one_forward_one_backward, plan_of_rows
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Plan
 
 
 def interleaved(m: int, n: int, v: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a mini-batch with ``v`` partitions a stage; with one, as ``one_f_one_b``."""
     if v == 1:
         return one_f_one_b(m, n, recompute=recompute)
-    placement = looped(v * n, n)
-    rows = [list(_row(m, n, v, stage, placement, recompute)) for stage in range(n)]
+    placement, groups = looped(v * n, n), _groups(m, n)
+    rows = []
+    for stage in range(n):
+        ours = partitions_of(placement, stage)
+        forward = [(i, j) for group in groups for j in ours for i in group]
+        backward = [(i, j) for group in groups for j in reversed(ours) for i in group]
+        num_warm_up = 2 * (n - 1 - stage) + (v - 1) * max(map(len, groups))
+        rows.append(one_forward_one_backward(forward, backward, num_warm_up, recompute))
     return plan_of_rows(m, rows, placement)
-
-
-def _row(
-    m: int, n: int, v: int, stage: int, placement: Sequence[int], recompute: Collection[int]
-) -> Iterator[Task]:
-    groups = _groups(m, n)
-    ours = partitions_of(placement, stage)
-    forward = [(i, j) for group in groups for j in ours for i in group]
-    backward = [(i, j) for group in groups for j in reversed(ours) for i in group]
-    num_warm_up = 2 * (n - 1 - stage) + (v - 1) * max(map(len, groups))
-    return one_forward_one_backward(forward, backward, num_warm_up, recompute)
 
 
 def _groups(m: int, n: int) -> list[range]:

@@ -37,4 +37,4 @@ def one_f_one_b(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a whole mini-batch; the arguments are those of ``gpipe``."""
     works = [[(i, j) for i in range(m)] for j in range(n)]
     rows = [one_forward_one_backward(w, w, n - 1 - j, recompute) for j, w in enumerate(works)]
-    return plan_of_rows(m, [list(row) for row in rows])
+    return plan_of_rows(m, rows)

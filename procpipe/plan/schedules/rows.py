@@ -14,7 +14,7 @@ its next task if the task's inputs were made in an earlier cycle, and idles othe
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -30,44 +30,40 @@ from procpipe.plan.task import (
 )
 
 
-def makers(task: Task, num_partitions: int) -> tuple[Task, ...]:
-    """List the tasks of neighbouring partitions that can make a task's input; a plan holds one."""
+def makers(task: Task) -> tuple[Task, ...]:
+    """List the tasks of the neighbouring partition that can make a task's input.
+
+    A plan has one of them, or none at an end of the model.
+    """
     kind, i, j = task
-    if kind == FORWARD and j > 0:
+    if kind == FORWARD:
         return (Task(FORWARD, i, j - 1),)
-    if task.makes_gradient and j < num_partitions - 1:
-        return gradient_tasks(i, j + 1)
-    return ()
+    return gradient_tasks(i, j + 1) if task.makes_gradient else ()
 
 
-def plan_of_rows(m: int, rows: Sequence[Sequence[Task]], placement: tuple[int, ...] = ()) -> Plan:
+def plan_of_rows(m: int, rows: Iterable[Iterable[Task]], placement: tuple[int, ...] = ()) -> Plan:
     """Make the plan in which each stage runs its row's tasks in order, as early as possible.
 
     Raises:
-        ValueError: tasks are in another stage's row, or twice in one (lists all of them); or the
-            stages would wait for each other forever (lists the task at which each stage waits).
+        ValueError: the stages would wait for each other forever; lists the task at which each
+            stage waits.
     """
-    placement = placement or tuple(range(len(rows)))
-    if faults := list(_faults(rows, placement)):
-        raise ValueError(f"these rows are not a plan: {'; '.join(faults)}")
-    cycles = tuple(tuple(cycle.values()) for cycle in cycles_of_rows(rows, len(placement)))
-    return Plan(m, len(rows), cycles, placement)
+    of_stages = [list(row) for row in rows]
+    cycles = tuple(tuple(cycle.values()) for cycle in cycles_of_rows(of_stages))
+    return Plan(m, len(of_stages), cycles, placement)
 
 
-def cycles_of_rows(
-    rows: Sequence[Sequence[Task]], num_partitions: int
-) -> Iterator[Mapping[int, Task]]:
+def cycles_of_rows(rows: Sequence[Sequence[Task]]) -> Iterator[Mapping[int, Task]]:
     """Yield what runs in each clock cycle: the task of each row that is not idle, by its index.
 
     Raises:
         ValueError: the rows would wait for each other forever.
     """
     planned = {task for row in rows for task in row}
-    needs = {task: planned.intersection(makers(task, num_partitions)) for task in planned}
+    needs = {task: planned.intersection(makers(task)) for task in planned}
     done: set[Task] = set()
-    places = [0] * len(rows)
-    while len(done) < len(planned):
-        next_ones = {k: row[places[k]] for k, row in enumerate(rows) if places[k] < len(row)}
+    queues = [deque(row) for row in rows]
+    while next_ones := {k: queue[0] for k, queue in enumerate(queues) if queue}:
         cycle = {k: task for k, task in next_ones.items() if needs[task] <= done}
         if not cycle:
             waits = (f"stage {k} waits at {task}" for k, task in next_ones.items())
@@ -75,7 +71,7 @@ def cycles_of_rows(
                 f"these rows deadlock, as they wait for each other: {', '.join(waits)}"
             )
         for k in cycle:
-            places[k] += 1
+            queues[k].popleft()
         done.update(cycle.values())
         yield cycle
 
@@ -112,13 +108,3 @@ def one_forward_one_backward(
         if len(deferred) > num_deferred:
             yield deferred.pop(0)
     yield from deferred
-
-
-def _faults(rows: Sequence[Sequence[Task]], placement: Sequence[int]) -> Iterator[str]:
-    stages = dict(enumerate(placement))
-    for stage, row in enumerate(rows):
-        for task, count in Counter(row).items():
-            if stages.get(task.j) != stage:
-                yield f"{task} is in the row of stage {stage}"
-            if count > 1:
-                yield f"{task} comes {count} times"

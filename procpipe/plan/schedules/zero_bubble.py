@@ -76,12 +76,12 @@ def zb_h1(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a mini-batch with one partition a stage; the arguments are those of ``gpipe``."""
     works = [[(i, j) for i in range(m)] for j in range(n)]
     rows = [one_forward_one_backward(w, w, n - 1 - j, recompute, j) for j, w in enumerate(works)]
-    return plan_of_rows(m, [list(row) for row in rows])
+    return plan_of_rows(m, rows)
 
 
 def zb_v(m: int, n: int, *, recompute: Collection[int] = ()) -> Plan:
     """Plan a mini-batch with two partitions a stage, placed by ``folded``; else as ``zb_h1``."""
-    rows = [list(_v_row(m, n, stage, recompute)) for stage in range(n)]
+    rows = [_v_row(m, n, stage, recompute) for stage in range(n)]
     return plan_of_rows(m, rows, folded(2 * n, n))
 
 

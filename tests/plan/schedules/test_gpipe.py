@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 
 from procpipe.plan.schedules.gpipe import (
-    backward_cycles,
     backward_plan,
     clock_cycles,
     forward_plan,
     gpipe,
     recomputed,
 )
-from procpipe.plan.task import Task
-from tests.cases import for_each
-from tests.plan.schedules.grids import SIZES, grid, read
-
-MODES = ["always", "except_last", "never"]
+from tests.plan.schedules.grids import grid, read
 
 
 def test_forward_is_a_triangle_that_fills_and_drains() -> None:
@@ -30,43 +25,13 @@ def test_forward_is_a_triangle_that_fills_and_drains() -> None:
     ]
 
 
-def test_one_micro_batch_passes_through_the_stages() -> None:
-    assert grid(gpipe(1, 2)) == read("""
-        F0  --
-        --  F0
-        --  B0
-        B0  --
-    """)
-
-
-def test_one_stage_does_one_task_after_the_other() -> None:
-    assert grid(gpipe(2, 1, recompute={0, 1})) == read("""
-        F0
-        F1
-        R1
-        B1
-        R0
-        B0
-    """)
-
-
-def test_without_recomputation_backward_mirrors_forward() -> None:
-    assert grid(gpipe(3, 3)) == read("""
+def test_except_last_recomputes_in_the_cycle_before_backward() -> None:
+    assert grid(gpipe(3, 3, recompute=recomputed("except_last", 3))) == read("""
         F0  --  --
         F1  F0  --
         F2  F1  F0
         --  F2  F1
         --  --  F2
-        --  --  B2
-        --  B2  B1
-        B2  B1  B0
-        B1  B0  --
-        B0  --  --
-    """)
-
-
-def test_except_last_recomputes_in_the_cycle_before_backward() -> None:
-    assert grid(backward_plan(3, 3, recomputed("except_last", 3))) == read("""
         --  --  B2
         --  B2  R1
         B2  R1  B1
@@ -77,49 +42,17 @@ def test_except_last_recomputes_in_the_cycle_before_backward() -> None:
     """)
 
 
-def test_always_recomputes_the_last_too() -> None:
-    assert grid(backward_plan(2, 3, recomputed("always", 2))) == read("""
-        --  --  R1
-        --  R1  B1
-        R1  B1  R0
-        B1  R0  B0
-        R0  B0  --
-        B0  --  --
+def test_each_pass_may_have_its_own_plan() -> None:
+    assert grid(forward_plan(2, 2)) + grid(backward_plan(2, 2, {0, 1})) == read("""
+        F0  --
+        F1  F0
+        --  F1
+        --  R1
+        R1  B1
+        B1  R0
+        R0  B0
+        B0  --
     """)
-
-
-@for_each(("m", "n"), SIZES)
-def test_forward_cycle_k_holds_every_i_plus_j_equal_k(m: int, n: int) -> None:
-    cycles = list(clock_cycles(m, n))
-    assert len(cycles) == m + n - 1
-    for k, cycle in enumerate(cycles):
-        assert cycle == tuple(Task("F", k - j, j) for j in range(n) if 0 <= k - j < m)
-
-
-@for_each("mode", MODES)
-@for_each(("m", "n"), SIZES)
-def test_backward_tasks_are_in_the_cycles_of_the_formula(m: int, n: int, mode: str) -> None:
-    again = recomputed(mode, m)
-    expected = set()
-    for i in range(m):
-        offset = sum(1 + (later in again) for later in range(i + 1, m))
-        for j in range(n):
-            d = n - 1 - j
-            expected.add((offset + (i in again) + d, Task("B", i, j)))
-            if i in again:
-                expected.add((offset + d, Task("R", i, j)))
-    cycles = list(backward_cycles(m, n, again))
-    assert {(k, task) for k, cycle in enumerate(cycles) for task in cycle} == expected
-    assert all(cycles), "a cycle without tasks"
-
-
-@for_each(("m", "n"), SIZES)
-def test_a_plan_is_forward_and_then_backward(m: int, n: int) -> None:
-    again = recomputed("except_last", m)
-    whole = gpipe(m, n, recompute=again)
-    parts = [*forward_plan(m, n).cycles, *backward_plan(m, n, again).cycles]
-    assert list(whole.cycles) == parts
-    assert gpipe(m, n, backward=False) == forward_plan(m, n)
 
 
 def test_the_modes_choose_what_to_recompute() -> None:
@@ -132,8 +65,3 @@ def test_the_modes_choose_what_to_recompute() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'often'; .* 'always', 'except_last', 'never'"):
         recomputed("often", 3)
-
-
-def test_recomputing_a_missing_micro_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[3, 7\]: there are 3"):
-        gpipe(3, 2, recompute={1, 3, 7})

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
-from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
 
 
@@ -59,17 +56,6 @@ def test_micro_batches_that_are_no_multiple_of_the_stages() -> None:
 
 def test_with_one_partition_a_stage_it_is_one_forward_one_backward() -> None:
     assert interleaved(5, 3, 1, recompute={1}) == one_f_one_b(5, 3, recompute={1})
-
-
-@for_each(("m", "n"), SIZES)
-@for_each("v", [2, 3])
-def test_every_small_plan_runs_to_its_end(m: int, n: int, v: int) -> None:
-    p = v * n
-    skips = tuple((a, b) for a in range(p) for b in (a + 2, p - 1 - a) if a < b < p)
-    skips = tuple(dict.fromkeys(skips))
-    for mode in ("always", "never"):
-        plan = interleaved(m, n, v, recompute=recomputed(mode, m))
-        prove(plan, Routes(n, skips, target=n > 1, placement=plan.placement))
 
 
 @for_each(("m", "n"), SIZES)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import gpipe, recomputed
+from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
-from tests.plan.proof import prove
 from tests.plan.schedules.grids import SIZES, grid, read
-
-MODES = ["always", "except_last", "never"]
 
 
 def test_the_figure() -> None:
@@ -35,21 +31,6 @@ def test_the_figure() -> None:
     """)
 
 
-def test_fewer_micro_batches_than_stages() -> None:
-    assert grid(one_f_one_b(2, 4)) == read("""
-        F0  --  --  --
-        F1  F0  --  --
-        --  F1  F0  --
-        --  --  F1  F0
-        --  --  --  B0
-        --  --  B0  F1
-        --  B0  --  B1
-        B0  --  B1  --
-        --  B1  --  --
-        B1  --  --  --
-    """)
-
-
 def test_a_recomputation_is_right_before_its_backward() -> None:
     assert grid(one_f_one_b(2, 2, recompute={0, 1})) == read("""
         F0  --
@@ -61,14 +42,6 @@ def test_a_recomputation_is_right_before_its_backward() -> None:
         --  B1
         B1  --
     """)
-
-
-@for_each(("m", "n"), SIZES)
-@for_each("mode", MODES)
-def test_every_small_plan_runs_to_its_end(m: int, n: int, mode: str) -> None:
-    skips = tuple((a, b) for a in range(n) for b in range(a + 1, n))
-    plan = one_f_one_b(m, n, recompute=recomputed(mode, m))
-    prove(plan, Routes(n, skips=skips, target=n > 1))
 
 
 @for_each(("m", "n"), SIZES)
@@ -86,24 +59,6 @@ def test_a_plan_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
     costs = Costs.uniform(n, forward_s=1.0, backward_s=2.0)
     total_s = simulate(one_f_one_b(m, n), costs).total_s
     assert total_s == simulate(gpipe(m, n), costs).total_s == 3.0 * (m + n - 1)
-
-
-def test_the_peak_does_not_grow_with_the_number_of_micro_batches() -> None:
-    costs = Costs.uniform(4, output_bytes=100, input_bytes=100)
-    peaks = {
-        m: [simulate(one_f_one_b(m, 4), costs).peak_bytes(j) for j in range(4)] for m in (8, 64)
-    }
-    assert peaks[8] == peaks[64]
-    assert simulate(gpipe(64, 4), costs).peak_bytes(0) > 5 * peaks[64][0]
-
-
-def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_reported() -> None:
-    rows = [
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1), Task(FORWARD, 0, 1)],
-    ]
-    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@1 comes 2 times"):
-        plan_of_rows(1, rows)
 
 
 def test_rows_that_wait_for_each_other_are_reported() -> None:
