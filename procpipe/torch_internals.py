@@ -45,13 +45,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
-from procpipe.torch_versions import is_tested
+from procpipe.torch_versions import RELEASE, TESTED
 
 BatchNorm = _BatchNorm
 pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
-IS_TESTED = is_tested(torch.__version__)
+IS_TESTED = RELEASE in TESTED
 
 
 # -- autograd ------------------------------------------------------------------------------------

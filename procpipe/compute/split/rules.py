@@ -31,16 +31,20 @@ def input_gradient(layer: nn.Module, x: Tensor, gradient: Tensor, weight: Tensor
 
 
 def weight_gradients(
-    layer: nn.Module, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of weight and bias, whose values do not matter."""
+    layer: nn.Module, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Tensor]:
+    """Return the gradient of the weight and, if it is given, of the bias."""
     if isinstance(layer, nn.Linear):
         rows = _rows(gradient)
-        return rows.t().mm(_rows(x)), None if bias is None else rows.sum(0)
+        of_weight = rows.t().mm(_rows(x))
+        return [of_weight] if bias is None else [of_weight, rows.sum(0)]
     mask = (False, True, bias is not None)
     weight = weight.to(gradient.dtype)
-    _, of_weight, of_bias = _of_convolution(layer, x, gradient, weight, bias, mask)
-    return of_weight, of_bias
+    return [
+        each
+        for each in _of_convolution(layer, x, gradient, weight, bias, mask)[1:]
+        if each is not None
+    ]
 
 
 def _of_convolution(

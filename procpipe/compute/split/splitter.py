@@ -24,7 +24,7 @@ until W, runs custom functions twice, and fails under checkpointing.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,17 +41,10 @@ from procpipe.torch_internals import are_functions_transformed, is_compiled, run
 class _Waiting(NamedTuple):
     """What the weight gradients of one call of a layer are computed from, as it was at task I."""
 
-    layer: nn.Module
-    weight: Tensor
-    bias: Tensor | None  # if it requires a gradient
+    leaves: tuple[Tensor, ...]  # the weight and, if it requires a gradient, the bias
     x: Tensor
     gradient: Tensor
     versions: tuple[int, int]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The parameters that get a gradient from it."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class PutOff:
@@ -59,43 +52,39 @@ class PutOff:
 
     def __init__(self) -> None:
         self.is_in_backward = False  # whether task I has begun
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[nn.Module, list[_Waiting]] = {}
 
     def add(
-        self, layer: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor
+        self, layer: nn.Module, leaves: tuple[Tensor, ...], x: Tensor, gradient: Tensor
     ) -> None:
         """Keep what a layer's weight gradients are computed from."""
-        versions = x._version, gradient._version
-        self._waiting.append(_Waiting(layer, weight, bias, x, gradient, versions))
+        call = _Waiting(leaves, x, gradient, (x._version, gradient._version))
+        self._waiting.setdefault(layer, []).append(call)
 
     @torch.no_grad()
     def run(self) -> None:
         """Add the gradients to the parameters, and release what they are computed from.
 
-        Each call of a layer alone, so that one weight's gradient is in memory at a time. Those of
-        a parameter in several calls are added up first, so that its hooks run once.
+        Each layer alone, so that one weight's gradient is in memory at a time. Autograd adds up
+        those of several calls of it first, so that hooks run once.
         """
-        to_come = Counter(leaf for call in self._waiting for leaf in call.leaves)
-        totals: dict[Tensor, Tensor] = {}
         while self._waiting:
-            call = self._waiting.popleft()
-            layer, weight, bias, x, gradient, versions = call
-            if versions != (x._version, gradient._version):  # autograd checks the same in I
-                raise RuntimeError(
-                    "the input, or the gradient of the output, of a layer whose weight is "
-                    f"{tuple(weight.shape)} was changed in place before its weight gradients were "
-                    "computed, which a backward pass in two tasks puts off: use a schedule that "
-                    "does not split backward"
-                )
-            gradients = weight_gradients(layer, x, gradient, weight, bias)
-            for leaf, of_leaf in zip(call.leaves, gradients, strict=False):
-                assert of_leaf is not None, "computed of all leaves"
-                made = of_leaf.to(leaf.dtype)
-                totals[leaf] = totals[leaf] + made if leaf in totals else made
-            to_come.subtract(call.leaves)
-            ended = tuple(leaf for leaf in call.leaves if not to_come[leaf])
-            if ended:
-                run_backward(ended, tuple(map(totals.pop, ended)))
+            layer, calls = self._waiting.popitem()
+            leaves: list[Tensor] = []
+            made: list[Tensor] = []
+            for call in calls:
+                if call.versions != (call.x._version, call.gradient._version):
+                    raise RuntimeError(
+                        "the input, or the gradient of the output, of a layer whose weight is "
+                        f"{tuple(call.leaves[0].shape)} was changed in place before its weight "
+                        "gradients were computed, which a backward pass in two tasks puts off: "
+                        "use a schedule that does not split backward"
+                    )
+                of_leaves = weight_gradients(layer, call.x, call.gradient, *call.leaves)
+                for leaf, of_leaf in zip(call.leaves, of_leaves, strict=True):
+                    leaves.append(leaf)
+                    made.append(of_leaf.to(leaf.dtype))
+            run_backward(tuple(leaves), tuple(made))
 
 
 @dataclass(slots=True)
@@ -157,7 +146,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Any, put_off: PutOff, anchor: Tensor, x: Tensor) -> Tensor:
         is_trained = layer.bias is not None and layer.bias.requires_grad
-        ctx.leaves = layer.weight, layer.bias if is_trained else None
+        ctx.leaves = (layer.weight, layer.bias) if is_trained else (layer.weight,)
         ctx.layer, ctx.put_off = layer, put_off
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, layer.weight)
@@ -176,7 +165,7 @@ class _Node(torch.autograd.Function):
             )
         x, weight = ctx.saved_tensors  # aliases, where a layer checkpoints itself
         # Detached, or x would keep the task's graph alive.
-        ctx.put_off.add(ctx.layer, *ctx.leaves, x.detach(), gradient)
+        ctx.put_off.add(ctx.layer, ctx.leaves, x.detach(), gradient)
         of_x = None
         if ctx.needs_input_grad[3]:
             of_x = input_gradient(ctx.layer, x, gradient, weight)
