@@ -31,34 +31,23 @@ _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe
 _ORIGINAL = "_procpipe_original"
 
 
-class stash:  # noqa: N801 - a verb, as torchgpipe has it
+class stash(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
     """Yield it from a forward to stash a tensor, or ``None``, under a declared name.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.stash``.
     """
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"skip {name!r} is stashed as {type(tensor).__name__}: stash a tensor or None; "
-                "several tensors have several names"
-            )
-        self.name = name
-        self.tensor = tensor
+    name: str
+    tensor: Tensor | None
 
 
-class pop:  # noqa: N801 - a verb, as torchgpipe has it
+class pop(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
     """Yield it from a forward to get the tensor stashed under a declared name.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.pop``.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 def skippable(

@@ -165,11 +165,6 @@ def test_a_tensor_is_popped_as_often_as_declared() -> None:
         model(ONE)
 
 
-def test_nothing_but_a_tensor_or_none_is_stashed() -> None:
-    with pytest.raises(TypeError, match="skip 'a' is stashed as tuple: stash a tensor or None"):
-        stash("a", (ONE, ONE))  # type: ignore[arg-type]
-
-
 # -- classes --------------------------------------------------------------------------------------
 
 
