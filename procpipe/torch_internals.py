@@ -2,17 +2,17 @@
 
     name                                            where torch lacks it
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
-    _C._are_functorch_transforms_active             weight gradients are not deferred
-    nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
+    _C._are_functorch_transforms_active             AttributeError where backward is split
+    nn.modules.batchnorm._BatchNorm                 ImportError
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
     FSDPModule._get_fsdp_state, its _mp_policy      likewise
-    ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
+    ProcessGroupGloo._Options, _timeout, _devices   AttributeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
-    amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
+    amp.GradScaler._unscale_grads_                  AttributeError where stage.scaler() is called
     ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
     ops.aten._grouped_mm                            likewise
     _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
@@ -31,42 +31,41 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
-from procpipe.torch_versions import is_tested
+from procpipe.torch_versions import RELEASE, TESTED
 
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    BatchNorm = _BatchNorm
-else:
-    BatchNorm = nn.BatchNorm1d.__base__
-
+BatchNorm = _BatchNorm
 pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
-IS_TESTED = is_tested(torch.__version__)
+IS_TESTED = RELEASE in TESTED
 
 
 # -- autograd ------------------------------------------------------------------------------------
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
-#: Returns whether this is within a transformation of ``torch.func``.
-#: Source: ``torch.autograd.Function.apply``,
-#: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
-are_functions_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
+
+def are_functions_transformed() -> bool:
+    """Return whether this is within a transformation of ``torch.func``.
+
+    Source: ``torch.autograd.Function.apply``,
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
+    """
+    return torch._C._are_functorch_transforms_active()
 
 
 def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
@@ -110,16 +109,8 @@ def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
 
     ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
     method, whose result ``step`` and ``update`` go by.
-
-    Raises:
-        RuntimeError: this torch's ``GradScaler`` checks gradients elsewhere.
     """
-    of_torch = getattr(type(scaler), "_unscale_grads_", None)
-    if of_torch is None:
-        raise RuntimeError(
-            f"torch {torch.__version__} has another GradScaler than those known here: use a "
-            "release of torch that procpipe was tested with"
-        )
+    of_torch = type(scaler)._unscale_grads_
 
     def unscale(
         optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -217,8 +208,7 @@ if _of_experts := getattr(torch.ops.aten, "_grouped_mm", None):
     FLOPS[_of_experts] = lambda tokens, weights, *_, **__: 2 * math.prod(tokens) * weights[-1]
 
 
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
+def without_values() -> AbstractContextManager[Any]:
     """Return a context in which tensors, on any device, are made without values and memory.
 
     Operators work out shapes, as on the meta device, but choose kernels as that device does.
@@ -226,37 +216,27 @@ def without_values() -> Iterator[None]:
     """
     from torch._subclasses import FakeTensorMode  # takes time at first
 
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # errors that are raised as well
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with FakeTensorMode():
-            yield
-    finally:
-        logger.setLevel(level)
+    return FakeTensorMode()
 
 
 # -- process groups ------------------------------------------------------------------------------
 
 
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
-    """Return options for a ``ProcessGroupGloo``; ``RuntimeError`` if this torch has other ones."""
-    return _set(lambda: gloo._Options(), _timeout=timedelta(seconds=timeout_s), _devices=[device])
+    """Return options for a ``ProcessGroupGloo``.
 
-
-def nccl_options(
-    nccl: Any, timeout_s: float, max_blocks: int, *, is_high_priority_stream: bool = False
-) -> Any:
-    """Return options for a ``ProcessGroupNCCL``; ``RuntimeError`` if this torch has other ones.
-
-    The class is an argument, as few modules may import torch.distributed.
+    The class is an argument, here and below, as few modules may import torch.distributed.
     """
-    options = _set(
-        lambda: nccl.Options(is_high_priority_stream=is_high_priority_stream),
-        _timeout=timedelta(seconds=timeout_s),
-    )
-    _set(lambda: options.config, max_ctas=max_blocks)
-    _set(lambda: (nccl._start_coalescing, nccl._end_coalescing))  # for in_a_batch()
+    options = gloo._Options()
+    options._timeout, options._devices = timedelta(seconds=timeout_s), [device]
+    return options
+
+
+def nccl_options(nccl: Any, timeout_s: float, max_blocks: int) -> Any:
+    """Return options for a ``ProcessGroupNCCL`` whose kernels go before others."""
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.max_ctas = max_blocks
     return options
 
 
@@ -274,17 +254,3 @@ def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
             group._end_coalescing()
         raise
     return group._end_coalescing()
-
-
-def _set(find: Callable[[], Any], **values: Any) -> Any:
-    """Set attributes, which C++ classes refuse if they lack them."""
-    try:
-        options = find()
-        for name, value in values.items():
-            setattr(options, name, value)
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has other options for process groups than those known here "
-            f"({error}): use a release of torch that procpipe was tested with"
-        ) from error
-    return options

@@ -17,34 +17,18 @@ TESTED = ((2, 11), (2, 13), (2, 15))
 OLDEST = TESTED[0]
 
 
-def release_of(version: str) -> tuple[int, int] | None:
-    """Return the release that a version belongs to; None for a text that names none.
-
-    ``2.11.0+cu130`` is of (2, 11), ``2.16.0a0+git1234567`` of (2, 16).
-    """
-    numbers = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
+def release_of(version: str) -> tuple[int, int]:
+    """Return the release that a version belongs to: ``2.11.0+cu130`` is of (2, 11)."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
-def check_torch_version(version: str) -> None:
-    """Refuse versions of torch that do not work; accept one that names no release.
+#: The release of this process's torch.
+RELEASE = release_of(torch.__version__)
 
-    Raises:
-        ImportError: the version is too old.
-    """
-    release = release_of(version)
-    if release is not None and release < OLDEST:
-        oldest, *others = (".".join(map(str, release)) for release in TESTED)
-        raise ImportError(
-            f"procpipe needs torch {oldest} or newer, but this is torch {version}: versions "
-            f"{', '.join((oldest, *others))} are tested; install one with "
-            f"pip install 'torch>={oldest}'"
-        )
-
-
-def is_tested(version: str) -> bool:
-    """Return whether a version is of a release that the tests have run with."""
-    return release_of(version) in TESTED
-
-
-check_torch_version(torch.__version__)
+if RELEASE < OLDEST:
+    oldest, *others = (".".join(map(str, release)) for release in TESTED)
+    raise ImportError(
+        f"procpipe needs torch {oldest} or newer, but this is torch {torch.__version__}: versions "
+        f"{', '.join((oldest, *others))} are tested; install one with pip install 'torch>={oldest}'"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -75,27 +74,6 @@ def test_statistics_are_precise_where_squares_would_cancel() -> None:
     assert norm.running_var.item() == pytest.approx(6.0, rel=1e-12)
 
 
-def test_each_micro_batch_is_normalised_by_its_own_statistics() -> None:
-    torch.manual_seed(0)
-    (batch,) = batches((10, 3, 4), num=1)
-    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
-    for norm in (plain, deferred):
-        nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(1))
-    left, right = batch.clone().requires_grad_(), batch.clone().requires_grad_()
-
-    expected = torch.cat([plain(part) for part in left.split([4, 4, 2])])
-    output = feed(deferred, right, [4, 4, 2])
-    expected.pow(3).sum().backward()
-    output.pow(3).sum().backward()
-
-    assert torch.equal(output, expected)
-    pairs = zip([right, *deferred.parameters()], [left, *plain.parameters()], strict=True)
-    for value, expected_value in pairs:
-        assert value.grad is not None
-        assert expected_value.grad is not None
-        assert torch.equal(value.grad, expected_value.grad)
-
-
 def test_eval_uses_and_keeps_the_running_statistics() -> None:
     first, second = batches((10, 3), num=2)
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
@@ -124,18 +102,6 @@ def test_an_unfinished_mini_batch_is_forgotten() -> None:
     assert_same_state(deferred, plain)
 
 
-def test_eval_in_the_middle_of_a_mini_batch_does_not_change_it() -> None:
-    (batch,) = batches((10, 3), num=1)
-    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
-    plain(batch)
-    deferred.begin()
-    deferred(batch[:4])
-    deferred.eval()(batch)
-    deferred.train()(batch[4:])
-    deferred.commit()
-    assert_same_state(deferred, plain)
-
-
 def test_recomputation_is_not_counted() -> None:
     (batch,) = batches((10, 3), num=1)
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
@@ -150,14 +116,6 @@ def test_recomputation_is_not_counted() -> None:
         deferred(batch)
     deferred.commit()
     assert_same_state(deferred, plain)
-
-
-def test_commit_without_a_micro_batch_does_nothing() -> None:
-    norm = DeferredBatchNorm(3)
-    norm.commit()
-    norm.begin()
-    norm.commit()
-    assert_same_state(norm, nn.BatchNorm1d(3), tolerance=0.0)
 
 
 @for_each("dtype", [torch.float16, torch.bfloat16])
@@ -184,15 +142,6 @@ def test_low_precision_is_added_up_in_float32(dtype: torch.dtype, is_module_low:
     assert_same_state(deferred, expected, tolerance=1e-5)
 
 
-def test_autocast() -> None:
-    (batch,) = (batch.float() for batch in batches((8, 3), num=1))
-    plain, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain(batch)
-        feed(deferred, batch, [4, 4])
-    assert_same_state(deferred, plain, tolerance=1e-6)
-
-
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
 def test_without_parameters_or_statistics(options: dict[str, bool]) -> None:
     (batch,) = batches((10, 3), num=1)
@@ -206,19 +155,6 @@ def test_without_parameters_or_statistics(options: dict[str, bool]) -> None:
 def test_input_without_channels() -> None:
     with pytest.raises(ValueError, match=r"shape \(3,\): give it at least 2 dimensions"):
         DeferredBatchNorm(3)(torch.ones(3))
-
-
-def test_state_dicts_interchange() -> None:
-    (batch,) = batches((10, 3), num=1)
-    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
-    feed(deferred, batch, [5, 5])
-    deferred.begin()
-    deferred(batch)  # recorded, but not part of the state
-    plain.load_state_dict(deferred.state_dict())
-    assert_same_state(plain, deferred, tolerance=0.0)
-    plain(batch)
-    deferred.load_state_dict(plain.state_dict())
-    assert_same_state(deferred, plain, tolerance=0.0)
 
 
 def test_convert_keeps_everything_but_the_class() -> None:
@@ -255,24 +191,6 @@ def test_convert_leaves_sync_batch_norm() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3))
     DeferredBatchNorm.convert_deferred_batch_norm(model)
     assert type(model[0]) is nn.SyncBatchNorm
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))]
-)
-def test_copies_are_independent(duplicate: Any) -> None:
-    (batch,) = batches((10, 3), num=1)
-    plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()
-    deferred.begin()
-    deferred(batch[:5])
-    twin = duplicate(deferred)
-    twin(batch[5:])
-    twin.commit()
-    deferred.begin()
-    deferred.commit()
-    assert_same_state(deferred, plain)
-    plain(batch)
-    assert_same_state(twin, plain)
 
 
 def test_training_with_convolutions_ends_with_the_plain_models_state() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from procpipe.torch_versions import OLDEST, TESTED, is_tested, release_of
+from procpipe.torch_versions import OLDEST, TESTED, release_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,8 +38,8 @@ def test_an_older_torch_is_one_clear_error(version, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.16.0a0+git1234567", "3.0", "a1b2c3d"])
-def test_newer_and_unknown_versions_are_accepted(version, tmp_path):
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.16.0a0+git1234567", "3.0"])
+def test_newer_versions_are_accepted(version, tmp_path):
     ended = import_procpipe_beside(version, tmp_path)
 
     assert "procpipe needs" not in ended.stderr
@@ -47,18 +47,8 @@ def test_newer_and_unknown_versions_are_accepted(version, tmp_path):
 
 
 def test_the_release_of_a_version():
-    found = {
-        version: (release_of(version), is_tested(version))
-        for version in ("2.11.0+cu130", "2.13.1", "2.14.1", "2.15.0a0+gitabc", "2.9", "main")
-    }
-    assert found == {
-        "2.11.0+cu130": ((2, 11), True),
-        "2.13.1": ((2, 13), True),
-        "2.14.1": ((2, 14), False),
-        "2.15.0a0+gitabc": ((2, 15), True),
-        "2.9": ((2, 9), False),
-        "main": (None, False),
-    }
+    versions = ("2.11.0+cu130", "2.13.1", "2.15.0a0+gitabc", "v2.9")
+    assert [release_of(version) for version in versions] == [(2, 11), (2, 13), (2, 15), (2, 9)]
 
 
 def test_the_package_requires_what_is_checked():

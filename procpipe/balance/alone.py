@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from procpipe.compute.generators import RandomStates, generators
 from procpipe.compute.graph import Enter, Entry
-from procpipe.skip.tracker import tracking
+from procpipe.skip.namespace import SkipKey
+from procpipe.skip.tracker import Tracker, tracking
 from procpipe.torch_internals import without_values
 from procpipe.tree import Flat, flatten
 
@@ -67,34 +68,28 @@ class Inputs:
         return cls(sample)
 
 
-class SkipCut:
+class SkipCut(Tracker):
     """The skip tensors of one pass over all layers; takes the place of a stage's tracker."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._stashed: list[Tensor] = []
-        self._held: dict[Hashable, tuple[Flat, int]] = {}
 
-    def stash(self, key: Hashable, tensor: Tensor | None, num_pops: int) -> None:
+    def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a detached tensor for the ``num_pops`` layers that will pop it."""
         if tensor is not None:
             self._stashed.append(tensor)
-        self._held[key] = Flat.of(tensor), num_pops
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        super().stash(key, tensor, num_pops)
 
-    def pop(self, key: Hashable) -> Tensor | None:
+    def pop(self, key: SkipKey) -> Tensor | None:
         """Return the tensor to one of them."""
-        if key not in self._held:
-            raise RuntimeError(
-                f"skip tensor {key} is popped but was not stashed: see verify_skippables(module)"
-            )
-        flat, num_pops = self._held.pop(key)
-        if num_pops > 1:
-            self._held[key] = flat, num_pops - 1
-        tensor: Tensor | None = _enter(flat)
+        tensor: Tensor | None = _enter(Flat.of(super().pop(key)))
         return tensor
 
-    def waiting(self) -> dict[Hashable, list[Tensor]]:
+    def waiting(self) -> dict[SkipKey, list[Tensor]]:
         """Return the tensors that are still to be popped, by key."""
-        return {key: flat.tensors for key, (flat, _) in self._held.items()}
+        return {key: Flat.of(tensor).tensors for key, (tensor, _) in self._tensors.items()}
 
     def take_stashed(self) -> list[Tensor]:
         """Return the tensors stashed since the last call, with their graph."""

@@ -120,9 +120,7 @@ class Communicators(DeviceTransfers):
         self._add(ranks, is_connected.is_set)
         own.set(f"blocks/{self._rank}", str(num_blocks))
         num_blocks = min(int(own.get(f"blocks/{rank}")) for rank in ranks)
-        options = nccl_options(
-            ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks, is_high_priority_stream=True
-        )
+        options = nccl_options(ProcessGroupNCCL, _OUT_OF_REACH_S, num_blocks)
         place = ranks.index(self._rank), len(ranks)
         before = os.environ.get(_WITHOUT_WATCHDOG, "0")
         os.environ[_WITHOUT_WATCHDOG] = "1"  # read by the constructor

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from procpipe.skip.layout import SkipLayout
 from procpipe.skip.namespace import SkipKey
-from procpipe.skip.tracker import PlainTracker
+from procpipe.skip.tracker import Tracker
 
 #: Sent in place of a skip tensor that was not stashed this time; to pop it is an error.
 _ABSENT = "not stashed"
@@ -75,7 +75,7 @@ class SkipPorts:
                 )
 
 
-class StageTracker(PlainTracker):
+class StageTracker(Tracker):
     """A tracker that also holds what comes from, and goes to, other partitions.
 
     Attributes:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.compute.wrappers import (
     check_not_data_parallel,
@@ -29,7 +29,7 @@ def check_model(module: nn.Module) -> None:
 
     Raises:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
-        ValueError: it holds the same layer twice, or parameters that have no shape yet.
+        ValueError: it holds the same layer twice.
     """
     if is_data_parallel(type(module)):
         refuse_data_parallel(f"the model is a {type(module).__name__}")
@@ -40,27 +40,14 @@ def check_model(module: nn.Module) -> None:
         )
     check_not_data_parallel(_layers(module))
     names: dict[nn.Module, str] = {}
-    faults = []
     for name, layer in _layers(module):
         first = names.setdefault(layer, name)
         if first != name:
-            faults.append(f"layers '{first}' and '{name}' are one {type(layer).__qualname__}")
-    if faults:
-        raise ValueError(
-            f"the model holds duplicate children: {'; '.join(faults)}: build a layer of its own "
-            "for each place, or put both places into one layer"
-        )
-    lazy = (nn.UninitializedParameter, nn.UninitializedBuffer)
-    if faults := [
-        f"'{name}' ({type(layer).__qualname__})"
-        for name, layer in _layers(module)
-        if any(isinstance(tensor, lazy) for tensor in chain(layer.parameters(), layer.buffers()))
-    ]:
-        raise ValueError(
-            f"parameters or buffers of {', '.join(faults)} have no shape yet, which lazy modules "
-            "get from their first input: call the model once before Stage, model(x), with the same "
-            "random seed on each rank, or give the modules their numbers of features"
-        )
+            raise ValueError(
+                f"the model holds duplicate children: layers '{first}' and '{name}' are one "
+                f"{type(layer).__qualname__}: build a layer of its own for each place, or put both "
+                "places into one layer"
+            )
 
 
 def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
@@ -70,18 +57,13 @@ def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
         TypeError: it is not iterable, or an entry is not an integer.
         BalanceError: an entry is less than 1, or they do not add up to ``num_layers``.
     """
-    if not isinstance(balance, Iterable):
+    try:
+        parts = tuple(map(operator.index, balance))
+    except TypeError as error:
         raise TypeError(
             f"the balance is {balance!r}: pass the number of layers of each partition, as in "
             f"balance=[{num_layers}]"
-        )
-    entries = balance.tolist() if isinstance(balance, Tensor) else list(balance)
-    if not all(hasattr(entry, "__index__") and not isinstance(entry, bool) for entry in entries):
-        raise TypeError(
-            f"the balance {entries} holds more than integers: pass the number of layers of each "
-            "partition"
-        )
-    parts = tuple(operator.index(entry) for entry in entries)
+        ) from error
     if any(part < 1 for part in parts):
         raise BalanceError(
             f"the balance {list(parts)} has a partition of less than one layer: give each at least "

@@ -14,11 +14,11 @@ too. torchgpipe wraps the layer in another module instead, which prefixes every 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import wraps
 from types import GeneratorType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -30,38 +30,24 @@ M = TypeVar("M", bound=nn.Module)
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
 
-#: Packages with skippables of their own, which a pipeline of procpipe cannot support.
-_OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
-
-class stash:  # noqa: N801 - a verb, as torchgpipe has it
+class stash(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
     """Yield it from a forward to stash a tensor, or ``None``, under a declared name.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.stash``.
     """
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"skip {name!r} is stashed as {type(tensor).__name__}: stash a tensor or None; "
-                "several tensors have several names"
-            )
-        self.name = name
-        self.tensor = tensor
+    name: str
+    tensor: Tensor | None
 
 
-class pop:  # noqa: N801 - a verb, as torchgpipe has it
+class pop(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
     """Yield it from a forward to get the tensor stashed under a declared name.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.pop``.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 def skippable(
@@ -79,22 +65,10 @@ def skippable(
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
     """
-    if isinstance(stash, str | type) or isinstance(pop, str):
-        raise TypeError(
-            f"skippable got {stash if isinstance(stash, str | type) else pop!r}: names come as "
-            "lists, as in @skippable(stash=[...], pop=[...])"
-        )
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
-    for name, num_pops in stashes.items():
-        if num_pops < 1:
-            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: give at least 1")
     pops = tuple(pop)
 
     def declare(module_class: type[M]) -> type[M]:
-        if _STASHES in vars(module_class):
-            raise TypeError(
-                f"{module_class.__name__} is skippable already: declare other names of a subclass"
-            )
         original = getattr(module_class.forward, _ORIGINAL, module_class.forward)
 
         @wraps(original)
@@ -142,6 +116,23 @@ def _own(module: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
     )
 
 
+class _Users(NamedTuple):
+    """The layers that use a skip tensor, as numbers in the order in which they run."""
+
+    stashers: list[int]
+    poppers: list[int]
+    declared: list[int]  # by how many layers each stasher has it popped
+
+    @property
+    def match(self) -> bool:
+        """Whether one layer stashes it, and as many as declared pop it then."""
+        return (
+            len(self.stashers) == 1
+            and self.declared == [len(self.poppers)]
+            and min(self.poppers, default=0) >= self.stashers[0]
+        )
+
+
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip tensor of a model is stashed once and popped as often as declared.
 
@@ -152,92 +143,36 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the full model.
 
     Raises:
-        TypeError: not an ``nn.Sequential``; or lists every pair that does not match, or every layer
-            that uses the skippables of another package.
+        TypeError: lists every skip tensor that does not match.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
-    if others := [
-        other for name, layer in module.named_modules() for other in _others(name, layer)
-    ]:
+    names: list[str] = []
+    users: defaultdict[SkipKey, _Users] = defaultdict(lambda: _Users([], [], []))
+    for number, (name, layer) in enumerate(_in_order(module)):
+        names.append(name)
+        for stashes, pops in map(_own, layer.modules()):
+            for key, num_pops in stashes.items():
+                users[key].stashers.append(number)
+                users[key].declared.append(num_pops)
+            for key in pops:
+                users[key].poppers.append(number)
+
+    def these(numbers: list[int]) -> str:
+        return " and ".join(f"layer {names[number]!r}" for number in numbers) or "no layer"
+
+    faults = [
+        f"\n  - {key} is stashed by {these(of.stashers)} (pops declared: {sum(of.declared)}), and "
+        f"popped by {these(of.poppers)}"
+        for key, of in users.items()
+        if not of.match
+    ]
+    if faults:
         raise TypeError(
-            f"{'; '.join(others)}: a pipeline of procpipe carries the skip tensors of its own "
-            "skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
-            "these layers are defined"
+            f"some skip tensors are not stashed and popped in pairs:{''.join(faults)}\n"
+            "stash each in one layer, and pop it in one layer after that, or in as many as "
+            "stash={name: number of layers} declares; isolate each pair of one name by a Namespace"
         )
-    if faults := list(_faults(module)):
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        raise TypeError(f"some skip tensors are not stashed and popped in pairs:{lines}")
-
-
-def _others(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield a fault if a module is a skippable of another package."""
-    of = type(module)
-    origin = next(filter(None, map(_other_origin, of.__mro__)), None)
-    if origin is not None:
-        yield f"layer {name!r} ({of.__name__}) is a skippable of {origin}"
-
-
-def _other_origin(of: type) -> str | None:
-    """Return the package of another project's skippables that a class is from."""
-    return next((other for other in _OTHERS if f"{of.__module__}.".startswith(f"{other}.")), None)
-
-
-#: In which layer each skip tensor is stashed first, and how many layers may pop it.
-_Stashed = dict[SkipKey, tuple[str, int]]
-
-
-def _faults(module: nn.Sequential) -> Iterator[str]:
-    """Follow the layers of a model in order, and yield the faults of its skip tensors."""
-    layers = list(_in_order(module))
-    all_stashes = {key for _, layer in layers for key in declared(layer)[0]}
-    stashed: _Stashed = {}
-    num_popped: Counter[SkipKey] = Counter()
-    for name, layer in layers:
-        stashes, pops = declared(layer)
-        for key, allowed in stashes.items():
-            stashed.setdefault(key, (name, allowed))
-        in_one = _stashed_and_popped_in_one(layer)
-        for key in pops:
-            num_popped[key] = stashes[key] if key in in_one else num_popped[key] + 1
-            if key in in_one:
-                yield f"layer {name!r} both stashes and pops {key}"
-            elif key not in stashed:
-                is_later = key in all_stashes
-                when = "that a later layer stashes" if is_later else "that none stashes"
-                yield f"layer {name!r} pops {key}, {when}"
-            elif num_popped[key] > stashed[key][1]:
-                yield (
-                    f"layer {name!r} pops {key} once more than declared: isolate one of the "
-                    "pairs by a Namespace, or declare stash={name: number of layers}"
-                )
-        yield from _stash_faults(name, layer, stashed)
-    for key, (name, allowed) in stashed.items():
-        if (found := num_popped[key]) < allowed:
-            times = f"{found} of {allowed} layers pop" if found else "none pops"
-            yield f"layer {name!r} stashes {key}, but {times} it"
-
-
-def _stash_faults(name: str, layer: nn.Module, stashed: _Stashed) -> Iterator[str]:
-    """Yield a fault for each skip tensor of a layer that is stashed more than once."""
-    times = Counter(key for module in layer.modules() for key in _own(module)[0])
-    for key in times:
-        if (first := stashed[key][0]) != name:
-            yield (
-                f"layer {name!r} stashes {key}, which layer {first!r} stashes: isolate one of "
-                "the pairs by a Namespace"
-            )
-    for key, count in times.items():
-        if count > 1:
-            yield f"layer {name!r} stashes {key} {count} times: isolate each by a Namespace"
-
-
-def _stashed_and_popped_in_one(layer: nn.Module) -> set[SkipKey]:
-    """Return the skip tensors that one module of a layer both stashes and pops."""
-    of_modules = map(_own, layer.modules())
-    return {key for stashes, pops in of_modules for key in pops if key in stashes}
 
 
 def _in_order(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -256,23 +191,13 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Args:
         namespace: layers that share it, share the names.
-        only: names to isolate, or one name; all that the layer declares if left out. The
-            latest namespace of a name counts.
-
-    Raises:
-        ValueError: a name that the layer does not declare.
+        only: names to isolate; all that the layer declares if left out. The latest namespace of a
+            name counts.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
     """
-    names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
-    chosen = names if only is None else {only} if isinstance(only, str) else set(only)
-    if unknown := chosen - names:
-        raise ValueError(
-            f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
-        )
-    known = self.__dict__.setdefault(_NAMESPACES, {})
-    for name in chosen:
-        known[name] = namespace
+    names = [*getattr(self, _STASHES), *getattr(self, _POPS)] if only is None else only
+    self.__dict__.setdefault(_NAMESPACES, {}).update(dict.fromkeys(names, namespace))
     return self
 
 
@@ -297,11 +222,9 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[st
                 )
             verb, name = type(asked).__name__, asked.name
             if (verb, name) not in to_do:
-                if name in getattr(module, _STASHES if verb == "stash" else _POPS):
-                    raise RuntimeError(f"the forward of {of} does {verb} {name!r} twice")
                 raise RuntimeError(
-                    f"the forward of {of} does {verb} {name!r}, which it does not declare: write "
-                    f"@skippable({verb}=[{name!r}])"
+                    f"the forward of {of} does {verb} {name!r} twice, or without declaring it: "
+                    f"write @skippable({verb}=[{name!r}])"
                 )
             to_do.discard((verb, name))
             key = _key(module, name)

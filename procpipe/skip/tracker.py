@@ -1,6 +1,6 @@
 """Keeps stashed tensors until they are popped.
 
-A layer's ``stash`` and ``pop`` go to the tracker of the present context: a ``PlainTracker`` in a
+A layer's ``stash`` and ``pop`` go to the tracker of the present context: one of its own in a
 plain ``nn.Sequential``; in a pipeline one for each task, which also has what comes from and goes to
 other stages.
 """
@@ -10,28 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
 
 from torch import Tensor
 
 from procpipe.skip.namespace import SkipKey
 
 
-class Tracker(Protocol):
-    """Takes what layers stash and returns what they pop."""
-
-    def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
-        """Keep a tensor for the ``num_pops`` layers that will pop it."""
-
-    def pop(self, key: SkipKey) -> Tensor | None:
-        """Return the tensor to one of them.
-
-        Raises:
-            RuntimeError: nothing is stashed under this key, or all layers have popped it.
-        """
-
-
-class PlainTracker:
+class Tracker:
     """Keeps stashed tensors until the last layer has popped them."""
 
     def __init__(self) -> None:
@@ -42,7 +27,11 @@ class PlainTracker:
         self._tensors[key] = tensor, num_pops
 
     def pop(self, key: SkipKey) -> Tensor | None:
-        """Return the tensor to one of them."""
+        """Return the tensor to one of them.
+
+        Raises:
+            RuntimeError: nothing is stashed under this key, or all layers have popped it.
+        """
         if key not in self._tensors:
             raise RuntimeError(
                 f"skip tensor {key} is popped but was not stashed: run the layer that stashes it "
@@ -64,7 +53,7 @@ def current_tracker() -> Tracker:
     """Return the tracker of the present context, a plain one by default."""
     tracker = _tracker.get()
     if tracker is None:
-        tracker = PlainTracker()
+        tracker = Tracker()
         _tracker.set(tracker)
     return tracker
 

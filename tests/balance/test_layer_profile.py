@@ -62,8 +62,8 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
 
     partition = Segment(Layers({"0": block}, torch.device("cpu"), is_first=False))
     partition.begin()
-    output = partition.forward(
-        0, Flat([x], TENSOR, (True,)), keep=True, recompute=False, split=True
+    (output,) = partition.forward(
+        0, [Flat([x], TENSOR, (True,))], keep=True, recompute=False, split=True
     )
     partition.backward(0, [torch.ones_like(output.tensors[0])])
     assert layer.put_off_bytes == put_off_bytes(partition, 0)

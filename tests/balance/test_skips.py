@@ -122,7 +122,7 @@ def test_namespaces_are_kept_in_copies():
 
 
 def test_popping_an_unknown_name_is_an_error():
-    with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: see verify"):
+    with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: run"):
         layer_sizes(nn.Sequential(Pop()), torch.rand(1))
 
 

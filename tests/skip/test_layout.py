@@ -78,12 +78,6 @@ def test_a_tensor_popped_on_several_stages_is_sent_once_to_each() -> None:
     assert num_pops(shared) == {(0, 1): (2,), (0, 3): (1,)}
 
 
-def test_pops_are_counted_for_each_tensor() -> None:
-    mixed = layout("+a | +b*2", "-b | -a | -b")
-    assert names(mixed) == {(0, 1): "a b"}
-    assert num_pops(mixed) == {(0, 1): (1, 2)}
-
-
 def test_namespaces_distinguish_tensors_of_one_name() -> None:
     outer, inner = Namespace(), Namespace()
     crossed = layout_of(
@@ -99,7 +93,3 @@ def test_modules_inside_a_layer_count() -> None:
     assert names(layout_of([nn.Sequential(drawn("+a"))], [nn.Sequential(drawn("-a"))])) == {
         (0, 1): "a"
     }
-
-
-def test_empty_stages_are_numbered_too() -> None:
-    assert names(layout_of([], [drawn("+a")], [], [drawn("-a")])) == {(1, 3): "a"}

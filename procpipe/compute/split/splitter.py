@@ -24,7 +24,7 @@ until W, runs custom functions twice, and fails under checkpointing.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,27 +34,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.split.rules import Rule, rule_of
+from procpipe.compute.split.rules import has_rule, input_gradient, weight_gradients
 from procpipe.torch_internals import are_functions_transformed, is_compiled, run_backward
 
 
-class _Call(NamedTuple):
-    """One call of a layer."""
-
-    rule: Rule
-    weight: Tensor
-    bias: Tensor | None  # if it requires a gradient
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The parameters that get a gradient from it."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
-
-
 class _Waiting(NamedTuple):
-    """What the weight gradients of one call are computed from, as it was at task I."""
+    """What the weight gradients of one call of a layer are computed from, as it was at task I."""
 
-    call: _Call
+    leaves: tuple[Tensor, ...]  # the weight and, if it requires a gradient, the bias
     x: Tensor
     gradient: Tensor
     versions: tuple[int, int]
@@ -65,41 +52,39 @@ class PutOff:
 
     def __init__(self) -> None:
         self.is_in_backward = False  # whether task I has begun
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[nn.Module, list[_Waiting]] = {}
 
-    def add(self, call: _Call, x: Tensor, gradient: Tensor) -> None:
+    def add(
+        self, layer: nn.Module, leaves: tuple[Tensor, ...], x: Tensor, gradient: Tensor
+    ) -> None:
         """Keep what a layer's weight gradients are computed from."""
-        self._waiting.append(_Waiting(call, x, gradient, (x._version, gradient._version)))
+        call = _Waiting(leaves, x, gradient, (x._version, gradient._version))
+        self._waiting.setdefault(layer, []).append(call)
 
     @torch.no_grad()
     def run(self) -> None:
         """Add the gradients to the parameters, and release what they are computed from.
 
-        Each call of a layer alone, so that one weight's gradient is in memory at a time. Those of
-        a parameter in several calls are added up first, so that its hooks run once.
+        Each layer alone, so that one weight's gradient is in memory at a time. Autograd adds up
+        those of several calls of it first, so that hooks run once.
         """
-        waiting = self._waiting
-        to_come = Counter(leaf for call, *_ in waiting for leaf in call.leaves)
-        totals: dict[Tensor, Tensor] = {}
-        while waiting:
-            call, x, gradient, versions = waiting.popleft()
-            if versions != (x._version, gradient._version):  # autograd checks the same in I
-                raise RuntimeError(
-                    "the input, or the gradient of the output, of a layer whose weight is "
-                    f"{tuple(call.weight.shape)} was changed in place before its weight gradients "
-                    "were computed, which a backward pass in two tasks puts off: let the layer "
-                    "have a tensor of its own for each micro-batch, or use a schedule that does "
-                    "not split backward"
-                )
-            gradients = call.rule.weight_gradients(x, gradient, call.weight, call.bias)
-            for leaf, of_leaf in zip(call.leaves, gradients, strict=False):
-                assert of_leaf is not None, "computed of all leaves"
-                made = of_leaf.to(leaf.dtype)
-                totals[leaf] = totals[leaf] + made if leaf in totals else made
-            to_come.subtract(call.leaves)
-            ended = tuple(leaf for leaf in call.leaves if not to_come[leaf])
-            if ended:
-                run_backward(ended, tuple(map(totals.pop, ended)))
+        while self._waiting:
+            layer, calls = self._waiting.popitem()
+            leaves: list[Tensor] = []
+            made: list[Tensor] = []
+            for call in calls:
+                if call.versions != (call.x._version, call.gradient._version):
+                    raise RuntimeError(
+                        "the input, or the gradient of the output, of a layer whose weight is "
+                        f"{tuple(call.leaves[0].shape)} was changed in place before its weight "
+                        "gradients were computed, which a backward pass in two tasks puts off: "
+                        "use a schedule that does not split backward"
+                    )
+                of_leaves = weight_gradients(layer, call.x, call.gradient, *call.leaves)
+                for leaf, of_leaf in zip(call.leaves, of_leaves, strict=True):
+                    leaves.append(leaf)
+                    made.append(of_leaf.to(leaf.dtype))
+            run_backward(tuple(leaves), tuple(made))
 
 
 @dataclass(slots=True)
@@ -147,11 +132,10 @@ def _forward(switch: _Switch, layer: Any, input: Tensor) -> Tensor:
         stock: Tensor = type(layer).forward(layer, input)
         return stock
     x, device_type = input, input.device.type
-    is_autocast = torch.is_autocast_enabled(device_type)
-    if is_autocast and x.dtype != torch.float64:
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device_type))  # in the graph: _Node.forward is not
     output: Tensor = _Node.apply(  # type: ignore[no-untyped-call]
-        layer, switch.put_off, switch.anchor, x, is_autocast
+        layer, switch.put_off, switch.anchor, x
     )
     return output
 
@@ -160,38 +144,32 @@ class _Node(torch.autograd.Function):
     """Step (2): the graph's node of one call of a layer, which computes its input's gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: Any, put_off: PutOff, anchor: Tensor, x: Tensor, is_autocast: bool
-    ) -> Tensor:
-        rule, weight, bias = rule_of(layer), layer.weight, layer.bias
-        assert rule is not None, "checked by suited"
-        is_trained = bias is not None and bias.requires_grad
-        ctx.call, ctx.put_off = _Call(rule, weight, bias if is_trained else None), put_off
+    def forward(ctx: Any, layer: Any, put_off: PutOff, anchor: Tensor, x: Tensor) -> Tensor:
+        is_trained = layer.bias is not None and layer.bias.requires_grad
+        ctx.leaves = (layer.weight, layer.bias) if is_trained else (layer.weight,)
+        ctx.layer, ctx.put_off = layer, put_off
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        if is_autocast:
-            # Autocast caches the cast of a parameter, here without a graph, and would reuse it for
-            # unsplit micro-batches: https://github.com/pytorch/pytorch/issues/158232
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
-        return rule.forward(x, weight, bias)
+        ctx.save_for_backward(x, layer.weight)
+        output: Tensor = type(layer).forward(layer, x)
+        return output.detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return (None,) * 5
+            return (None,) * 4
         if not ctx.put_off.is_in_backward:
             raise RuntimeError(
                 "a layer or loss_fn runs a backward pass in its forward (autograd.grad(), "
                 "backward()), which a backward pass in two tasks cannot follow: use a schedule "
                 "that does not split backward"
             )
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors  # aliases, where a layer checkpoints itself
         # Detached, or x would keep the task's graph alive.
-        ctx.put_off.add(ctx.call, x.detach(), gradient)
+        ctx.put_off.add(ctx.layer, ctx.leaves, x.detach(), gradient)
         of_x = None
         if ctx.needs_input_grad[3]:
-            of_x = ctx.call.rule.input_gradient(x, gradient, weight)
-        return None, None, None, of_x, None
+            of_x = input_gradient(ctx.layer, x, gradient, weight)
+        return None, None, None, of_x
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -226,18 +204,14 @@ def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
         module
         for module in modules
         if module not in inside
-        and _has_rule(module)
+        and has_rule(module)
+        and _is_stock(module)
+        and "weight" in module._parameters  # not computed from others, as by weight_norm
         and all(uses[parameter] == 1 for parameter in module.parameters(recurse=False))
     ]
 
 
-def _has_rule(module: nn.Module) -> bool:
-    """Return whether calling a module runs a forward that a rule is known for."""
+def _is_stock(module: nn.Module) -> bool:
+    """Return whether calling a module runs its class's forward, or ours in its place."""
     own = module.__dict__.get("forward")
-    is_ours = own is None or (isinstance(own, partial) and own.func is _forward)
-    return (
-        are_functions_transformed is not None
-        and rule_of(module) is not None
-        and "weight" in module._parameters  # not computed from others, as by weight_norm
-        and is_ours
-    )
+    return own is None or (isinstance(own, partial) and own.func is _forward)
