@@ -135,8 +135,9 @@ def held_bytes(
             case Send():
                 yield held
     tied = sum(size for size, _ in costs.tied_into(stage, plan).values())
-    if at_end or tied:
+    if tied:
         yield held + tied
+    if tied or at_end:
         yield held - at_end
 
 

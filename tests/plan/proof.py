@@ -125,9 +125,6 @@ def _place_faults(stage: int, program: Program, plan: Plan, routes: Routes) -> I
         for transfer in routes.needed(task):
             if index < receives.get(transfer, -1):
                 yield f"stage {stage} posts '{transfer}' only after {task}, which needs it"
-    for _, task, transfer in routes.tied_gradients(plan, stage):
-        if sends.get(transfer, len(program)) < runs.get(task, -1):
-            yield f"stage {stage} sends '{transfer}' before {task} has added to it"
 
 
 def _order_faults(programs: Sequence[Program], routes: Routes) -> Iterator[str]:

@@ -7,7 +7,7 @@ import pytest
 from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.placement import folded, looped, partitions_of
 from procpipe.plan.program import Send, program
-from procpipe.plan.routes import ACTIVATION, LOSS, TARGET, Routes, Transfer
+from procpipe.plan.routes import ACTIVATION, LOSS, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES, schedule_of
 from procpipe.plan.schedules.zero_bubble import zb_v
@@ -55,11 +55,11 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
 
 
 def test_nothing_is_sent_between_partitions_of_one_stage() -> None:
-    routes = Routes(2, skips=((0, 3), (1, 3)), target=True, placement=(0, 1, 1, 0))
+    routes = Routes(2, skips=((0, 3), (1, 3)), placement=(0, 1, 1, 0))
     plan = gpipe(1, 2, placement=routes.placement)
     sent = [transfer for task in plan.tasks() for transfer in routes.leaving(task)]
     assert [str(transfer) for transfer in sent] == [
-        "activation 0: 0->1",  # 1 and 2 are on stage 1, 0 and 3 and the target on stage 0
+        "activation 0: 0->1",  # 1 and 2 are on stage 1, 0 and 3 on stage 0
         "skip 0: 1->3",
         "activation 0: 2->3",
         "gradient 0: 3->2",
@@ -74,7 +74,7 @@ def test_the_channels_are_those_that_plans_use() -> None:
     for placement in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 0, 0, 1)):
         p = len(placement)
         skips = tuple((a, b) for a in range(p) for b in range(a + 1, p))
-        routes = Routes(2, skips, target=True, placement=placement)
+        routes = Routes(2, skips, placement)
         plan = gpipe(1, 2, placement=placement)
         used = {
             step.transfer.channel
@@ -84,9 +84,7 @@ def test_the_channels_are_those_that_plans_use() -> None:
         }
         assert used == set(routes.channels())
         assert len(routes.channels()) == len(used)
-        kinds = {kind for kind, _, _ in used}
-        assert LOSS in kinds
-        assert (TARGET in kinds) == (routes.placement[-1] != 0)
+        assert LOSS in {kind for kind, _, _ in used}
 
 
 def test_all_micro_batches_pass_one_partition_before_the_next() -> None:

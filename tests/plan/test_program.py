@@ -37,15 +37,13 @@ def test_programs_do_not_depend_on_the_order_within_a_cycle() -> None:
 
 def test_the_program_of_the_first_stage() -> None:
     plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
-    assert text(program(plan, Routes(2, target=True), 0, has_loss=True)) == lines("""
+    assert text(program(plan, Routes(2), 0, has_loss=True)) == lines("""
         run F0@0
         send activation 0: 0->1
-        send target 0: 0->1
         receive loss 0: 1->0
         receive gradient 1: 1->0
         run F1@0
         send activation 1: 0->1
-        send target 1: 0->1
         run B1@0
         receive gradient 0: 1->0
         run R0@0
@@ -55,11 +53,9 @@ def test_the_program_of_the_first_stage() -> None:
 
 def test_the_program_of_the_last_stage() -> None:
     plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
-    assert text(program(plan, Routes(2, target=True), 1, has_loss=True)) == lines("""
+    assert text(program(plan, Routes(2), 1, has_loss=True)) == lines("""
         receive activation 0: 0->1
-        receive target 0: 0->1
         receive activation 1: 0->1
-        receive target 1: 0->1
         run F0@1
         run F1@1
         send loss 0: 1->0
@@ -77,7 +73,7 @@ def all_skips(n: int) -> tuple[tuple[int, int], ...]:
 
 @for_each(("m", "n"), SIZES)
 def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: int) -> None:
-    routes = Routes(n, all_skips(n), target=True)
+    routes = Routes(n, all_skips(n))
     for steps in programs(gpipe(m, n, recompute={0}), routes):
         place = {step: index for index, step in enumerate(steps)}
         runs = [step.task for step in steps if isinstance(step, Run)]

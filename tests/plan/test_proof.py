@@ -60,12 +60,11 @@ def plans(m: int, n: int) -> Iterator[Plan]:
 
 
 def routes_of(plan: Plan) -> Iterator[Routes]:
-    """Yield the routes of a plain model, and of one with skips, ties and a target."""
+    """Yield the routes of a plain model, and of one with skips."""
     n, p = plan.num_stages, plan.num_partitions
     yield Routes(n, placement=plan.placement)
     pairs = [pair for pair in ((0, p - 1), (0, 2), (1, p - 1), (0, 1)) if pair[0] < pair[1] < p]
-    ties = ((0, p - 1), tuple(range(0, p, 2)), (0, 1)) if p > 2 else ()
-    yield Routes(n, tuple(dict.fromkeys(pairs)), True, plan.placement, ties)
+    yield Routes(n, tuple(dict.fromkeys(pairs)), plan.placement)
 
 
 @given(data=st.data())
@@ -77,9 +76,7 @@ def test_any_plan_without_faults_runs_to_its_end(data: st.DataObject) -> None:
     plan = drawn_plan(data, m, n, placement)
     pairs = all_skips(len(placement))
     skips = data.draw(st.lists(st.sampled_from(pairs), unique=True, max_size=4)) if pairs else []
-    ties = ((0, len(placement) - 1),) if n > 1 else ()
-    routes = Routes(n, tuple(skips), True, placement, ties)
-    prove(plan, routes)
+    prove(plan, Routes(n, tuple(skips), placement))
 
 
 def drawn_plan(data: st.DataObject, m: int, n: int, placement: tuple[int, ...]) -> Plan:
@@ -101,7 +98,7 @@ def drawn_plan(data: st.DataObject, m: int, n: int, placement: tuple[int, ...]) 
 
 # Corrupted programs, at every place ---------------------------------------------------------
 
-WIRED = Routes(3, ((0, 2),), target=True)
+WIRED = Routes(3, ((0, 2),))
 PLAN = gpipe(2, 3, recompute={0})
 PROGRAMS = programs(PLAN, WIRED)
 STEPS = [(stage, p) for stage, steps in enumerate(PROGRAMS) for p in range(len(steps))]
@@ -169,7 +166,7 @@ def test_transfers_that_overtake_are_reported(kind: type[Send | Receive]) -> Non
             between = f"to stage {destination}, which receives "
             assert any(f"stage {source} sends" in fault and between in fault for fault in faults)
             num_swaps += 1
-    assert num_swaps == 15
+    assert num_swaps == 10
 
 
 def test_tasks_in_another_order_than_the_plan_are_reported() -> None:

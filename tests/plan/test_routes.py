@@ -17,7 +17,7 @@ def routes_of(draw: st.DrawFn) -> Routes:
     n = draw(st.integers(1, 6))
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
-    return Routes(n, tuple(skips), draw(st.booleans()))
+    return Routes(n, tuple(skips))
 
 
 def leaving(routes: Routes, task: str) -> list[str]:
@@ -28,13 +28,13 @@ def needed(routes: Routes, task: str) -> list[str]:
     return [str(transfer) for transfer in routes.needed(Task.parse(task))]
 
 
-FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)), target=True)
+FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)))
 
 
 @for_each(
     ("task", "expected"),
     [
-        ("F1@0", ["activation 1: 0->1", "skip 1: 0->2", "skip 1: 0->3", "target 1: 0->3"]),
+        ("F1@0", ["activation 1: 0->1", "skip 1: 0->2", "skip 1: 0->3"]),
         ("F1@1", ["activation 1: 1->2", "skip 1: 1->3"]),
         ("F1@2", ["activation 1: 2->3"]),
         ("F1@3", []),
@@ -53,7 +53,7 @@ def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
     [
         ("F1@0", []),
         ("F1@2", ["activation 1: 1->2", "skip 1: 0->2"]),
-        ("F1@3", ["activation 1: 2->3", "skip 1: 0->3", "skip 1: 1->3", "target 1: 0->3"]),
+        ("F1@3", ["activation 1: 2->3", "skip 1: 0->3", "skip 1: 1->3"]),
         ("R1@2", []),
         ("B1@3", []),
         ("B1@1", ["gradient 1: 2->1", "skip gradient 1: 3->1"]),
@@ -64,14 +64,8 @@ def test_the_transfers_that_a_task_needs(task: str, expected: list[str]) -> None
     assert needed(FULL, task) == expected
 
 
-def test_without_a_target_none_is_sent() -> None:
-    bare = Routes(2)
-    assert leaving(bare, "F0@0") == ["activation 0: 0->1"]
-    assert needed(bare, "F0@1") == ["activation 0: 0->1"]
-
-
 def test_one_stage_has_no_transfers() -> None:
-    alone = Routes(1, target=True)
+    alone = Routes(1)
     assert all(not alone.leaving(task) for task in gpipe(2, 1).tasks())
     assert all(not alone.needed(task) for task in gpipe(2, 1).tasks())
     assert alone.sources(0) == []

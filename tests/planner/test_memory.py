@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES
 
-COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4), target_bytes=1000)
+COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4))
 
 
 def test_the_example_of_the_module() -> None:
@@ -39,9 +40,23 @@ def test_stage_0_holds_its_own_inputs() -> None:
 
 
 def test_a_forward_plan_holds_an_input_until_its_task_ends() -> None:
-    routes = Routes(2, target=True)
-    assert list(held_bytes(forward_plan(1, 2), COSTS, routes, 0)) == [0, 100, 0, 0, 0]
-    assert list(held_bytes(forward_plan(1, 2), COSTS, routes, 1)) == [0, 10, 1010, 1010, 0]
+    assert list(held_bytes(forward_plan(1, 2), COSTS, Routes(2), 0)) == [0, 100, 0, 0]
+    assert list(held_bytes(forward_plan(1, 2), COSTS, Routes(2), 1)) == [0, 10, 10, 0]
+
+
+def test_the_last_stage_holds_the_target_of_all_micro_batches() -> None:
+    costs = replace(COSTS, target_bytes=1000)
+    held = [list(held_bytes(forward_plan(2, 2), costs, Routes(2), stage)) for stage in (0, 1)]
+    assert max(held[0]) < 1000
+    assert held[1] == [2000, 2010, 2020, 2020, 2010, 2010, 2000, 0]
+    assert max(held_bytes(backward_plan(2, 2), costs, Routes(2), 1)) < 1000
+
+
+def test_gradients_of_tied_parameters_come_after_all_tasks() -> None:
+    costs = replace(COSTS, tied_bytes={(0, 1): 3000})
+    for stage in (0, 1):
+        *tasks, peak, end = held_bytes(gpipe(2, 2), costs, Routes(2), stage)
+        assert (max(tasks) < 3000, peak, end) == (True, 3000, 0)
 
 
 def test_a_backward_plan_starts_with_what_forward_left() -> None:
@@ -67,14 +82,13 @@ def test_received_skips_that_wait_are_counted() -> None:
         ("gradient", 2, 1, 20),
         ("skip", 0, 2, 7),
         ("skip gradient", 2, 0, 7),
-        ("target", 0, 2, 5),
     ],
 )
 def test_the_size_of_a_message(kind: str, source: int, destination: int, size: int) -> None:
     three = (1.0, 1.0, 1.0)
     outputs, skips = (10, 20, 30), {(0, 2): 7}
-    costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips, target_bytes=5)
-    assert message_bytes(Transfer(kind, 0, source, destination), costs, Routes(3)) == size
+    costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips)
+    assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
 
 
 @for_each("n", range(1, 6))
@@ -103,13 +117,15 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
         skip_bytes={skip: draw(sizes) for skip in skips},
         target_bytes=draw(sizes),
     )
-    return draw(st.sampled_from(plans)), costs, Routes(n, skips, draw(st.booleans()))
+    return draw(st.sampled_from(plans)), costs, Routes(n, skips)
 
 
 def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
     """Count named entries instead of one sum, and drop all entries of a micro-batch at its end."""
     again = {task.i for task in plan.tasks_of(stage) if task.kind == "R"}
     held: dict[tuple[str, int, int], int] = {}
+    n, m = plan.num_stages, plan.num_micro_batches
+    target = m * costs.target_bytes if stage == n - 1 > 0 and plan.has_forward else 0
 
     def hold_roots(i: int) -> None:
         held["output", i, stage] = costs.output_bytes[stage]
@@ -127,8 +143,8 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
         for i in range(plan.num_micro_batches):
             hold_forward(i)
             for t in routes.needed(Task("F", i, stage)):
-                held[t.payload, i, t.source] = message_bytes(t, costs, routes)
-    yield sum(held.values())
+                held[t.payload, i, t.source] = message_bytes(t, costs)
+    yield sum(held.values()) + target
     for step in program(plan, routes, stage):
         if isinstance(step, Run):
             kind, i, _ = step.task
@@ -136,13 +152,15 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
                 hold_forward(i)
             if kind == "R":
                 hold_roots(i)
-            yield sum(held.values())
+            yield sum(held.values()) + target
             if kind == "B" or not plan.has_backward:
                 held = {key: size for key, size in held.items() if key[1] != i}
         if isinstance(step, Receive):
             t = step.transfer
-            held[t.payload, t.i, t.source] = message_bytes(t, costs, routes)
-        yield sum(held.values())
+            held[t.payload, t.i, t.source] = message_bytes(t, costs)
+        yield sum(held.values()) + target
+    if target:
+        yield 0
 
 
 @given(case=cases())
@@ -160,7 +178,7 @@ def test_a_ledger_of_names_agrees_at_every_step(case: tuple[Plan, Costs, Routes]
 @for_each(("m", "n"), SIZES)
 def test_what_stages_exchange_is_listed_for_all_as_for_each(m: int, n: int) -> None:
     pairs = tuple((a, b) for a in range(n) for b in range(a + 1, n))
-    routes = Routes(n, pairs, target=True, ties=((0, n - 1),) if n > 1 else ())
+    routes = Routes(n, pairs)
     plan = gpipe(m, n, recompute={0})
     for stage, fenced in enumerate(all_fenced(plan, routes)):
         alone = bare_program(plan, routes, stage)

@@ -79,7 +79,6 @@ def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned
 
     gpipe, untied = of(proposals, "gpipe"), of(apart, "gpipe")
     assert gpipe.balance == untied.balance == (2, 2)
-    assert gpipe.routes.ties == ((0, 1),)
     assert gpipe.total_s == pytest.approx(untied.total_s + 4)
     assert gpipe.static_bytes == untied.static_bytes == (2 * 4 * 1000,) * 2
     assert min(gpipe.held_bytes) >= 400 > max(untied.held_bytes)
