@@ -37,14 +37,6 @@ class _Said(NamedTuple):
     read: Described = []  # noqa: RUF012 - never changed
 
 
-class Agreed(NamedTuple):
-    """What the first ranks have agreed on before an item is yielded."""
-
-    is_stopped: bool  # whether loops end because of a signal
-    has_ended: bool  # whether this replica's loop ends because of a loader
-    faults: list[str]  # why no loop can go on
-
-
 class Loops:
     """One first rank's side of it; ``grid`` is its place."""
 
@@ -59,19 +51,30 @@ class Loops:
 
     def wait_items(
         self, coordinator: Coordinator, loop: Loop, items: Sequence[Any], *, is_signalled: bool
-    ) -> Agreed:
-        """Agree on the next item; waits for the other replicas. ``items``: it, or nothing."""
+    ) -> tuple[bool, bool, list[str]]:
+        """Agree on the next item; waits for the other replicas.
+
+        Args:
+            coordinator: of this rank.
+            loop: this rank's.
+            items: what it has read: an item, or nothing.
+            is_signalled: whether a rank of this replica has got a signal.
+
+        Returns:
+            Whether loops end because of a signal, whether this one ends because of a loader, and
+            why none can go on.
+        """
         compares = loop.is_training and not loop.same_data and not self._has_compared
         self._has_compared |= loop.is_training
         read = described(items) if compares and self._grid.num_replicas > 1 else []
         said = self._ask(coordinator, loop, _Said(is_signalled, bool(items), read))
-        is_stopped, faults = _is_stopped(loop, said), self._same(said)
+        is_stopped = _is_stopped(loop, said)
         loop.gone |= {rank for rank, of_one in said.items() if not of_one.has_item}
         has_ended = self._grid.rank in loop.gone
         if loop.is_training and loop.gone:
             self._note_end(loop.gone)
             has_ended = True
-        return Agreed(is_stopped, has_ended, faults)
+        return is_stopped, has_ended, self._same(said)
 
     def _ask(self, coordinator: Coordinator, loop: Loop, ours: _Said) -> dict[int, _Said]:
         """Return what each first rank says whose loop has not ended."""
@@ -82,15 +85,15 @@ class Loops:
 
     def _note_end(self, ended: Collection[int]) -> None:
         """Write on one rank, once, that the loops of others had not ended."""
-        is_known = self._has_noted or self._grid.rank > 0
-        if not is_known and len(ended) < self._grid.num_replicas:
-            self._has_noted = True
-            names = ", ".join(map(self._grid.rank_name, sorted(ended)))
-            write_note(
-                f"procpipe: the loop over batches ends on all replicas, as {names} has no more "
-                "mini-batches and others have: in training all end with the first loader, so give "
-                "each as many, as DistributedSampler does (this is said once)"
-            )
+        if self._has_noted or self._grid.rank > 0 or len(ended) == self._grid.num_replicas:
+            return
+        self._has_noted = True
+        names = ", ".join(map(self._grid.rank_name, sorted(ended)))
+        write_note(
+            f"procpipe: the loop over batches ends on all replicas, as {names} has no more "
+            "mini-batches and others have: in training all end with the first loader, so give "
+            "each as many, as DistributedSampler does (this is said once)"
+        )
 
     def _same(self, said: Mapping[int, _Said]) -> list[str]:
         """Say which replicas have read the same, if that is compared."""
