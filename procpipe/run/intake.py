@@ -71,7 +71,7 @@ class Intake:
             if call == "step":
                 decided["accumulate"] = checked_accumulate(accumulate, total_weight)
                 decided["total_weight"] = checked_total(total_weight)
-                targets, about_loss = self._about_loss(target, sizes, is_training=is_training)
+                targets, about_loss = self._about_loss(target, sizes)
                 decided |= about_loss
         order = coordinator.begin(call, is_training=is_training, **decided)
         batch = MiniBatch(
@@ -86,7 +86,7 @@ class Intake:
         return order, batch, ingoing
 
     def _about_loss(
-        self, target: Any, sizes: Sequence[int], *, is_training: bool
+        self, target: Any, sizes: Sequence[int]
     ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
         """Return each micro-batch's target, if it is sent, and what the order says of it."""
         way, place = ROUTED, 0
@@ -98,14 +98,8 @@ class Intake:
         targets = None if way == LOCAL else scatter_like(target, sizes)
         about: dict[str, Any] = {"target": way, "delivered": place}
         if not weighs or way != LOCAL:
-            about["weights"] = self._weights(targets, sizes, is_training=is_training)
+            about["weights"] = self._loss.weights(targets, sizes)
         return targets if way == ROUTED else None, about
-
-    def _weights(
-        self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_training: bool
-    ) -> tuple[float, ...]:
-        is_share = is_training and self._grid.num_replicas > 1
-        return self._loss.weights(targets, sizes, is_share=is_share)
 
     def _with_loss(
         self,
@@ -128,20 +122,12 @@ class Intake:
             if not weights:  # only this stage has the target
                 on_host = self._batches.on_host(target)
                 counted = None if on_host is None else scatter_like(on_host, order.sizes)
-                weights = self._weights(counted, order.sizes, is_training=order.is_training)
+                weights = self._loss.weights(counted, order.sizes)
             count = math.fsum(weights)
-
-            def whole() -> float:
-                """Return what the mini-batches of all replicas count."""
-                total = math.fsum(coordinator.meet())
-                if batch.is_shared and self._grid.replica == 0:
-                    self._loss.warn_of_weights([total])
-                return total
-
             loss = MeanLoss(
                 self._loss,
                 weights,
-                whole,
+                lambda: math.fsum(coordinator.meet()),  # of all replicas
                 order.total_weight,
                 accumulate=order.accumulate,
                 is_sent=batch.is_shared or not order.weights,
