@@ -862,7 +862,6 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
         sums = statistics["all_reduce_bytes"]
         assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
         assert 0 < statistics["exposed_s"] <= statistics["step_s"]
-        assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
         expected = split(last)[rank]
         assert statistics["split"]["all_reduce_s"] == pytest.approx(
             expected.all_reduce_s, abs=4 * recording.clock_error_s
