@@ -113,7 +113,7 @@ class Stage(Gradients):
             ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
             ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
             micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning.
+            and gradients are 0, with one warning on each rank.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each

@@ -41,7 +41,7 @@ class Loss:
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     #: What the mini-batch of the newest step counts; 0-dim, float64.
     last_weight: Tensor | None = field(default=None, init=False)
-    _warned: set[str] = field(default_factory=set, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.weight is None:
@@ -93,10 +93,7 @@ class Loss:
         return [self.function] if isinstance(self.function, nn.Module) else []
 
     def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts, from its target, if it has one, and its size.
-
-        Warns, once, if none counts.
-        """
+        """Return what each micro-batch counts, from its target, if it has one, and its size."""
         if self.weight is None:
             self.warn_of_ignored(targets)
             return tuple(map(float, sizes))
@@ -113,11 +110,6 @@ class Loss:
                 f"the loss weights of the micro-batches are {list(found)}, which add up to {total}:"
                 " each must be a finite number from 0, and so must be their sum"
             )
-        if total == 0:
-            self._warn(
-                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0"
-            )
         return found
 
     def warn_of_ignored(self, targets: Any) -> None:
@@ -125,7 +117,7 @@ class Loss:
 
         Not of those on a GPU, whose host would wait.
         """
-        if self.weight is not None or self._warned:
+        if self.weight is not None or self._has_warned:
             return
         leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
         known = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.device.type == "cpu"]
@@ -137,14 +129,22 @@ class Loss:
             )
 
     def note(self, loss: Tensor | None, weight: float) -> Tensor:
-        """Keep what the mini-batch of a ``step`` counts; return its loss."""
+        """Keep what the mini-batch of a ``step`` counts; return its loss.
+
+        Warns, once, if nothing counts.
+        """
         assert loss is not None, "every step ends with a loss on every rank"
+        if weight == 0:
+            self._warn(
+                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                "gradients are 0"
+            )
         self.last_weight = torch.tensor(weight, dtype=torch.float64)
         return loss
 
     def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+        if not self._has_warned:
+            self._has_warned = True
             warn(f"{text}; this warning is given once", RuntimeWarning)
 
 

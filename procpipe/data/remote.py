@@ -82,11 +82,6 @@ class Remote:
         """Whether :meth:`backward` has anything to run."""
         return self._backward is not None
 
-    @property
-    def data(self) -> Remote:
-        """The same as :meth:`detach`."""
-        return self.detach()
-
     def detach(self) -> Remote:
         """Return a placeholder of the same value without a backward pass."""
         return Remote(self.rank, self._what, None, others=self._ranks)

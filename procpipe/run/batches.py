@@ -30,7 +30,7 @@ from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.loops import Loop, Loops
+from procpipe.run.loops import Loop
 from procpipe.run.messages import BatchDetail, Order
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.stops import Signals, Stops
@@ -79,7 +79,6 @@ class Batches:
         self._device = device
         self.stops = Stops(lambda: calls.has_failed)
         self._unfinished: Iterator[Any] | None = None  # what a stopped loop has read from
-        self._loops = Loops(grid)
 
     def close(self) -> None:
         """Set earlier handlers of signals again, and drop what a stopped loop has read from."""
@@ -90,7 +89,7 @@ class Batches:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader, f"batches(None) on rank {self._first}, which reads the loader")
         with self.stops.handling(stop_on) as names:
-            loop = Loop(names, same_data)
+            loop = Loop(self._grid, names, same_data)
             while True:
                 with self._calls.together("batches") as pipeline:
                     item, detail = self._next(pipeline.coordinator, items, loop)
@@ -121,11 +120,11 @@ class Batches:
             return None, self._begin_item(detail)
         loop.is_training = self._is_training()
         if loop.stop_on:
-            is_stopped = self._loops.wait_signals(coordinator, loop, is_signalled=is_stopped)
+            is_stopped = loop.wait_signals(coordinator, is_signalled=is_stopped)
         if not is_stopped:
             found, is_stopped = self._read_one(items, loop.stop_on)
-            is_stopped, has_ended, faults = self._loops.wait_items(
-                coordinator, loop, found, is_signalled=is_stopped
+            is_stopped, has_ended, faults = loop.wait_items(
+                coordinator, found, is_signalled=is_stopped
             )
             if faults:
                 detail = replace(detail, faults=faults)
