@@ -78,6 +78,7 @@ class Batches:
         self._output_rank = output_rank
         self._device = device
         self.stops = Stops(lambda: calls.has_failed)
+        self._done: set[str] = set()  # see ``Loop``
         self._unfinished: Iterator[Any] | None = None  # what a stopped loop has read from
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class Batches:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader, f"batches(None) on rank {self._first}, which reads the loader")
         with self.stops.handling(stop_on) as names:
-            loop = Loop(self._grid, names, same_data)
+            loop = Loop(self._grid, names, same_data, self._done)
             while True:
                 with self._calls.together("batches") as pipeline:
                     item, detail = self._next(pipeline.coordinator, items, loop)

@@ -16,7 +16,7 @@ from typing import Any
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.same_input import described
+from procpipe.run.same_input import Described, described
 
 
 @dataclass
@@ -26,8 +26,9 @@ class Loop:
     grid: Grid  # this rank's place
     stop_on: str  # the names of signals
     same_data: bool  # whether replicas may read the same
+    #: What any loop of this rank has done, which is done once: "compare" and "note".
+    done: set[str]
     is_training: bool = True  # before its next item
-    compares: bool = True  # whether what replicas read next in training is compared
     gone: set[int] = field(default_factory=set)  # the first ranks whose loops have ended
 
     def wait_signals(self, coordinator: Coordinator, *, is_signalled: bool) -> bool:
@@ -48,9 +49,9 @@ class Loop:
             Whether loops end because of a signal, whether this one ends because of a loader, and
             why none can go on.
         """
-        compares = self.is_training and self.compares and not self.same_data
-        self.compares &= not self.is_training
-        read = described(items) if compares and self.grid.num_replicas > 1 else []
+        read: Described = []
+        if self.is_training and self._is_first("compare") and not self.same_data:
+            read = described(items) if self.grid.num_replicas > 1 else []
         said = self._ask(coordinator, is_signalled, bool(items), read)
         is_stopped = self._is_stopped(said)
         self.gone |= {rank for rank, (_, has_item, _) in said.items() if not has_item}
@@ -73,14 +74,21 @@ class Loop:
         """Return whether any has got a signal, unless one has ended its loop and would not know."""
         return not self.gone and any(is_signalled for is_signalled, *_ in said.values())
 
+    def _is_first(self, what: str) -> bool:
+        """Return whether it is done for the first time."""
+        is_first = what not in self.done
+        self.done.add(what)
+        return is_first
+
     def _note_end(self) -> None:
-        """Write on one rank that the loops of others had not ended."""
-        if self.grid.rank == 0 and len(self.gone) < self.grid.num_replicas:
+        """Write on one rank, once, that the loops of others had not ended."""
+        is_early = self.grid.rank == 0 and len(self.gone) < self.grid.num_replicas
+        if is_early and self._is_first("note"):
             names = ", ".join(map(self.grid.rank_name, sorted(self.gone)))
             write_note(
                 f"procpipe: the loop over batches ends on all replicas, as {names} has no more "
                 "mini-batches and others have: in training all end with the first loader, so give "
-                "each as many, as DistributedSampler does"
+                "each as many, as DistributedSampler does (this is said once)"
             )
 
     def _same(self, said: Mapping[int, list[Any]]) -> list[str]:
