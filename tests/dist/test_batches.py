@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import DeferredBatchNorm, NoChunk, Remote, Stage
+from procpipe import NoChunk, Remote, Stage
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -516,36 +516,6 @@ def check_interleaved(bare, balance):
             assert_same_state(stage, plain)
 
 
-def check_deferred(bare, balance):
-    """DeferredBatchNorm's statistics are those of the whole mini-batch, for every size.
-
-    Also in schedules that recompute some micro-batches before the forward tasks of others.
-    """
-    cases = [("gpipe", mode) for mode in MODES]
-    for schedule, mode in [*cases, ("1f1b", "always"), ("zb-h1", "except_last")]:
-        model = make_model(nn.BatchNorm1d)
-        whole = copy.deepcopy(model)[1]
-        options: Any = {"checkpoint": mode, "schedule": schedule, "loss_fn": F.cross_entropy}
-        options["deferred_batch_norm"] = True
-        with stage_of(bare, f"{schedule} {mode}", model, balance, chunks=5, **options) as stage:
-            for size in (10, 4, 12, 15):
-                inputs, target = make_batch(size)
-                whole(model[0](inputs))
-                if size == 4:
-                    stage.chunks = 2  # with more, one sample a micro-batch: no variance
-                stage.step(inputs, target)
-                stage.eval()
-                stage.step(*make_batch(5, seed=8))
-                stage.train()
-                for key, value in stage.state_dict().items():
-                    if key.startswith("1."):
-                        expected = whole.state_dict()[key.removeprefix("1.")]
-                        assert_same(value, expected, f"{size}: {key}", 1e-12)
-                stage.chunks = 5
-            norms = [layer for layer in stage if isinstance(layer, DeferredBatchNorm)]
-            assert len(norms) == (1 if "1.weight" in stage.state_dict() else 0)
-
-
 SHORT = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3]], ids=str)
 
 
@@ -600,11 +570,6 @@ def test_loaders(ranks, balance):
 @SHORT
 def test_training_and_evaluation_interleaved(ranks, balance):
     ranks(len(balance)).run(check_interleaved, balance, world=False).values()
-
-
-@SHORT
-def test_deferred_batch_norm(ranks, balance):
-    ranks(len(balance)).run(check_deferred, balance, world=False).values()
 
 
 def read_from_a_function(world: Any) -> int:
