@@ -151,7 +151,7 @@ class Remote:
             raise AttributeError(f"a placeholder for a value of another rank has no {name!r}")
         if name in VALUE_NAMES:
             raise self._error(f".{name}")
-        return self._absorb()
+        return self.detach() if name == "data" else self._absorb()
 
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
