@@ -190,6 +190,20 @@ def test_a_loss_of_the_first_entry_says_which_ranks_have_what(
         assert "(input, target) or (x, x), or use loss_fn" in error
 
 
+def run_backward_twice(world: Any, what: str) -> None:
+    stage = make_stage(world)
+    first = stage(X).sum()
+    loss = first if what == "the same" else stage(X).sum() + first
+    loss.backward()
+    loss.backward()
+
+
+@pytest.mark.parametrize("what", ["the same", "of two outputs"])
+def test_a_second_backward_pass_is_an_error_on_every_rank(ranks: Any, what: str) -> None:
+    for error in ranks(2).run(run_backward_twice, what).errors():
+        assert error.type in ("RuntimeError", "RemoteStageError")
+
+
 # -- each rank's own data ------------------------------------------------------------------------
 
 
