@@ -110,7 +110,7 @@ class Stage(Gradients):
             ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
             ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
             micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning.
+            and gradients are 0, with one warning on each rank.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
@@ -277,7 +277,7 @@ class Stage(Gradients):
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             weight = order.count if batch.weight is None else batch.weight
-            return self._loss.note(batch.mean, weight)  # step 10
+            return self._loss.note(batch.mean, weight, warns=self.rank == 0)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -332,8 +332,7 @@ class Stage(Gradients):
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
-            what = "the output of stage(input)"
-            return Remote(self._output_rank, what, may_follow, here=self.rank)
+            return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
@@ -374,20 +373,16 @@ class Stage(Gradients):
             CallMismatchError: ``stop_on`` is not the same on all ranks, or ``same_data`` or the
                 mode is not on all replicas.
             DisagreementError: replicas have read the same.
-            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
-                is given with ``mesh``.
-            RuntimeError: ``stop_on`` in another thread than the main one.
+            TypeError: ``stop_on`` is no collection of signals.
+            ValueError: ``stop_on`` with ``mesh``, or in another thread than the main one.
         """
-        batches = self._batches
         if stop_on and self._grid.is_part:
             raise ValueError(
                 "batches(…, stop_on=…) ends the loops of one pipeline, but with mesh= other ranks "
                 "of the job have their own, which would go on: leave stop_on out, agree by "
                 "torch.distributed and break"
             )
-        if stop_on != ():
-            return batches.until_stopped(loader, stop_on, same_data=bool(same_data))
-        return batches.read(loader, same_data=bool(same_data))
+        return self._batches.read(loader, stop_on, same_data=bool(same_data))
 
     @property
     def is_stopped(self) -> bool:

@@ -112,24 +112,6 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
     return pytree.tree_unflatten(leaves, _spec_of(text))
 
 
-def joined(parts: Sequence[Flat]) -> Flat:
-    """Join several values as a tuple; a single one is returned as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    tensors, structure = flatten(tuple(part.value for part in parts))
-    return Flat(tensors, structure, tuple(flag for part in parts for flag in part.requires_grad))
-
-
-def parted(whole: Flat, num_values: int) -> list[Flat]:
-    """Reverse :func:`joined`."""
-    if num_values == 1:
-        return [whole]
-    parts = [flatten(part) for part in whole.value]
-    sizes = [len(tensors) for tensors, _ in parts]
-    flags = cut(whole.requires_grad, sizes)
-    return [Flat(*part, tuple(of_part)) for part, of_part in zip(parts, flags, strict=True)]
-
-
 def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:
     """Cut a sequence into consecutive lists of these sizes, which add up to its length."""
     pieces, start = [], 0
@@ -186,7 +168,18 @@ def place_of(value: Any, number: int) -> str:
 
 def in_words(value: Any) -> str:
     """Describe a nested value by its tensors, for errors: "(float32 (4, 3), None)"."""
-    return repr(pytree.tree_map(_Word, value))
+    return str(pytree.tree_map(_leaf_in_words, value))
+
+
+def _leaf_in_words(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Unquoted(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}")
+    return leaf if isinstance(leaf, PLAIN_TYPES) else _Unquoted(type(leaf).__name__)
+
+
+class _Unquoted(str):
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 @lru_cache(maxsize=64)
@@ -222,15 +215,3 @@ def _spec_of(text: str) -> pytree.TreeSpec:
             f"a value of the form {text} came from another rank, but cannot be rebuilt here: "
             f"{error} Import the module that registers the class on every rank"
         ) from error
-
-
-class _Word:
-    """Stands for a leaf in a value that is printed."""
-
-    def __init__(self, leaf: Any) -> None:
-        self.text = repr(leaf) if isinstance(leaf, PLAIN_TYPES) else type(leaf).__name__
-        if isinstance(leaf, Tensor):
-            self.text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-
-    def __repr__(self) -> str:
-        return self.text

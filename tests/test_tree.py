@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from procpipe.data.microbatch import NoChunk, gather, scatter
 from procpipe.errors import BoundaryError
-from procpipe.tree import TENSOR, Flat, flatten, in_words, joined, map_tensors, parted, unflatten
+from procpipe.tree import TENSOR, Flat, flatten, in_words, map_tensors, unflatten
 from tests.cases import for_each
 
 
@@ -215,18 +215,6 @@ def test_flat_takes_tensors_out_of_their_graph():
     first, second, third, seven = flat.value
     assert [t.tolist() for t in (first, second, third)] == [[1, 1], [1, 1], [2, 2]]
     assert seven == 7
-
-
-def test_joined_values_are_parted_again():
-    weight = nn.Parameter(torch.ones(2))
-    values = [weight, (torch.zeros(1), [weight * 2, None]), 7, {}]
-    flats = [Flat.of(value) for value in values]
-    whole = joined(flats)
-    assert [type(part) for part in whole.value] == [Tensor, tuple, int, dict]
-    for before, after in zip(flats, parted(whole, 4), strict=True):
-        assert after.structure == before.structure
-        assert after.requires_grad == before.requires_grad
-        assert all(map(is_same, after.tensors, before.tensors))
 
 
 def test_a_structure_that_does_not_fit_is_an_assertion_error():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
-from procpipe.tree import flatten, in_words
+from procpipe.tree import in_words
 
 #: Whether a loss function is being called of which no one has said what it counts.
 _is_unweighted: ContextVar[bool] = ContextVar("is_unweighted", default=False)
@@ -42,7 +41,7 @@ class Loss:
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
     #: What the mini-batch of the newest step counts; 0-dim, float64.
     last_weight: Tensor | None = field(default=None, init=False)
-    _warned: set[str] = field(default_factory=set, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.weight is None:
@@ -65,8 +64,6 @@ class Loss:
             is_left_out: whether it is to be 0, and with it the gradients of ``output``.
         """
         assert self.function is not None, "checked before the step"
-        if target is None:
-            _check_takes_one(self.function)
         # Before the loss function, which may change the output in place.
         zero = _zero_of(output) if is_left_out else None
         token = _is_unweighted.set(self.weight is None)
@@ -86,9 +83,8 @@ class Loss:
             return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
-                f"the loss is {loss.item()}; the output is {in_words(output)}, "
-                f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
-                "gradients, or look for the layer with torch.autograd.detect_anomaly()"
+                f"the loss is {loss.item()}; the output is {in_words(output)}: lower the learning "
+                "rate, clip gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
 
@@ -96,22 +92,16 @@ class Loss:
         """Return the user's function, if it is a module."""
         return [self.function] if isinstance(self.function, nn.Module) else []
 
-    def weights(
-        self, targets: Sequence[Any] | None, sizes: Sequence[int], *, is_share: bool = False
-    ) -> tuple[float, ...]:
-        """Return what each micro-batch counts, from its target, if it has one, and its size.
-
-        ``is_share``: whether other replicas have more of the mini-batch, see ``warn_of_weights``.
-        """
+    def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return what each micro-batch counts, from its target, if it has one, and its size."""
         if self.weight is None:
             self.warn_of_ignored(targets)
             return tuple(map(float, sizes))
         if targets is None:
-            assert self.function is not None, "checked before the step"
-            _check_takes_one(self.function)
             raise ValueError(
-                "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
-                "step() on the first or on the last stage, or leave loss_weight out"
+                "loss_weight, or num_counted of loss_fn, counts in the target, but step() was "
+                "given none: call step(input, target), step(…, target=y) or, for a batch of named "
+                "values with labels, step(**batch)"
             )
         found = tuple(float(self.weight(target)) for target in targets)
         total = sum(found)
@@ -120,24 +110,14 @@ class Loss:
                 f"the loss weights of the micro-batches are {list(found)}, which add up to {total}:"
                 " each must be a finite number from 0, and so must be their sum"
             )
-        if not is_share:
-            self.warn_of_weights(found)
         return found
-
-    def warn_of_weights(self, weights: Sequence[float]) -> None:
-        """Warn, once, if no micro-batch of a mini-batch counts."""
-        if not any(weights):
-            self._warn(
-                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0"
-            )
 
     def warn_of_ignored(self, targets: Any) -> None:
         """Warn, once, if targets hold what torch's losses ignore, and nothing says what counts.
 
         Not of those on a GPU, whose host would wait.
         """
-        if self.weight is not None or self._warned:
+        if self.weight is not None or self._has_warned:
             return
         leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
         known = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.device.type == "cpu"]
@@ -148,15 +128,23 @@ class Loss:
                 f"{IGNORED}).sum()) for the mean over all that count"
             )
 
-    def note(self, loss: Tensor | None, weight: float) -> Tensor:
-        """Keep what the mini-batch of a ``step`` counts; return its loss."""
+    def note(self, loss: Tensor | None, weight: float, *, warns: bool) -> Tensor:
+        """Keep what the mini-batch of a ``step`` counts; return its loss.
+
+        ``warns``: once, if nothing counts.
+        """
         assert loss is not None, "every step ends with a loss on every rank"
+        if warns and weight == 0:
+            self._warn(
+                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                "gradients are 0"
+            )
         self.last_weight = torch.tensor(weight, dtype=torch.float64)
         return loss
 
     def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+        if not self._has_warned:
+            self._has_warned = True
             warn(f"{text}; this warning is given once", RuntimeWarning)
 
 
@@ -205,20 +193,6 @@ def checked_accumulate(number: Any, total_weight: Any) -> int:
     return number
 
 
-def _check_takes_one(function: Callable[..., Any]) -> None:
-    """Check that a loss function can be called without a target."""
-    call = function.forward if isinstance(function, nn.Module) else function
-    try:
-        inspect.signature(call).bind("the output")
-    except TypeError as error:
-        raise TypeError(
-            f"loss_fn needs a target ({error}), but step() was given none: call step(input, "
-            "target), step(…, target=y) or, for a batch of named values with labels, step(**batch)"
-        ) from None
-    except ValueError:  # it has no signature
-        return
-
-
 def _zero_of(output: Any) -> Tensor:
     """Return a loss of 0, 0-dim, whose gradients of an output's tensors are exactly 0.
 
@@ -230,10 +204,3 @@ def _zero_of(output: Any) -> Tensor:
             everything = torch.ones((), dtype=torch.bool, device=tensor.device)
             zero = zero + tensor.masked_fill(everything, 0).sum().real
     return zero
-
-
-def _share_not_finite(value: Any) -> str:
-    tensors, _ = flatten(value)
-    num_elements = sum(tensor.numel() for tensor in tensors)
-    num_finite = sum(int(tensor.isfinite().sum()) for tensor in tensors)
-    return f"{1 - num_finite / max(1, num_elements):.1%}"

@@ -115,22 +115,17 @@ def gather(outputs: list[Any]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    first, spec = pytree.tree_flatten(outputs[0])
-    columns = [[leaf] for leaf in first]
-    for i, output in enumerate(outputs[1:], 1):
-        try:
-            leaves = spec.flatten_up_to(output)
-            is_alike = all(map(_are_alike, first, leaves))
-        except ValueError:
-            is_alike = False
-        if not is_alike:
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    forms = [(spec, [isinstance(leaf, Tensor) for leaf in leaves]) for leaves, spec in flat]
+    for i, form in enumerate(forms):
+        if form != forms[0]:
             raise ValueError(
-                f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(output)} in "
-                f"micro-batch {i}: let the last stage build its output alike for every micro-batch"
+                f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(outputs[i])} "
+                f"in micro-batch {i}: let the last stage build its output alike for every "
+                "micro-batch"
             )
-        for column, leaf in zip(columns, leaves, strict=True):
-            column.append(leaf)
-    return pytree.tree_unflatten(map(_merged, columns), spec)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten(map(_merged, columns), forms[0][0])
 
 
 def _batch_size(inputs: Any) -> int:
@@ -192,12 +187,7 @@ def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     return [leaf.tensor if type(leaf) is NoChunk else leaf] * len(sizes)
 
 
-def _are_alike(leaf: Any, other: Any) -> bool:
-    """Return whether both are tensors, or both plain values."""
-    return isinstance(leaf, Tensor) == isinstance(other, Tensor) and pytree.tree_is_leaf(other)
-
-
-def _merged(leaves: list[Any]) -> Any:
+def _merged(leaves: tuple[Any, ...]) -> Any:
     if isinstance(leaves[0], Tensor):
         return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
-    return None if all(leaf is None for leaf in leaves) else leaves
+    return None if all(leaf is None for leaf in leaves) else list(leaves)

@@ -21,7 +21,7 @@ from torch import Tensor
 from procpipe.compute.graph import Enter
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather
-from procpipe.tree import Flat, cut, flatten, joined, map_tensors, unflatten
+from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -49,9 +49,9 @@ def inputs_and_target(
 ) -> tuple[Inputs, Any]:
     """Return the inputs and the target of a ``step``, from what it was given.
 
-    The target is ``target``, or the value that this names, among the named ones or in the only one,
-    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
-    ones. ``is_read``: whether this rank's inputs count; others may give any values.
+    The target is ``target``, or the named value that this names; if that is ``UNSET``, the named
+    value ``labels``, or the second of two positional ones. ``is_read``: whether this rank's inputs
+    count; others may give any values.
 
     Raises:
         TypeError: more than two positional values, of which the last may be an input too; a target
@@ -66,15 +66,11 @@ def inputs_and_target(
                 f"{', '.join(named)}: give the name of one, or the target itself"
             )
         target = named.pop(target, None)
-    elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
-        others = dict(values[0])
-        values, target = (others,), others.pop(target, target)
     elif target is UNSET:
         if len(values) > 2 and is_read:
             raise TypeError(
                 f"step() was given {len(values)} positional values, which may all be inputs: name "
-                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
-                "target=y), or target=None where the loss takes none"
+                "the target, as in step(a, b, target=y), or target=None where the loss takes none"
             )
         target = None
         if len(values) == 2:
@@ -145,17 +141,16 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
 
     ``run_backward`` is called when the user runs a loss backward; None if that cannot follow.
     """
-    whole = joined(outputs)
-    tensors = whole.tensors
-    wanting = [t for t, wants in zip(tensors, whole.requires_grad, strict=True) if wants]
+    tensors = [tensor for output in outputs for tensor in output.tensors]
+    wants = [flag for output in outputs for flag in output.requires_grad]
+    wanting = [tensor for tensor, flag in zip(tensors, wants, strict=True) if flag]
     if run_backward is not None and wanting:
         counts = [sum(output.requires_grad) for output in outputs]
         anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
         attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
-        pairs = zip(tensors, whole.requires_grad, strict=True)
-        tensors = [next(attached) if wants else tensor for tensor, wants in pairs]
-    value = unflatten(tensors, whole.structure)
-    return gather(list(value) if len(outputs) > 1 else [value])
+        tensors = [next(attached) if flag else t for t, flag in zip(tensors, wants, strict=True)]
+    pieces = cut(tensors, [len(output.tensors) for output in outputs])
+    return gather([unflatten(part, of.structure) for part, of in zip(pieces, outputs, strict=True)])
 
 
 def on_device(value: Any, device: torch.device) -> Any:

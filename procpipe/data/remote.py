@@ -15,8 +15,8 @@ together. Does not communicate.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -29,15 +29,6 @@ from procpipe.torch_internals import pytree
 #: Attributes and methods that need the tensor itself.
 VALUE_NAMES = frozenset(
     ["item", "tolist", "numpy", "grad", "grad_fn", "data_ptr", "untyped_storage"]
-)
-
-#: Attributes and methods that describe a tensor: placeholders without a backward pass.
-DESCRIBING_NAMES = frozenset(
-    [
-        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride"),
-        *("dtype", "device", "layout", "nbytes", "itemsize", "element_size", "storage_offset"),
-        *("get_device", "is_cuda", "is_contiguous", "is_floating_point", "is_complex"),
-    ]
 )
 
 #: Torch's names of ``tensor += remote`` and the like. They rebind the name on the left to the
@@ -64,16 +55,14 @@ class Remote:
     and from :meth:`detach`, one that has none.
 
     Args:
-        rank: the rank that holds the value.
+        rank: the rank that holds the value; of several that do, one.
         what: what it is, for messages: "the output of stage(input)".
         backward: runs this rank's part of the backward pass, and may block until the other ranks
-            have done theirs; ``None`` if nothing requires grad. It is called at most once, by
-            whichever of the values computed from this one is the first to have its backward called.
+            have done theirs; ``None`` if nothing requires grad.
         others: further ranks that hold the value.
-        here: this process's rank, for messages.
     """
 
-    __slots__ = ("_here", "_passes", "_ranks", "_what")
+    __slots__ = ("_backward", "_ranks", "_what", "rank")
 
     def __init__(
         self,
@@ -82,39 +71,25 @@ class Remote:
         backward: Callable[[], None] | None,
         *,
         others: Iterable[int] = (),
-        here: int | None = None,
     ) -> None:
-        self._ranks = tuple(dict.fromkeys((rank, *others)))
-        self._here = here
+        self.rank = rank
+        self._ranks = frozenset([rank, *others])
         self._what = what
-        self._passes: tuple[_BackwardPass, ...] = ()
-        if backward is not None:
-            self._passes = (_BackwardPass(backward),)
-
-    @property
-    def rank(self) -> int:
-        """The rank that holds the value, or the first of several."""
-        return self._ranks[0]
+        self._backward = backward
 
     @property
     def requires_grad(self) -> bool:
         """Whether :meth:`backward` has anything to run."""
-        return bool(self._passes)
-
-    @property
-    def data(self) -> Remote:
-        """The same as :meth:`detach`."""
-        return self.detach()
+        return self._backward is not None
 
     def detach(self) -> Remote:
         """Return a placeholder of the same value without a backward pass."""
-        return _joined([self], ())
+        return Remote(self.rank, self._what, None, others=self._ranks)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Run this rank's part of the backward pass.
 
-        Every rank calls it; blocks as long as the pass does. What was computed from several
-        outputs runs the pass of each, the latest first, as autograd does on the rank of the value.
+        Every rank calls it; blocks as long as the pass does.
 
         Args:
             *args: ignored; they matter on the rank of the value only.
@@ -123,19 +98,13 @@ class Remote:
         Raises:
             RuntimeError: nothing requires grad, or the pass was run before.
         """
-        if not self._passes:
+        if self._backward is None:
             raise RuntimeError(
                 f"backward() of a value on rank {self.rank} ({self._what}): it does not require "
                 "grad; compute it from an output of stage(input), do not detach that, and call "
                 "the stage with gradients enabled"
             )
-        if any(backward_pass.is_done for backward_pass in self._passes):
-            raise RuntimeError(
-                f"backward() a second time for a value on rank {self.rank} ({self._what}): a "
-                "mini-batch has one backward pass; add up its losses and call backward() on the sum"
-            )
-        for backward_pass in sorted(self._passes, key=lambda each: each.number, reverse=True):
-            backward_pass.run()
+        self._backward()
 
     @classmethod
     def __torch_function__(
@@ -145,13 +114,11 @@ class Remote:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.autograd.backward:
-            return _backward_of_several(args[0])
         kwargs = kwargs or {}
         remote = _result(func, (args, kwargs))
         name = getattr(func, "__name__", str(func))
-        if func is torch.autograd.grad:
-            raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise remote._error(f"torch.autograd.{name} (not loss.backward())")
         if isinstance(kwargs.get("out"), Tensor) or (
             args and isinstance(args[0], Tensor) and _only_writes_to_its_first(name)
         ):
@@ -184,7 +151,7 @@ class Remote:
             raise AttributeError(f"a placeholder for a value of another rank has no {name!r}")
         if name in VALUE_NAMES:
             raise self._error(f".{name}")
-        return self.detach() if name in DESCRIBING_NAMES else self._absorb()
+        return self.detach() if name == "data" else self._absorb()
 
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
@@ -206,7 +173,7 @@ class Remote:
         return repr(self)
 
     def __repr__(self) -> str:
-        grad = ", requires grad" if self._passes else ""
+        grad = ", requires grad" if self._backward else ""
         return f"<Remote: {self._what}, on rank {self.rank}{grad}>"
 
     def _error(self, how: str) -> RemoteValueError:
@@ -218,8 +185,7 @@ class Remote:
 
 def holder_of(value: Any, first: int) -> int:
     """Return the rank that holds a nested value: that of a placeholder in it, else ``first``."""
-    leaves = pytree.tree_leaves(value)
-    return max((leaf.rank for leaf in leaves if isinstance(leaf, Remote)), default=first)
+    return max((remote.rank for remote in _remotes_in(value)), default=first)
 
 
 def check_held(value: Any) -> None:
@@ -228,66 +194,28 @@ def check_held(value: Any) -> None:
     Raises:
         RemoteValueError: some of it is a placeholder.
     """
-    if has_placeholder(value):
-        missing = next(operand for operand in _operands(value) if isinstance(operand, Remote))
+    for missing in _remotes_in(value):
         raise RemoteValueError(
             f"fetch() of a value that no rank has whole: here {missing!r} is missing. Fetch what "
             "different ranks hold one by one"
         )
 
 
-def has_placeholder(value: Any) -> bool:
-    """Return whether a nested value holds a placeholder."""
-    return any(isinstance(operand, Remote) for operand in _operands(value))
-
-
-class _BackwardPass:
-    """The backward pass of one mini-batch, shared by all values computed from its output."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.number = next(self._numbers)
-        self.is_done = False
-        self._function = function
-
-    def run(self) -> None:
-        self.is_done = True
-        self._function()
-
-
-def _joined(remotes: Sequence[Remote], passes: Iterable[_BackwardPass] | None = None) -> Remote:
-    """Return a placeholder for what is computed from others, with all their passes by default.
-
-    It is on the ranks that have all of them; if there is none, on those of the first.
-    """
-    if passes is None:
-        passes = dict.fromkeys(each for remote in remotes for each in remote._passes)
-    rarest = min(remotes, key=lambda remote: len(remote._ranks))
-    ranks = [rank for rank in rarest._ranks if all(rank in other._ranks for other in remotes)]
-    first, *others = ranks or rarest._ranks
-    placeholder = Remote(first, rarest._what, None, others=others, here=rarest._here)
-    placeholder._passes = tuple(passes)
-    return placeholder
+def _remotes_in(value: Any) -> list[Remote]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Remote)]
 
 
 def _result(func: Any, arguments: Any) -> Remote:
     """Return the placeholder for what an operation computes, given all its nested arguments."""
-    operands = list(_operands(arguments))
-    remotes = [operand for operand in operands if isinstance(operand, Remote)]
     name = getattr(func, "__name__", func)
-    joined = _joined(remotes)
-    for other in remotes:
-        if joined.rank not in other._ranks:
-            raise _no_rank_has_both(name, joined, f"rank {other.rank} ({other._what})")
+    joined = reduce(partial(_joined, name), _remotes_in(arguments))
     if not torch.is_grad_enabled():
         return joined.detach()
-    requiring = [each for each in operands if isinstance(each, Tensor) and each.requires_grad]
-    if requiring and not joined._passes and any(tensor.grad_fn for tensor in requiring):
-        here = "this rank" if joined._here is None else f"rank {joined._here}"
-        raise _no_rank_has_both(
-            name, joined, f"{here} (computed from the output of stage(input), as it requires grad)"
-        )
+    leaves = pytree.tree_leaves(arguments)
+    requiring = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+    if joined._backward is None and any(tensor.grad_fn for tensor in requiring):
+        here = "this rank (computed from the output of stage(input), as it requires grad)"
+        raise _no_rank_has_both(name, joined, here)
     if requiring:
         warn(
             f"{name} combines a tensor that requires grad on this rank "
@@ -297,6 +225,15 @@ def _result(func: Any, arguments: Any) -> Remote:
     return joined
 
 
+def _joined(name: str, one: Remote, other: Remote) -> Remote:
+    """Return the placeholder for what is computed from two."""
+    ranks = one._ranks & other._ranks
+    if not ranks:
+        raise _no_rank_has_both(name, one, f"rank {other.rank} ({other._what})")
+    what = one._what if len(one._ranks) <= len(other._ranks) else other._what
+    return Remote(min(ranks), what, one._backward or other._backward, others=ranks)
+
+
 def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
     return RemoteValueError(
         f"{name} combines a value of rank {one.rank} ({one._what}) with one of {other}, and no "
@@ -304,25 +241,6 @@ def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
         "output: have the loader yield what the loss needs after the input, as (input, target) or "
         "(x, x), or use loss_fn and step(input, target)"
     )
-
-
-def _backward_of_several(values: Sequence[Tensor | Remote]) -> None:
-    remotes = [value for value in values if isinstance(value, Remote)]
-    if len(remotes) < len(values):
-        raise RuntimeError(
-            f"torch.autograd.backward was given {len(values) - len(remotes)} tensors of this rank "
-            f"beside {len(remotes)} values that live on other ranks: call backward() on each"
-        )
-    _joined(remotes).backward()
-
-
-def _operands(value: Any) -> Iterator[Any]:
-    """Yield the placeholders and tensors in the nested arguments of a call."""
-    if isinstance(value, (Remote, Tensor)):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _operands(child)
 
 
 def _only_writes_to_its_first(name: str) -> bool:

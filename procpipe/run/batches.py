@@ -14,9 +14,10 @@ With replicas the first ranks agree before an item is yielded, see ``loops.py``.
 from __future__ import annotations
 
 import atexit
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,23 +30,12 @@ from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.loops import Loop, Loops
+from procpipe.run.loops import Loop
 from procpipe.run.order import BatchDetail, Order
 from procpipe.run.runner import Runner
-from procpipe.run.stops import Signals, Stops, checked_signals
+from procpipe.run.stops import Signals, Stops
 from procpipe.torch_internals import pytree
-from procpipe.tree import (
-    PLAIN_TYPES,
-    TENSOR,
-    Structure,
-    flatten,
-    is_plain,
-    text_of,
-    unflatten,
-)
-
-#: Said of entries that are not sent: they are not made of dense tensors and plain values.
-_CANNOT_TRAVEL = ", which cannot travel to other ranks"
+from procpipe.tree import TENSOR, Structure, flatten, is_plain, text_of, unflatten
 
 #: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
@@ -63,8 +53,8 @@ class Batches:
         device: this stage's.
 
     Attributes:
-        delivered: the tensors and containers that ``output_rank`` has of the latest item, as they
-            are on this rank, in the same order on both.
+        delivered: the entries of the latest item that ``output_rank`` has, by their indices; as
+            they are on this rank.
         stops: which signals have come, and whether the ranks have agreed to stop.
     """
 
@@ -77,9 +67,9 @@ class Batches:
         output_rank: int,
         device: torch.device,
     ) -> None:
-        self.delivered: list[Any] = []
-        self._delivered_as: list[list[Any]] = []
-        self._on_host: list[Any] = []  # the same as the loader gave it, on the only stage
+        self.delivered: dict[int, Any] = {}
+        self._contents: dict[int, _Contents] = {}  # of these, on the first rank
+        self._on_host: dict[int, Any] = {}  # these as the loader gave them, on an only stage's GPU
         self._calls = calls
         self._begin = begin
         self._is_training = is_training
@@ -88,38 +78,31 @@ class Batches:
         self._output_rank = output_rank
         self._device = device
         self.stops = Stops(lambda: calls.has_failed)
+        self._done: set[str] = set()  # see ``Loop``
         self._unfinished: Iterator[Any] | None = None  # what a stopped loop has read from
-        self._loops = Loops(grid)
 
     def close(self) -> None:
         """Set earlier handlers of signals again, and drop what a stopped loop has read from."""
         self.stops.restore()
         self._unfinished = None
 
-    def until_stopped(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
-        """Yield the items of a loop that handles signals."""
-        with self._calls.together("batches"):
-            numbers = checked_signals(stop_on)
-        names = ", ".join(number.name for number in numbers)
-        with self.stops.handling(numbers):
-            yield from self.read(loader, names, same_data=same_data)
-
-    def read(self, loader: Loader, stop_on: str = "", *, same_data: bool) -> Iterator[Any]:
+    def read(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader, f"batches(None) on rank {self._first}, which reads the loader")
-        loop = Loop(stop_on, same_data)
-        while True:
-            with self._calls.together("batches") as pipeline:
-                item, detail = self._next(pipeline.coordinator, items, loop)
-                if detail.faults:
-                    raise DisagreementError(detail.faults)
-                if detail.form is None:
-                    self.stops.is_stopped |= detail.is_stopped
-                    if detail.is_stopped:
-                        self._keep(items)
-                    return
-                item = self._deliver(pipeline, item, detail)
-            yield item
+        with self.stops.handling(stop_on) as names:
+            loop = Loop(self._grid, names, same_data, self._done)
+            while True:
+                with self._calls.together("batches") as pipeline:
+                    item, detail = self._next(pipeline.coordinator, items, loop)
+                    if detail.faults:
+                        raise DisagreementError(detail.faults)
+                    if detail.form is None:
+                        self.stops.is_stopped |= detail.is_stopped
+                        if detail.is_stopped:
+                            self._keep(items)
+                        return
+                    item = self._deliver(pipeline, item, detail)
+                yield item
 
     def _next(
         self, coordinator: Coordinator, items: Iterator[Any], loop: Loop
@@ -138,17 +121,17 @@ class Batches:
             return None, self._begin_item(detail)
         loop.is_training = self._is_training()
         if loop.stop_on:
-            is_stopped = self._loops.wait_signals(coordinator, loop, is_signalled=is_stopped)
+            is_stopped = loop.wait_signals(coordinator, is_signalled=is_stopped)
         if not is_stopped:
             found, is_stopped = self._read_one(items, loop.stop_on)
-            agreed = self._loops.wait_items(coordinator, loop, found, is_signalled=is_stopped)
-            is_stopped = agreed.is_stopped
-            if agreed.faults:
-                detail = replace(detail, faults=agreed.faults)
-            elif not (is_stopped or agreed.has_ended):
+            is_stopped, has_ended, faults = loop.wait_items(
+                coordinator, found, is_signalled=is_stopped
+            )
+            if faults:
+                detail = replace(detail, faults=faults)
+            elif not (is_stopped or has_ended):
                 (item,) = found
-                form, sent = _described(item)
-                detail = replace(detail, form=form, delivered=sent)
+                detail = _described(item, detail)
         return item, self._begin_item(replace(detail, is_stopped=is_stopped))
 
     def _read_one(self, items: Iterator[Any], stop_on: str) -> tuple[list[Any], bool]:
@@ -170,23 +153,21 @@ class Batches:
     def _deliver(self, pipeline: Runner, item: Any, detail: BatchDetail) -> Any:
         """Bring what the last stage needs of an item there; return what this rank yields."""
         here, wires = self._grid.rank, pipeline.wires
-        delivered: dict[int, Any] = {}
-        on_host: dict[int, Any] = {}
+        self.delivered, self._contents, self._on_host = {}, {}, {}
         if here != self._first:
             if detail.delivered and here == self._output_rank:
-                delivered = wires.take_value(self._first)
-            item = self._placeholders(detail, delivered)
-        elif detail.delivered:
-            entries, _ = _opened(item)
-            delivered = {k: entries[k] for k in detail.delivered}
-            if self._output_rank != here:
-                wires.send_value(self._output_rank, delivered)
-            else:  # this stage will use it
-                on_host = delivered
-                if self._device.type != "cpu":
-                    delivered = on_device(delivered, self._device)
-                    item = _with_entries(item, delivered)
-        self._note(delivered, on_host)
+                self.delivered = wires.take_value(self._first)
+            return self._placeholders(detail)
+        if detail.delivered:
+            entries, structure = _opened(item)
+            self.delivered = {k: entries[k] for k in detail.delivered}
+            if here != self._output_rank:
+                wires.send_value(self._output_rank, self.delivered)
+            elif self._device.type != "cpu":
+                self._on_host = self.delivered
+                self.delivered = on_device(self.delivered, self._device)
+                item = unflatten((dict(enumerate(entries)) | self.delivered).values(), structure)
+            self._contents = {k: _contents(entry) for k, entry in self.delivered.items()}
         return item
 
     def _begin_item(self, ours: BatchDetail) -> BatchDetail:
@@ -211,17 +192,14 @@ class Batches:
         atexit.register(setattr, self, "_unfinished", None)  # ends a DataLoader's workers
 
     def find_delivered(self, target: Any) -> int | None:
-        """Return, on the first rank, which delivered value a target is; None if it is none.
+        """Return, on the first rank, which delivered entry a target is; None if it is none.
 
         It is none if it has been changed.
         """
-        for k, (value, before) in enumerate(zip(self.delivered, self._delivered_as, strict=True)):
-            if target is value:
+        for k, before in self._contents.items():
+            if target is self.delivered[k]:
                 now = _contents(target)
-                is_same = len(now) == len(before) and all(
-                    one is other or (not isinstance(one, Tensor) and one == other)
-                    for one, other in zip(now, before, strict=True)
-                )
+                is_same = now[:2] == before[:2] and all(map(operator.is_, now[2], before[2]))
                 return k if is_same else None
         return None
 
@@ -233,21 +211,25 @@ class Batches:
         k = self.find_delivered(target) if self._on_host else None
         return target if k is None else self._on_host[k]
 
-    def _note(self, delivered: Mapping[int, Any], on_host: Mapping[int, Any]) -> None:
-        self.delivered = list(chain.from_iterable(map(_all_in, delivered.values())))
-        self._on_host = list(chain.from_iterable(map(_all_in, on_host.values())))
-        is_first = self._grid.stage == 0
-        self._delivered_as = [*map(_contents, self.delivered)] if is_first else []
-
-    def _placeholders(self, detail: BatchDetail, delivered: Mapping[int, Any]) -> Any:
+    def _placeholders(self, detail: BatchDetail) -> Any:
         """Return an item with placeholders for all that was not delivered to this rank."""
-        structure, names = detail.form
+        structure, num_entries = detail.form
         entries: list[Any] = []
-        for k, name in enumerate(names):
+        for k in range(num_entries):
             others = [self._output_rank] if k in detail.delivered else []
-            placeholder = Remote(self._first, name, None, others=others, here=self._grid.rank)
-            entries.append(delivered.get(k, placeholder))
+            placeholder = Remote(self._first, f"entry {k} of the mini-batch", None, others=others)
+            entries.append(self.delivered.get(k, placeholder))
         return unflatten(entries, tuple(structure))
+
+
+#: A nested value's structure, versions of tensors, and tensors, which a change would alter.
+_Contents = tuple[Structure, list[int | None], list[Tensor]]
+
+
+def _contents(value: Any) -> _Contents:
+    tensors, structure = flatten(value)
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return structure, versions, tensors
 
 
 def _items_of(loader: Loader, nothing: str) -> Iterator[Any]:
@@ -267,33 +249,20 @@ def _opened(item: Any) -> tuple[list[Any], Structure]:
         item = dict(item)
     if pytree.tree_is_leaf(item):
         return [item], TENSOR
-    entries, spec = _entries_of(item)
+    entries, spec = pytree.tree_flatten(item, is_leaf=lambda each: each is not item)
     return entries, (text_of(spec), "")
 
 
-def _entries_of(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+def _described(item: Any, detail: BatchDetail) -> BatchDetail:
+    """Add what other ranks are sent of a loader's item, and which entries the last stage gets.
 
-
-def _described(item: Any) -> tuple[list[Any], list[int]]:
-    """Return what other ranks are sent of a loader's item, and which entries the last stage gets.
-
-    Both are plain JSON; the first is the structure of a container of the entries, and what each is.
-    Entries that cannot travel stay on the first rank.
+    Plain JSON: the structure of a container of the entries, and their number. Entries that cannot
+    travel stay on the first rank.
     """
     entries, structure = _opened(item)
     first = 1 if isinstance(item, (tuple, list)) and len(item) > 1 else 0
-    keys = [*map(repr, item)] if isinstance(item, Mapping) else []
-    delivered, names = [], []
-    for k, entry in enumerate(entries):
-        key = keys[k] if len(keys) == len(entries) else f"entry {k}"
-        name = "the mini-batch" if structure == TENSOR else f"{key} of the mini-batch"
-        if k >= first and _can_travel(entry):
-            delivered.append(k)
-        elif k >= first:
-            name += _CANNOT_TRAVEL
-        names.append(name)
-    return [structure, names], delivered
+    delivered = [k for k in range(first, len(entries)) if _can_travel(entries[k])]
+    return replace(detail, form=[structure, len(entries)], delivered=delivered)
 
 
 def _can_travel(entry: Any) -> bool:
@@ -302,26 +271,3 @@ def _can_travel(entry: Any) -> bool:
     except BoundaryError:
         return False
     return all(is_plain(t) and t.layout == torch.strided and not t.is_meta for t in tensors)
-
-
-def _with_entries(item: Any, others: Mapping[int, Any]) -> Any:
-    """Return an item of a loader with other entries, by their indices."""
-    entries, structure = _opened(item)
-    return unflatten([others.get(k, entry) for k, entry in enumerate(entries)], structure)
-
-
-def _all_in(value: Any) -> Iterator[Any]:
-    """Yield a nested value, and then the tensors and containers in it, from left to right."""
-    if isinstance(value, PLAIN_TYPES):
-        return
-    yield value
-    if not pytree.tree_is_leaf(value):
-        for child in _entries_of(value)[0]:
-            yield from _all_in(child)
-
-
-def _contents(value: Any) -> list[Any]:
-    """Return a nested value's structure, tensors and versions, which a change would alter."""
-    tensors, structure = flatten(value)
-    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    return [structure, *tensors, *versions]

@@ -71,7 +71,7 @@ class Intake:
             if call == "step":
                 decided["accumulate"] = checked_accumulate(accumulate, total_weight)
                 decided["total_weight"] = checked_total(total_weight)
-                decided |= self._about_loss(target, sizes, is_training=is_training)
+                decided |= self._about_loss(target, sizes)
         order = coordinator.begin(call, is_training=is_training, **decided)
         batch.keep, batch.reduces = order.is_grad_enabled, order.reduces
         batch.is_shared = order.is_shared and self._grid.num_replicas > 1
@@ -86,9 +86,7 @@ class Intake:
         coordinator.announce(order, count)
         return order, batch
 
-    def _about_loss(
-        self, target: Any, sizes: Sequence[int], *, is_training: bool
-    ) -> dict[str, Any]:
+    def _about_loss(self, target: Any, sizes: Sequence[int]) -> dict[str, Any]:
         """Return what the order says of a step's target and weights."""
         way, place = SENT, 0
         if target is None or self._output_stage == 0:
@@ -97,18 +95,12 @@ class Intake:
             way, place = DELIVERED, found
         about: dict[str, Any] = {"target": way, "delivered": place}
         if way != LOCAL or self._loss.weight is None:
-            about["weights"] = self._weights(
-                None if way == LOCAL else target, sizes, is_training=is_training
-            )
+            about["weights"] = self._weights(None if way == LOCAL else target, sizes)
         return about
 
-    def _weights(
-        self, target: Any, sizes: Sequence[int], *, is_training: bool
-    ) -> tuple[float, ...]:
+    def _weights(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
         """Return what each micro-batch counts."""
-        targets = None if target is None else scatter_like(target, sizes)
-        is_share = is_training and self._grid.num_replicas > 1
-        return self._loss.weights(targets, sizes, is_share=is_share)
+        return self._loss.weights(None if target is None else scatter_like(target, sizes), sizes)
 
     def _add_loss(
         self,
@@ -130,21 +122,14 @@ class Intake:
         self._loss.warn_of_ignored(on_host)
         weights = order.weights
         if not weights:  # only this stage has the target
-            weights = self._weights(on_host, order.sizes, is_training=order.is_training)
+            weights = self._weights(on_host, order.sizes)
         if target is not None:
             batch.targets = scatter_like(on_device(target, self._device), order.sizes)
-
-        def whole() -> float:
-            """Return what the mini-batches of all replicas count."""
-            total = math.fsum(coordinator.meet())
-            if batch.is_shared and self._grid.replica == 0:
-                self._loss.warn_of_weights([total])
-            return total
 
         batch.loss = MeanLoss(
             self._loss,
             weights,
-            whole,
+            lambda: math.fsum(coordinator.meet()),  # of all replicas
             order.total_weight,
             accumulate=order.accumulate,
             is_sent=batch.is_shared or not order.weights,

@@ -9,27 +9,19 @@ stage computes the loss with the target of another mini-batch: nothing fails, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from procpipe.channel.meta import memory_of
 from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
 from procpipe.tree import is_plain
-
-#: The most elements that are mixed at once.
-_BLOCK = 2**20
-
-#: Odd factors below 2**63 for a sum that depends on each element and its place.
-_OF_PLACE, _OF_VALUE = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-
-#: The integers that an element's bytes are viewed as, by its size.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Of each tensor of an input: dtype and shape, and a checksum of its values; plain JSON.
 Described = list[list[Any]]
@@ -86,52 +78,26 @@ def _difference(theirs: Described, first: Described) -> str:
 
 def described(inputs: Any) -> Described:
     """Describe the tensors of an input; the empty list if there are none to compare."""
-    tensors: list[Tensor] = []
-    for leaf in _leaves(inputs):
-        if isinstance(leaf, Remote):
-            return []
-        tensors.append(leaf)
-    forms = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors]
-    sums = {k: checksum(tensor) for k, tensor in enumerate(tensors) if _has_values(tensor)}
-    device = next((each.device for each in sums.values()), None)
-    if device is not None:  # the host waits once
-        values = torch.stack([each.to(device) for each in sums.values()]).tolist()
-        sums = dict(zip(sums, values, strict=True))
-    return [[form, sums.get(k)] for k, form in enumerate(forms)]
-
-
-def _leaves(value: Any) -> Iterator[Tensor | Remote]:
-    """Yield tensors and placeholders, from left to right; other values are not compared."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, (Tensor, Remote)):
-            yield leaf
-
-
-def _has_values(tensor: Tensor) -> bool:
-    is_dense = tensor.layout == torch.strided and not tensor.is_meta
-    return is_dense and is_plain(tensor.detach()) and tensor.numel() > 0
+    leaves = pytree.tree_leaves(inputs)
+    if any(isinstance(leaf, Remote) for leaf in leaves):
+        return []
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    return [
+        [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}", checksum(tensor)]
+        for tensor in tensors
+    ]
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a number that depends on every bit of a tensor and its place, the same everywhere.
+def checksum(tensor: Tensor) -> int | None:
+    """Return a number that depends on every bit of a detached tensor and its place.
 
-    Args:
-        tensor: of any dtype, shape and strides, with at least one element.
-
-    Returns:
-        ``() int64`` on the tensor's device, whose host does not wait for it.
+    None if it has no values of its own (a sparse one, say). Waits for the tensor's device.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.dtype == torch.complex128:
-        flat = torch.view_as_real(flat).reshape(-1)
-    integers = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(integers), _BLOCK):
-        block = integers[start : start + _BLOCK]
-        mixed = torch.arange(start, start + len(block), dtype=torch.int64, device=flat.device)
-        mixed.mul_(_OF_PLACE).add_(block)  # integers wrap around, alike on every device
-        for shift in (31, 29):  # so that exchanged or compensating changes do not cancel out
-            mixed.bitwise_xor_(mixed >> shift).mul_(_OF_VALUE)
-        total += mixed.bitwise_xor_(mixed >> 32).sum()
-    return total
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_meta
+        or not (is_plain(tensor) and tensor.numel())
+    ):
+        return None
+    return zlib.crc32(memory_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))

@@ -423,7 +423,7 @@ def check_nothing_counts(bare):
                 warnings.simplefilter("always")
                 assert stage.step(input.clone(), no_tokens) == 0
             found = [str(warning.message) for warning in caught]
-            assert len(found) == (bare.rank == 1), found
+            assert len(found) == 1, found
             assert all("its loss and its gradients are 0" in text for text in found), found
 
 
@@ -855,14 +855,13 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
 
     (report, *_), *others = found
     assert [other[0] for other in others] == [report] * 3
-    assert report.count("replica 1\n") == 2
+    assert report.count("replica  stage") == 2
     for rank, (_, statistics, own_bytes) in enumerate(found):
         assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
         # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.
         sums = statistics["all_reduce_bytes"]
         assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
         assert 0 < statistics["exposed_s"] <= statistics["step_s"]
-        assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
         expected = split(last)[rank]
         assert statistics["split"]["all_reduce_s"] == pytest.approx(
             expected.all_reduce_s, abs=4 * recording.clock_error_s
