@@ -1,8 +1,8 @@
 """From the arguments of a ``Stage`` to a connected pipeline.
 
-    Settings.checked   what the user asks for               does not communicate
-    Cut.of             this rank's layers, out of the full model
-    connect            wires, executor, log                 every rank, in the first call
+    found_balance   the balance, where the user gives none
+    cut_model       this rank's layers, out of the full model    does not communicate
+    connect         wires, executor, log                         every rank, in the first call
 
 Balance profiles and recordings are optional: what they need is imported here,
 and only where the user asks for them.
@@ -25,12 +25,9 @@ from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import check_not_sharded, is_sharded
 from procpipe.errors import BalanceError
-from procpipe.job.grid import Grid
 from procpipe.job.world import World
-from procpipe.model.arguments import checked_replicas
 from procpipe.model.cut import (
     check_enough_layers,
-    check_model,
     cut,
     fit_balance,
     layer_facts,
@@ -42,50 +39,17 @@ from procpipe.notes import write_note
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.named import Schedule, schedule_of
-from procpipe.plan.task import Plan
+from procpipe.plan.schedules.named import Schedule
 from procpipe.run.control import Control
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.executor import Executor
 from procpipe.run.log import Log
 from procpipe.run.pipeline import Pipeline
 from procpipe.run.replicas import Replicas
-from procpipe.run.statistics import StageStatistics
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout
-from procpipe.skip.skippable import verify_skippables
 from procpipe.version import __version__
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asks for besides model and balance, checked."""
-
-    grid: Grid  # this rank's place among stages and replicas
-    schedule: Schedule  # makes the plan of each step
-    defers_batch_norm: bool  # whether batch normalisation is replaced
-    trace: str | os.PathLike[str] | None  # where rank 0 writes a timeline; rank 0's counts
-
-    @classmethod
-    def checked(
-        cls,
-        world: World,
-        *,
-        replicas: int,
-        balance: Iterable[int] | str | None,
-        schedule: str | Callable[[int, int], Plan],
-        defers_batch_norm: bool,
-        trace: str | os.PathLike[str] | None,
-    ) -> Settings:
-        """Check the arguments of a ``Stage``, and that the optional parts they need are there."""
-        chosen = schedule_of(schedule)
-        num_stages = None
-        if isinstance(balance, (list, tuple)) and chosen.partitions_per_stage is not None:
-            num_stages = len(balance) // chosen.partitions_per_stage
-        checked_replicas(replicas, world.num_ranks, num_stages, is_launched=world.is_launched)
-        grid = world.divide(replicas) if world.is_launched else world.grid
-        return cls(grid, chosen, bool(defers_batch_norm), trace)
 
 
 @dataclass(frozen=True)
@@ -104,61 +68,49 @@ class Cut:
     facts: list[str]  # a line about each layer of the full model
     keys: Any = None  # the model's attribute ``keys``, a map of its keys to those in files, or None
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Sequential,
-        balance: Iterable[int],
-        settings: Settings,
-        world: World,
-    ) -> Cut:
-        """Cut a checked model and bring this rank's layers to its device."""
-        schedule, grid = settings.schedule, settings.grid
-        entries = fit_balance(
-            balance,
-            len(module),
-            grid.num_stages,
-            is_launched=world.is_launched,
-            num_replicas=grid.num_replicas,
-            partitions_per_stage=schedule.partitions_per_stage,
-            of_mesh=grid.numbers if grid.is_part else None,
-        )
-        placement = _placement(settings, len(entries))
-        facts = layer_facts(module)
-        parts = cut(module, entries)
-        skips = SkipLayout.of(parts)
-        ties = find_ties(parts)
-        ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
-        shared = [names for part in ours.values() for names in find_shared(part)]
-        all_layers = dict(module.named_children())
-        names = [name for part in ours.values() for name in part]
-        materialize(all_layers, names, world.device, seed=torch.initial_seed())
-        if settings.defers_batch_norm:
-            for layers in ours.values():
-                for name, layer in layers.items():
-                    layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-        elsewhere = all_layers.keys() - names
-        keys = getattr(module, "keys", None)
-        return cls(entries, placement, ours, elsewhere, skips, ties, shared, facts, keys)
 
-
-def _placement(settings: Settings, num_partitions: int) -> tuple[int, ...]:
-    """Return the stage of each partition; an error says which number of replicas would fit."""
-    schedule, grid = settings.schedule, settings.grid
+def cut_model(
+    module: nn.Sequential,
+    balance: Iterable[int],
+    schedule: Schedule,
+    world: World,
+    *,
+    defers_batch_norm: bool,
+) -> Cut:
+    """Cut a checked model and bring this rank's layers to its device."""
+    grid = world.grid
+    entries = fit_balance(
+        balance,
+        len(module),
+        grid.num_stages,
+        is_launched=world.is_launched,
+        num_replicas=grid.num_replicas,
+        partitions_per_stage=schedule.partitions_per_stage,
+        of_mesh=grid.numbers if grid.is_part else None,
+    )
     try:
-        return schedule.place(num_partitions, grid.num_stages)
+        placement = schedule.place(len(entries), grid.num_stages)
     except BalanceError as error:
-        fits = replicas_for(grid.num_ranks, num_partitions, schedule.partitions_per_stage)
+        fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
         if fits is None or grid.is_part:
             raise
         raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
-
-
-def check(module: nn.Sequential, world: World) -> None:
-    """Check that a model can be cut, and its skip tensors match."""
-    check_model(module)
-    check_sharding(module, world)
-    verify_skippables(module)
+    facts = layer_facts(module)
+    parts = cut(module, entries)
+    skips = SkipLayout.of(parts)
+    ties = find_ties(parts)
+    ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
+    shared = [names for part in ours.values() for names in find_shared(part)]
+    all_layers = dict(module.named_children())
+    names = [name for part in ours.values() for name in part]
+    materialize(all_layers, names, world.device, seed=torch.initial_seed())
+    if defers_batch_norm:
+        for layers in ours.values():
+            for name, layer in layers.items():
+                layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
+    elsewhere = all_layers.keys() - names
+    keys = getattr(module, "keys", None)
+    return Cut(entries, placement, ours, elsewhere, skips, ties, shared, facts, keys)
 
 
 def check_sharding(module: nn.Module, world: World) -> None:
@@ -173,16 +125,16 @@ def found_balance(
     module: nn.Sequential,
     sample: Any,
     chunks: int,
+    schedule: Schedule,
     world: World,
     control: Control,
-    settings: Settings,
 ) -> list[int]:
     """Find a balance.
 
     By name on rank 0: every rank calls it, and waits. Without a name each rank finds the same from
     the model's shapes, and rank 0 prints it; one partition has all layers.
     """
-    schedule, grid = settings.schedule, settings.grid
+    grid = world.grid
     num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
@@ -202,47 +154,33 @@ def found_balance(
     return balance
 
 
-def claim_trace(trace: str | os.PathLike[str] | None, world: World) -> None:
-    """Check before a long run that a timeline can be written; reserve its file for one stage."""
-    if trace is not None:
-        with needed("procpipe.timeline", "trace=…"):
-            from procpipe.timeline.collect import claimed
-        if world.rank == 0:
-            claimed(trace)
-
-
 def connect(
     world: World,
     control: Control,
-    settings: Settings,
+    schedule: Schedule,
     cut: Cut,
     layers: Mapping[str, nn.Module],
     tied: Tied,
-    *,
-    checks_tied: bool,
-    chunks: int,
-    checkpoint: str,
+    settings: Mapping[str, Any],
+    trace: str | os.PathLike[str] | None,
 ) -> Pipeline:
     """Build this rank's part of the pipeline; every rank calls it, and it waits for all of them.
 
-    ``layers`` are this rank's, as they are now, by name; ``chunks`` and ``checkpoint`` what the
-    user has set now.
+    ``layers`` are this rank's, as they are now, by name; ``settings`` what else the user has set,
+    which is the same on all ranks.
     """
-    grid = settings.grid
+    grid = world.grid
     facts = {
         "procpipe": __version__,
         "torch": torch.__version__,
         "the number of processes": world.num_ranks,
         "replicas": grid.num_replicas,
         "balance": cut.balance,
-        "chunks": chunks,
-        "checkpoint": checkpoint,
-        "check_tied": checks_tied,
-        "schedule": settings.schedule.name,
+        "schedule": schedule.name,
         "placement": list(cut.placement),
-        "deferred_batch_norm": settings.defers_batch_norm,
+        **settings,
         "the type of devices": world.device.type,
-        "trace": settings.trace is not None,
+        "trace": trace is not None,
         "layers": cut.facts,
         "shared by partitions": [str(tie) for tie in cut.ties],
     }
@@ -265,9 +203,17 @@ def connect(
         ties=tuple(dict.fromkeys(tie.partitions for tie in cut.ties if tie.is_parameter)),
     )
     wires = connect_wires(world, control, grid, routes, facts)
-    coordinator = Coordinator(wires.control, grid, routes, settings.schedule)
-    log = log_of(world, settings, partitions, wires, facts, coordinator)
-    replicas = connect_replicas(world, settings, cut, wires, layers, log, coordinator.meet)
+    coordinator = Coordinator(wires.control, grid, routes, schedule)
+    if trace is None:
+        log = Log(world.board, world.device, partitions)
+    else:
+        with needed("procpipe.timeline", "trace=…"):
+            from procpipe.timeline.clocks import Clocks
+            from procpipe.timeline.collect import Tracing
+            from procpipe.timeline.recorder import Recorder
+        tracing = Tracing(trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
+        log = Recorder(tracing, world.board, world.device, partitions)
+    replicas = connect_replicas(world, cut, wires, layers, log, coordinator.meet)
     executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
     pipeline = Pipeline(world, wires, executor, coordinator, log)
     tied.make_equal(
@@ -278,28 +224,8 @@ def connect(
     return pipeline
 
 
-def log_of(
-    world: World,
-    settings: Settings,
-    partitions: Mapping[int, Partition],
-    wires: Wires,
-    facts: Mapping[str, Any],
-    coordinator: Coordinator,
-) -> Log:
-    """Return what notes what this stage does, and with ``trace=…`` records it for rank 0."""
-    if settings.trace is None:
-        return Log(world.board, world.device, partitions)
-    with needed("procpipe.timeline", "trace=…"):
-        from procpipe.timeline.clocks import Clocks
-        from procpipe.timeline.collect import Tracing
-        from procpipe.timeline.recorder import Recorder
-    tracing = Tracing(settings.trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
-    return Recorder(tracing, world.board, world.device, partitions)
-
-
 def connect_replicas(
     world: World,
-    settings: Settings,
     cut: Cut,
     wires: Wires,
     layers: Mapping[str, nn.Module],
@@ -307,7 +233,7 @@ def connect_replicas(
     meet: Callable[[], object],
 ) -> Replicas:
     """Connect this stage to that of the other replicas; waits for them."""
-    grid = settings.grid
+    grid = world.grid
     if any(map(is_sharded, layers.values())):
         if grid.num_replicas > 1:
             raise TypeError(
@@ -350,10 +276,3 @@ def tied_of(cut: Cut, stage: int) -> Tied:
                     places[name] = layers[layer].get_submodule(module), key
             copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
-
-
-def reporter() -> Callable[[Pipeline], list[StageStatistics]]:
-    """Return what gathers the statistics of all stages; every rank calls that, and it waits."""
-    with needed("procpipe.timeline", "report()"):
-        from procpipe.timeline.reporting import report_of_all
-    return report_of_all

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 #: By their names, since importing them takes long, and few scripts do: FSDP, and the classes that
 #: ``replicate`` gives a module.
@@ -32,6 +34,23 @@ def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> None:
             if is_data_parallel(type(module)):
                 what = f"layer {name!r}" if name else "the layer"
                 refuse_data_parallel(f"{what} is, or holds, a {type(module).__name__}")
+
+
+def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:
+    """Refuse data parallelism around a stage, or any module in it, until the handle is removed.
+
+    torch calls the hook when a module becomes part of another one, as in the constructors of
+    ``DistributedDataParallel`` (before it writes into parameters) and ``DataParallel``.
+    """
+
+    def check(wrapper: nn.Module, _: str, module: nn.Module) -> None:
+        if not is_data_parallel(type(wrapper)):
+            return
+        if not set(stage.modules()).isdisjoint(module.modules()):
+            name = type(wrapper).__name__
+            refuse_data_parallel(f"the Stage, or a layer of it, was given to {name}")
+
+    return register_module_module_registration_hook(check)
 
 
 def refuse_data_parallel(what: str) -> NoReturn:

@@ -444,7 +444,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "two for each": "for 2 stages, but schedule='zb-v' needs two partitions for each",
             "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
-            "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
+            "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
             "tied in a stage": (
                 "TypeError: 0.weight is shared by layers 0.weight, 1.up.bias, and one is sharded",
