@@ -11,7 +11,7 @@ and only where the user asks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from procpipe.compute.layers import PartitionLayers
 from procpipe.compute.partition import Partition
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
-from procpipe.compute.wrappers import check_not_sharded, is_sharded
+from procpipe.compute.wrappers import is_sharded
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
 from procpipe.model.cut import (
@@ -65,8 +65,9 @@ class Cut:
     ties: list[Tie]  # the parameters and buffers that several partitions use
     #: The names of each parameter that several layers of one of these partitions use.
     shared: list[tuple[str, ...]]
+    tied: Tied  # this stage's copies of those that other stages have, too
     facts: list[str]  # a line about each layer of the full model
-    keys: Any = None  # the model's attribute ``keys``, a map of its keys to those in files, or None
+    keys: Any  # the model's attribute ``keys``, a map of its keys to those in files, or None
 
 
 def cut_model(
@@ -108,16 +109,40 @@ def cut_model(
         for layers in ours.values():
             for name, layer in layers.items():
                 layers[name] = DeferredBatchNorm.convert_deferred_batch_norm(layer)
-    elsewhere = all_layers.keys() - names
-    keys = getattr(module, "keys", None)
-    return Cut(entries, placement, ours, elsewhere, skips, ties, shared, facts, keys)
+    return Cut(
+        balance=entries,
+        placement=placement,
+        layers=ours,
+        elsewhere=all_layers.keys() - names,
+        skips=skips,
+        ties=ties,
+        shared=shared,
+        tied=_tied_of(ties, placement, ours, grid.stage),
+        facts=facts,
+        keys=getattr(module, "keys", None),
+    )
 
 
-def check_sharding(module: nn.Module, world: World) -> None:
-    """Check that no parameter is sharded over ranks that run other layers."""
-    grid = world.grid
-    if world.num_ranks > 1 or grid.is_part:
-        check_not_sharded(module, grid.numbers if grid.is_part else None)
+def _tied_of(
+    ties: Iterable[Tie],
+    placement: Sequence[int],
+    partitions: Mapping[int, Mapping[str, nn.Module]],
+    stage: int,
+) -> Tied:
+    """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
+    layers = {name: layer for part in partitions.values() for name, layer in part.items()}
+    copies: dict[bool, list[Copy]] = {True: [], False: []}
+    for tie in ties:
+        stages = tuple(sorted({placement[j] for j in tie.partitions}))
+        if stage in stages and len(stages) > 1:
+            places = {}
+            for name in tie.all_names:
+                layer, _, path = name.partition(".")
+                if layer in layers:
+                    module, _, key = path.rpartition(".")
+                    places[name] = layers[layer].get_submodule(module), key
+            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
+    return Tied(stage, copies[True], copies[False])
 
 
 def found_balance(
@@ -160,7 +185,6 @@ def connect(
     schedule: Schedule,
     cut: Cut,
     layers: Mapping[str, nn.Module],
-    tied: Tied,
     settings: Mapping[str, Any],
     trace: str | os.PathLike[str] | None,
 ) -> Pipeline:
@@ -213,10 +237,10 @@ def connect(
             from procpipe.timeline.recorder import Recorder
         tracing = Tracing(trace, wires.mesh, Clocks(wires.mesh), facts, coordinator.plan)
         log = Recorder(tracing, world.board, world.device, partitions)
-    replicas = connect_replicas(world, cut, wires, layers, log, coordinator.meet)
-    executor = Executor(grid, cut.placement, partitions, wires.channels, log, tied, replicas)
+    replicas = _connect_replicas(world, cut, wires, layers, log, coordinator.meet)
+    executor = Executor(grid, cut.placement, partitions, wires.channels, log, cut.tied, replicas)
     pipeline = Pipeline(world, wires, executor, coordinator, log)
-    tied.make_equal(
+    cut.tied.make_equal(
         lambda stage, value: wires.send_value(grid.rank_of(stage), value),
         lambda stage: wires.take_value(grid.rank_of(stage)),
     )
@@ -224,7 +248,7 @@ def connect(
     return pipeline
 
 
-def connect_replicas(
+def _connect_replicas(
     world: World,
     cut: Cut,
     wires: Wires,
@@ -259,20 +283,3 @@ def connect_replicas(
         from procpipe.replicas.reduction import Reduction
     group = Group(world, grid, wires.choice, wires.mesh)
     return Reduction(group, world.device, log, meet)
-
-
-def tied_of(cut: Cut, stage: int) -> Tied:
-    """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
-    layers = {name: layer for part in cut.layers.values() for name, layer in part.items()}
-    copies: dict[bool, list[Copy]] = {True: [], False: []}
-    for tie in cut.ties:
-        stages = tuple(sorted({cut.placement[j] for j in tie.partitions}))
-        if stage in stages and len(stages) > 1:
-            places = {}
-            for name in tie.all_names:
-                layer, _, path = name.partition(".")
-                if layer in layers:
-                    module, _, key = path.rpartition(".")
-                    places[name] = layers[layer].get_submodule(module), key
-            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
-    return Tied(stage, copies[True], copies[False])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
-from procpipe.compute.tied import Tied
 from procpipe.compute.wrappers import refuse_data_parallel
 from procpipe.job.grid import Grid
 from procpipe.job.world import World
@@ -28,12 +27,10 @@ class LocalLayers(nn.Sequential):
     copied or replicated. Nothing here communicates.
     """
 
-    _cut: Cut
     _grid: Grid
-    _tied: Tied
     _world: World
 
-    def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
+    def _adopt(self, cut: Cut, *, is_training: bool) -> None:
         """Register this stage's layers under their names in the full model, in its mode."""
         for name, layer in (item for part in cut.layers.values() for item in part.items()):
             if hasattr(self, name):
@@ -43,7 +40,7 @@ class LocalLayers(nn.Sequential):
                 )
             self.add_module(name, layer)
         self._cut = cut
-        self._tied = tied
+        self._tied = cut.tied
         # In a tuple, so that nn.Module does not register it.
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from procpipe import build
-from procpipe.compute.wrappers import refuse_wrappers_of
+from procpipe.compute.wrappers import check_not_sharded, refuse_wrappers_of
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
@@ -147,7 +147,14 @@ class Stage(LocalLayers):
     "The last stage" is that of the last partition.
 
     Attributes:
+        rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
+        replica: the replica that this process belongs to, from 0.
+        replicas: the number of replicas.
+        device: this stage's device.
+        devices: each stage's device, by rank.
         balance: number of layers in each partition, a list of int.
+        placement: the stage of each partition; ``[0, 1, …]`` unless each has several partitions.
+        schedule: the name of the schedule; ``"a function"`` for a plan of your own.
         chunks: see above; that of each replica's first rank counts.
         checkpoint: see above; that of each replica's first rank counts.
 
@@ -189,34 +196,38 @@ class Stage(LocalLayers):
         self._world = world or World.from_environment(
             devices, ranks_of(mesh, replicas), timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
+        self.rank, self.device = self._world.rank, self._world.device
+        self.devices = list(self._world.devices)
         self._calls = Calls(self._world, self._connect)
         self._open_pass: object = None
         try:
             self._control = Control(self._world.connect())
             check_model(module)
-            build.check_sharding(module, self._world)
+            check_not_sharded(module, self._world.grid.job_ranks)
             verify_skippables(module)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
             self._schedule = schedule_of(schedule)
+            self.schedule = self._schedule.name
             replicas = checked_replicas(
                 replicas, self._world.num_ranks, is_launched=self._world.is_launched
             )
             self._grid = self._world.divide(replicas)
+            self.replica, self.replicas = self._grid.replica, replicas
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
                     balance, module, sample, self.chunks, self._schedule, self._world, self._control
                 )
+            self._defers_batch_norm = bool(deferred_batch_norm)
             cut = build.cut_model(
                 module,
                 balance,
                 self._schedule,
                 self._world,
-                defers_batch_norm=bool(deferred_batch_norm),
+                defers_batch_norm=self._defers_batch_norm,
             )
-            self.balance = cut.balance
-            self._adopt(cut, build.tied_of(cut, self._grid.stage), is_training=module.training)
-            self._defers_batch_norm = bool(deferred_batch_norm)
+            self.balance, self.placement = cut.balance, list(cut.placement)
+            self._adopt(cut, is_training=module.training)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
@@ -245,43 +256,6 @@ class Stage(LocalLayers):
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             self._calls.fail("Stage", error)
             raise
-
-    # -- its place among all --------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; its stage's index, plus ``replica`` times the number of stages."""
-        return self._world.rank
-
-    @property
-    def replica(self) -> int:
-        """The replica that this process belongs to, from 0."""
-        return self._grid.replica
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self._grid.num_replicas
-
-    @property
-    def device(self) -> torch.device:
-        """This stage's device."""
-        return self._world.device
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Each stage's device, by rank."""
-        return list(self._world.devices)
-
-    @property
-    def placement(self) -> list[int]:
-        """The stage of each partition; ``[0, 1, …]`` unless each stage has several partitions."""
-        return list(self._cut.placement)
-
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule; ``"a function"`` for a plan of your own."""
-        return self._schedule.name
 
     # -- running --------------------------------------------------------------------------------
 
@@ -736,7 +710,7 @@ class Stage(LocalLayers):
     # -- building -------------------------------------------------------------------------------
 
     def _connect(self) -> Pipeline:
-        build.check_sharding(self, self._world)
+        check_not_sharded(self, self._grid.job_ranks)
         try:
             pipeline = build.connect(
                 self._world,
@@ -744,7 +718,6 @@ class Stage(LocalLayers):
                 self._schedule,
                 self._cut,
                 dict(self.named_children()),
-                self._tied,
                 settings={
                     "chunks": self.chunks,
                     "checkpoint": self.checkpoint,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, NoReturn
-
-from procpipe.torch_internals import pytree
 
 
 class PartOfStateDict(OrderedDict[str, Any]):
@@ -41,22 +38,3 @@ class PartOfStateDict(OrderedDict[str, Any]):
             copied[key] = copy.deepcopy(value, memo)
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
-
-
-def _flatten(values: PartOfStateDict) -> tuple[list[Any], list[str]]:
-    return list(values.values()), list(values)
-
-
-def _unflatten(values: Iterable[Any], keys: list[str]) -> PartOfStateDict:
-    return PartOfStateDict(zip(keys, values, strict=True))
-
-
-# As OrderedDict is, so that tree_map() works.
-pytree.register_pytree_node(
-    PartOfStateDict,
-    _flatten,
-    _unflatten,
-    serialized_type_name="procpipe.PartOfStateDict",
-    to_dumpable_context=list,
-    from_dumpable_context=list,
-)

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from procpipe import Remote, Stage, is_checkpointing, is_recomputing
 from tests.cases import pairs
@@ -829,8 +828,6 @@ def save_wrongly(bare):
             assert all(torch.equal(copied[key], part[key]) for key in part)
         for copied in (part.copy(), copy.copy(part), copy.deepcopy(part)):
             assert copied._metadata == part._metadata
-        shapes = tree_map(lambda tensor: tensor.shape, part)
-        assert shapes == {key: value.shape for key, value in part.items()}
         for strict in (True, False):
             assert not stage.load_state_dict(copy.deepcopy(part), strict=strict).missing_keys
             assert not stage[:].load_state_dict(part, strict=strict).missing_keys

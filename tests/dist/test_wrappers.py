@@ -148,8 +148,8 @@ def test_wrappers_write_into_no_layer_of_a_stage(ranks, name):
         ("wrapped_whole", "FSDP", "was given to FullyShardedDataParallel"),
         ("wrapped_whole", "fully_shard", "the Stage was given to fully_shard or"),
         ("wrapped_whole", "replicate", "the Stage was given to fully_shard or"),
-        ("wrapped_before", "fully_shard", "only one process runs a layer"),
-        ("wrapped_after", "fully_shard", "only one process runs a layer"),
+        ("wrapped_before", "fully_shard", "each of which runs other layers"),
+        ("wrapped_after", "fully_shard", "each of which runs other layers"),
     ],
 )
 def test_sharding_and_replication_are_refused(ranks, where, name, message):
