@@ -31,8 +31,7 @@ def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> None:
     for name, layer in layers:
         for module in layer.modules():
             if is_data_parallel(type(module)):
-                what = f"layer {name!r}" if name else "the layer"
-                refuse_data_parallel(f"{what} is, or holds, a {type(module).__name__}")
+                refuse_data_parallel(f"layer {name!r} is, or holds, a {type(module).__name__}")
 
 
 def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:

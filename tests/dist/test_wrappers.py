@@ -55,14 +55,9 @@ def wrapped_after_a_step(stage_of, wrap):
     stage.step(*batch())
 
 
-def set_as_a_layer(stage_of, wrap):
-    stage = stage_of(make_model())
-    stage[0] = wrap(stage[0])
-
-
 WHERE = {
     each.__name__: each
-    for each in (wrapped_before, wrapped_whole, wrapped_after, wrapped_after_a_step, set_as_a_layer)
+    for each in (wrapped_before, wrapped_whole, wrapped_after, wrapped_after_a_step)
 }
 
 
