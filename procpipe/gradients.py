@@ -14,8 +14,8 @@ scaler.update    torch's own: from equal results it makes equal scales, without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from procpipe.about import About
-from procpipe.data.loss import Loss
 from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
 from procpipe.run.coordinator import Agree
@@ -38,93 +36,53 @@ from procpipe.torch_internals import check_gradients_by
 _Norm = tuple[str, float]
 
 
-class Gradients(About):
-    """Clipping, loss scaling, and what is left to be added up over replicas."""
+def clip_together(
+    agree: Agree,
+    by_partition: Mapping[int, Sequence[Tensor]],
+    copies: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    device: torch.device,
+) -> Tensor:
+    """Clip the gradients of all ranks by their common norm, and return the norm.
 
-    _agreement: Callable[..., AbstractContextManager[Agree]]
-    _keeps_own: bool
-    _loss: Loss
+    ``agree`` brings values of all ranks together. Another rank counts the norms of ``copies``.
+    """
+    each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items()]
+    norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(device)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the gradients' norm over all stages is {norm}, so they cannot be clipped; look for "
+            "the layer that makes it so, or leave error_if_nonfinite off"
+        )
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in chain(*by_partition.values(), copies):
+        gradient.mul_(coefficient.to(gradient.device))
+    return norm
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradients of all stages by their common norm, as for the plain model.
 
-        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
+def connect_scaler(
+    scaler: GradScaler,
+    agree: Agree,
+    unscale: Callable[[], AbstractContextManager[Agree]],
+    device: torch.device,
+) -> None:
+    """Have a scaler check gradients on all ranks together; ``unscale`` begins a call for that.
 
-        Args:
-            max_norm: the largest norm that is not clipped.
-            norm_type: the p of the p-norm; ``inf`` is allowed.
-            error_if_nonfinite: raise if the norm is not finite.
-
-        Returns:
-            The norm before clipping, 0-dim, on every rank.
-
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or calls in
-                ``no_sync()`` have left gradients to be added up.
-
-        Source: ``torch.nn.utils.clip_grad_norm_``.
-        """
-        with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
-            by_partition, copies = self._tied.gradients(self._by_partition())
-            if self.replica > 0:  # replica 0 counts them
-                copies = [*chain(*by_partition.values()), *copies]
-                by_partition = {}
-            each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items()]
-            norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(self.device)
-            if error_if_nonfinite and not torch.isfinite(norm):
-                raise RuntimeError(
-                    f"the gradients' norm over all stages is {norm}, so they cannot be clipped; "
-                    "look for the layer that makes it so, or leave error_if_nonfinite off"
-                )
-            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for gradient in chain(*by_partition.values(), copies):
-                gradient.mul_(coefficient.to(gradient.device))
-            return norm
-
-    def scaler(self, scaler: GradScaler) -> GradScaler:
-        """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
-
-        ``step`` then scales gradients, and an inf or NaN on one rank skips the optimizer's step on
-        all. Every rank calls it, and waits for all of them; also in the scaler's ``unscale_``, or
-        its ``step`` where that comes first. See docs/mixed_precision.md.
-
-        Args:
-            scaler: with the same options and state on each rank; the newest one given counts.
-
-        Raises:
-            DisagreementError: options or states differ between ranks.
-        """
-        with self._agreement("scaler") as agree:
-            if not isinstance(scaler, GradScaler):
-                raise TypeError(f"stage.scaler() takes a torch.amp.GradScaler, not {type(scaler)}")
-            facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
-            if differences := agree(facts, _differences):
-                raise DisagreementError(differences)
-            unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
-            check_gradients_by(scaler, partial(_checked, scaler, unscale))
-            scaler.scale = partial(_scaled, scaler)  # type: ignore[method-assign]
-            # torch makes the scale's tensor in the first call, which only the last stage may make.
-            scaler.scale(torch.ones((), device=self.device))
-            self._loss.scale = scaler.scale
-        return scaler
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients of calls in this block to be added up over replicas by the next call.
-
-        For accumulation over several steps: gradients then travel once. Every rank enters the
-        block, which does not communicate. With FSDP the next call reduces them; without replicas
-        or FSDP the block changes nothing.
-
-        Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
-        """
-        before, self._keeps_own = self._keeps_own, True
-        try:
-            yield
-        finally:
-            self._keeps_own = before
+    Raises:
+        DisagreementError: options or states differ between ranks.
+    """
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f"stage.scaler() takes a torch.amp.GradScaler, not {type(scaler)}")
+    facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
+    if differences := agree(facts, _differences):
+        raise DisagreementError(differences)
+    check_gradients_by(scaler, partial(_checked, scaler, unscale))
+    scaler.scale = partial(_scaled, scaler)  # type: ignore[method-assign]
+    # torch makes the scale's tensor in the first call, which only the last stage may make.
+    scaler.scale(torch.ones((), device=device))
 
 
 def _scaled(scaler: GradScaler, outputs: Any) -> Any:

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
-from procpipe.compute.tied import Tied
-from procpipe.compute.wrappers import (
-    check_not_data_parallel,
-    is_data_parallel,
-    refuse_data_parallel,
-)
+from procpipe.compute.wrappers import refuse_data_parallel
 from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.notes import write_note
@@ -32,12 +27,10 @@ class LocalLayers(nn.Sequential):
     copied or replicated. Nothing here communicates.
     """
 
-    _cut: Cut
     _grid: Grid
-    _tied: Tied
     _world: World
 
-    def _adopt(self, cut: Cut, tied: Tied, *, is_training: bool) -> None:
+    def _adopt(self, cut: Cut, *, is_training: bool) -> None:
         """Register this stage's layers under their names in the full model, in its mode."""
         for name, layer in (item for part in cut.layers.values() for item in part.items()):
             if hasattr(self, name):
@@ -47,7 +40,7 @@ class LocalLayers(nn.Sequential):
                 )
             self.add_module(name, layer)
         self._cut = cut
-        self._tied = tied
+        self._tied = cut.tied
         # In a tuple, so that nn.Module does not register it.
         self._stand_in = (nn.Parameter(torch.empty(0, device=self._world.device)),)
         self._deferred = [m for m in self.modules() if isinstance(m, DeferredBatchNorm)]
@@ -192,7 +185,6 @@ class LocalLayers(nn.Sequential):
     cuda = cpu = _refuse_to_move
 
     def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        check_not_data_parallel([("", arg) for arg in args if isinstance(arg, nn.Module)])
         raise TypeError(
             "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
             "every rank alike"
@@ -201,20 +193,11 @@ class LocalLayers(nn.Sequential):
     append = extend = insert = pop = _refuse_to_change
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_to_change
 
-    def _refuse_data_parallel(self, *_: Any) -> NoReturn:
-        refuse_data_parallel("the Stage was given to DistributedDataParallel, DataParallel or FSDP")
-
-    # Read by DistributedDataParallel, called by DataParallel on several GPUs, and set by
-    # FullyShardedDataParallel and fully_shard, of what they wrap.
-    _replicate_for_data_parallel = _refuse_data_parallel
-    _ddp_params_and_buffers_to_ignore = property(_refuse_data_parallel, _refuse_data_parallel)
-    _is_fsdp_managed_module = property(None, _refuse_data_parallel)
-
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse the subclass that torch's ``replicate`` would make of it."""
+        """Refuse the subclass that torch's ``fully_shard`` and ``replicate`` make for a stage."""
         super().__init_subclass__(**options)
-        if is_data_parallel(cls):
-            refuse_data_parallel("the Stage was given to replicate")
+        if cls.__module__.startswith("torch."):
+            refuse_data_parallel("the Stage was given to fully_shard or replicate")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled: a copy would not be connected to the other ranks."""

@@ -22,12 +22,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from procpipe import build
+from procpipe.compute.wrappers import check_not_sharded, refuse_wrappers_of
 from procpipe.data.loss import Loss
 from procpipe.data.minibatch import (
     UNSET,
@@ -38,9 +42,19 @@ from procpipe.data.minibatch import (
     join_outputs,
 )
 from procpipe.data.remote import Remote, check_held, holder_of
-from procpipe.gradients import Gradients
+from procpipe.errors import StageClosedError
+from procpipe.gradients import clip_together, connect_scaler
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
-from procpipe.model.arguments import checked_checkpoint, checked_chunks, ranks_of
+from procpipe.local_layers import LocalLayers
+from procpipe.model.arguments import (
+    checked_checkpoint,
+    checked_chunks,
+    checked_replicas,
+    ranks_of,
+)
+from procpipe.model.cut import check_model
+from procpipe.optional import needed
+from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
@@ -50,11 +64,13 @@ from procpipe.run.intake import Intake
 from procpipe.run.order import FetchDetail, Order
 from procpipe.run.runner import Runner
 from procpipe.run.same_input import SameInput
+from procpipe.run.statistics import StageStatistics, TimedTask, table
 from procpipe.run.stops import Signals
+from procpipe.skip.skippable import verify_skippables
 from procpipe.tree import map_tensors
 
 
-class Stage(Gradients):
+class Stage(LocalLayers):
     """This process's part of a model that is trained as a pipeline, one process a stage.
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
@@ -128,7 +144,14 @@ class Stage(Gradients):
     "The last stage" is that of the last partition.
 
     Attributes:
+        rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
+        replica: the replica that this process belongs to, from 0.
+        replicas: the number of replicas.
+        device: this stage's device.
+        devices: each stage's device, by rank.
         balance: number of layers in each partition, a list of int.
+        placement: the stage of each partition; ``[0, 1, …]`` unless each has several partitions.
+        schedule: the name of the schedule; ``"a function"`` for a plan of your own.
         chunks: see above; that of each replica's first rank counts.
         checkpoint: see above; that of each replica's first rank counts.
 
@@ -170,36 +193,45 @@ class Stage(Gradients):
         self._world = world or World.from_environment(
             devices, ranks_of(mesh, replicas), timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         )
+        self.rank, self.device = self._world.rank, self._world.device
+        self.devices = list(self._world.devices)
         self._calls = Calls(self._world, self._connect)
         self._open_pass: MiniBatch | None = None  # whose backward() may follow
         try:
-            mesh = self._world.connect()
-            build.check(module, self._world)
+            self._world.connect()
+            check_model(module)
+            check_not_sharded(module, self._world.grid.job_ranks)
+            verify_skippables(module)
             self.chunks = checked_chunks(chunks)
             self.checkpoint = checked_checkpoint(checkpoint)
-            self._settings = build.Settings.checked(
-                self._world,
-                replicas=replicas,
-                balance=balance,
-                schedule=schedule,
-                defers_batch_norm=deferred_batch_norm,
-                trace=trace,
+            self._schedule = schedule_of(schedule)
+            self.schedule = self._schedule.name
+            replicas = checked_replicas(
+                replicas, self._world.num_ranks, is_launched=self._world.is_launched
             )
-            self._grid = self._settings.grid
-            self._coordinator = Coordinator(mesh, self._grid)
+            self._grid = self._world.divide(replicas)
+            self._coordinator = Coordinator(self._world.mesh, self._grid)
+            self.replica, self.replicas = self._grid.replica, replicas
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
                     balance,
                     module,
                     sample,
                     self.chunks,
+                    self._schedule,
                     self._world,
                     self._coordinator,
-                    self._settings,
                 )
-            cut = build.Cut.of(module, balance, self._settings, self._world)
-            self.balance = cut.balance
-            self._adopt(cut, build.tied_of(cut, self._grid.stage), is_training=module.training)
+            self._defers_batch_norm = bool(deferred_batch_norm)
+            cut = build.cut_model(
+                module,
+                balance,
+                self._schedule,
+                self._world,
+                defers_batch_norm=self._defers_batch_norm,
+            )
+            self.balance, self.placement = cut.balance, list(cut.placement)
+            self._adopt(cut, is_training=module.training)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
                 loss_fn.to(self.device)  # class weights must be on the output's device
@@ -217,7 +249,13 @@ class Stage(Gradients):
                 self._loss, self._batches, self._grid, self.placement[-1], self.device
             )
             self._same_input = SameInput(self._grid)
-            build.claim_trace(trace, self._world)
+            if trace is not None:  # an error before a long run, not after it
+                with needed("procpipe.timeline", "trace=…"):
+                    from procpipe.timeline.collect import claimed
+                if self.rank == 0:
+                    claimed(trace)
+            self._trace = trace
+            self._guard = refuse_wrappers_of(self)
         except BaseException as error:
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             self._calls.fail("Stage", error)
@@ -441,12 +479,129 @@ class Stage(Gradients):
                     pipeline.wires.send_value(peer, value)
             return map_tensors(lambda tensor: tensor.detach(), value)
 
+    # -- gradients ------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all stages by their common norm, as for the plain model.
+
+        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
+
+        Args:
+            max_norm: the largest norm that is not clipped.
+            norm_type: the p of the p-norm; ``inf`` is allowed.
+            error_if_nonfinite: raise if the norm is not finite.
+
+        Returns:
+            The norm before clipping, 0-dim, on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or calls in
+                ``no_sync()`` have left gradients to be added up.
+
+        Source: ``torch.nn.utils.clip_grad_norm_``.
+        """
+        with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
+            by_partition, copies = self._tied.gradients(self._by_partition())
+            if self.replica > 0:  # replica 0 counts them
+                copies = [*chain(*by_partition.values()), *copies]
+                by_partition = {}
+            return clip_together(
+                agree,
+                by_partition,
+                copies,
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+                device=self.device,
+            )
+
+    def scaler(self, scaler: GradScaler) -> GradScaler:
+        """Connect a scaler to this stage, to be used as in one process; return the scaler itself.
+
+        ``step`` then scales gradients, and an inf or NaN on one rank skips the optimizer's step on
+        all. Every rank calls it, and waits for all of them; also in the scaler's ``unscale_``, or
+        its ``step`` where that comes first. See docs/mixed_precision.md.
+
+        Args:
+            scaler: with the same options and state on each rank; the newest one given counts.
+
+        Raises:
+            DisagreementError: options or states differ between ranks.
+        """
+        unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
+        with self._agreement("scaler") as agree:
+            connect_scaler(scaler, agree, unscale, self.device)
+            self._loss.scale = scaler.scale
+        return scaler
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients of calls in this block to be added up over replicas by the next call.
+
+        For accumulation over several steps: gradients then travel once. Every rank enters the
+        block, which does not communicate. With FSDP the next call reduces them; without replicas
+        or FSDP the block changes nothing.
+
+        Source: ``torch.nn.parallel.DistributedDataParallel.no_sync``.
+        """
+        before, self._keeps_own = self._keeps_own, True
+        try:
+            yield
+        finally:
+            self._keeps_own = before
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def statistics(self) -> StageStatistics:
+        """Return what this stage did so far; does not communicate.
+
+        Dividing its idle time needs the times of all stages: the result is in ``split`` once
+        ``report()`` has brought them together.
+        """
+        return self._connected("there are no statistics").statistics()
+
+    def last_step(self) -> list[TimedTask]:
+        """Return this stage's tasks of the last call that ran any, in order, with their times.
+
+        Does not communicate.
+        """
+        return self._connected("there are no tasks").log.last_step()
+
+    def _connected(self, nothing: str) -> Runner:
+        pipeline = self._calls.pipeline
+        if pipeline is None:
+            raise StageClosedError(f"{nothing} before the first call and after close")
+        return pipeline
+
+    def report(self) -> str:
+        """Return a table of what all stages did so far, on every rank, which all call it.
+
+        It also shows how each stage spent the last step: busy, and idle because of the plan
+        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
+        the same numbers from then on.
+        """
+        with needed("procpipe.timeline", "report()"):
+            from procpipe.timeline.reporting import report_of_all
+        with self._shared_call("report") as pipeline:
+            pipeline.coordinator.meet()
+            statistics = report_of_all(pipeline)
+            pipeline.split = statistics[self.rank].split
+            return table(statistics)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only; takes what the built-in ``print`` takes."""
+        if self.rank == 0:
+            print(*values, **{"flush": True, **options})
+
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the pipeline once all that was sent has arrived; happens at exit by itself."""
         self._calls.close()
         self._batches.close()
+        self._guard.remove()
 
     # -- one call, step by step -----------------------------------------------------------------
 
@@ -552,18 +707,21 @@ class Stage(Gradients):
     # -- building -------------------------------------------------------------------------------
 
     def _connect(self) -> Runner:
-        build.check_sharding(self, self._world)
+        check_not_sharded(self, self._grid.job_ranks)
         try:
             pipeline = build.connect(
                 self._world,
                 self._coordinator,
-                self._settings,
+                self._schedule,
                 self._cut,
                 dict(self.named_children()),
-                self._tied,
-                checks_tied=self._checks_tied,
-                chunks=self.chunks,
-                checkpoint=self.checkpoint,
+                settings={
+                    "chunks": self.chunks,
+                    "checkpoint": self.checkpoint,
+                    "check_tied": self._checks_tied,
+                    "deferred_batch_norm": self._defers_batch_norm,
+                },
+                trace=self._trace,
             )
             if self.rank == self._output_rank:
                 pipeline.replicas.make_equal(self._loss.modules())

@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
-#: By their names, since importing them takes long, and few scripts do: FSDP, and the classes that
-#: ``replicate`` gives a module.
-_BY_NAME = {
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
-    ("torch.distributed._composable.replicate", "DDP"),
-    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"),
+#: Classes of torch's, by their names, since importing some of them takes long and few scripts do;
+#: the last two are those that ``replicate`` gives a module.
+_WRAPPERS = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"),
+    *("DDP", "ReplicateModule"),
 }
 
 
@@ -30,8 +31,24 @@ def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> None:
     for name, layer in layers:
         for module in layer.modules():
             if is_data_parallel(type(module)):
-                what = f"layer {name!r}" if name else "the layer"
-                refuse_data_parallel(f"{what} is, or holds, a {type(module).__name__}")
+                refuse_data_parallel(f"layer {name!r} is, or holds, a {type(module).__name__}")
+
+
+def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:
+    """Refuse data parallelism around a stage, or any module in it, until the handle is removed.
+
+    torch calls the hook when a module becomes part of another one, as in the constructors of
+    ``DistributedDataParallel`` (before it writes into parameters) and ``DataParallel``.
+    """
+
+    def check(wrapper: nn.Module, _: str, module: nn.Module) -> None:
+        if not is_data_parallel(type(wrapper)):
+            return
+        if not set(stage.modules()).isdisjoint(module.modules()):
+            name = type(wrapper).__name__
+            refuse_data_parallel(f"the Stage, or a layer of it, was given to {name}")
+
+    return register_module_module_registration_hook(check)
 
 
 def refuse_data_parallel(what: str) -> NoReturn:
@@ -48,9 +65,8 @@ def refuse_data_parallel(what: str) -> NoReturn:
 
 def is_data_parallel(of: type) -> bool:
     """Return whether modules of a class wrap others in data parallelism."""
-    if issubclass(of, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return True
-    return any((base.__module__, base.__name__) in _BY_NAME for base in of.__mro__)
+    bases = (base for base in of.__mro__ if base.__module__.startswith("torch."))
+    return any(base.__name__ in _WRAPPERS for base in bases)
 
 
 def is_sharded(layer: nn.Module) -> bool:
@@ -85,30 +101,19 @@ def check_sharded_before(first: Iterable[type], now: Iterable[type]) -> None:
         )
 
 
-def check_not_sharded(module: nn.Module, pipeline: Collection[int] | None = None) -> None:
-    """Check that no parameter is sharded over processes, each of which is another stage.
-
-    ``pipeline``: the ranks of the stages, if other ranks of the job may share their layers.
+def check_not_sharded(module: nn.Module, pipeline: Collection[int]) -> None:
+    """Check that no parameter is sharded over ranks of a pipeline, each of which is a stage.
 
     Raises:
         TypeError: one is.
     """
     for name, parameter in module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None or mesh.size() == 1:
-            continue
-        if pipeline is None:
+        ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+        if len(stages := sorted(set(ranks).intersection(pipeline))) > 1:
             raise TypeError(
-                f"parameter {name!r} is a DTensor, sharded over {mesh.size()} processes "
-                "(fully_shard, distribute_tensor), but in a pipeline of several stages only one "
-                "process runs a layer: leave the layers as they are, since each stage holds no "
-                "others than its own; or give the pipeline one dimension of a DeviceMesh, as "
+                f"parameter {name!r} is a DTensor, sharded over ranks {stages} of this pipeline "
+                "(fully_shard, distribute_tensor), each of which runs other layers: leave the "
+                "layers as they are, or give the pipeline one dimension of a DeviceMesh, as "
                 "Stage(…, mesh=mesh['pp']), and shard over another one, see docs/replicas.md"
-            )
-        stages = sorted(set(mesh.mesh.flatten().tolist()).intersection(pipeline))
-        if len(stages) > 1:
-            raise TypeError(
-                f"parameter {name!r} is a DTensor, sharded over ranks {stages} of this pipeline, "
-                "each of which runs other layers: shard over another dimension of the DeviceMesh "
-                "than that of the pipeline, see docs/replicas.md"
             )

@@ -59,6 +59,11 @@ class Grid:
         return self.numbers[self.rank]
 
     @property
+    def job_ranks(self) -> Sequence[int]:
+        """The numbers in the job of all these ranks."""
+        return self.numbers[: self.num_ranks]
+
+    @property
     def is_part(self) -> bool:
         """Whether other ranks of the job make pipelines of their own."""
         return self.numbers is not IN_ORDER

@@ -30,13 +30,8 @@ def checked_checkpoint(checkpoint: str) -> str:
     return checkpoint
 
 
-def checked_replicas(
-    replicas: int, num_ranks: int, num_stages: int | None, *, is_launched: bool
-) -> int:
-    """Return the number of replicas.
-
-    ``num_stages`` is how many the balance makes, if that is known. ``is_launched`` is False for a
-    script without a launcher, which is one stage of one replica.
+def checked_replicas(replicas: int, num_ranks: int, *, is_launched: bool) -> int:
+    """Return the number of replicas; a script without a launcher is one stage of one replica.
 
     Raises:
         TypeError: not an int.
@@ -47,36 +42,28 @@ def checked_replicas(
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}, but must be at least 1")
-    if not is_launched or num_ranks % replicas == 0:
-        return replicas
-    fitting = -(-num_ranks // replicas) * replicas
-    others = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
-    what = "a multiple of the replicas"
-    if num_stages:
-        fitting, others = num_stages * replicas, [r for r in others if num_ranks // r == num_stages]
-        what = f"{fitting}, for {num_stages} stages"
-    instead = f", or give replicas={' or '.join(map(str, others))}" if others else ""
-    raise BalanceError(
-        f"replicas={replicas}, but there are {num_ranks} processes: their number is that of stages "
-        f"times replicas, so start {what} (torchrun --nproc_per_node={fitting}){instead}"
-    )
+    if not is_launched:
+        return 1
+    if num_ranks % replicas:
+        fitting = -(-num_ranks // replicas) * replicas
+        others = [str(r) for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+        raise BalanceError(
+            f"replicas={replicas}, but there are {num_ranks} processes: their number is that of "
+            "stages times replicas, so start a multiple of the replicas (torchrun "
+            f"--nproc_per_node={fitting}), or give replicas={' or '.join(others)}"
+        )
+    return replicas
 
 
 def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
     """Return the ranks of a pipeline, from what the user gave as ``mesh``; None for all.
 
     Raises:
-        TypeError: no ``DeviceMesh``.
         ValueError: it has several dimensions, or not this process; there are replicas, too; or the
             environment does not say, or says otherwise, which rank this process is.
     """
     if mesh is None:
         return None
-    if not all(hasattr(mesh, name) for name in ("mesh", "ndim", "mesh_dim_names", "get_rank")):
-        raise TypeError(
-            f"mesh is {mesh!r}, but must be a torch.distributed.device_mesh.DeviceMesh of one "
-            "dimension: mesh=device_mesh['pp']"
-        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         raise ValueError(

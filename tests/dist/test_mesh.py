@@ -374,7 +374,6 @@ def ask_for_what_cannot_be(bare):
         os.environ["RANK"] = str(bare.rank)  # as a launcher sets it
         wrong = {
             "two dimensions": {"mesh": mesh},
-            "no mesh": {"mesh": [0, 1]},
             "replicas": {"mesh": mesh["pp"], "replicas": 2},
             "another rank": {"mesh": DeviceMesh("cpu", [(bare.rank + 1) % 4])},
         }
@@ -433,7 +432,6 @@ def test_what_cannot_be_is_a_clear_error(ranks):
         pipeline = [0, 1] if rank < 2 else [2, 3]
         for name, words in {
             "two dimensions": "ValueError: mesh has 2 dimensions, ('dp', 'pp')",
-            "no mesh": "TypeError: mesh is [0, 1]",
             "replicas": "ValueError: replicas=2 and mesh are given",
             "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
             "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
@@ -444,7 +442,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "two for each": "for 2 stages, but schedule='zb-v' can run 4",
             "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
-            "whole stage": "TypeError: the Stage was given to DistributedDataParallel, Data",
+            "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
             "tied in a stage": (
                 "TypeError: 0.weight is shared by layers 0.weight, 1.up.bias, and one is sharded",

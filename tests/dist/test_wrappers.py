@@ -55,14 +55,9 @@ def wrapped_after_a_step(stage_of, wrap):
     stage.step(*batch())
 
 
-def set_as_a_layer(stage_of, wrap):
-    stage = stage_of(make_model())
-    stage[0] = wrap(stage[0])
-
-
 WHERE = {
     each.__name__: each
-    for each in (wrapped_before, wrapped_whole, wrapped_after, wrapped_after_a_step, set_as_a_layer)
+    for each in (wrapped_before, wrapped_whole, wrapped_after, wrapped_after_a_step)
 }
 
 
@@ -110,8 +105,7 @@ def test_ddp_is_refused(ranks, where):
         assert "To train several replicas, give Stage" in failure.text
 
 
-# Around the whole stage without GPUs it only forwards the input, which is correct.
-@pytest.mark.parametrize("where", sorted(WHERE.keys() - {"wrapped_whole"}))
+@pytest.mark.parametrize("where", WHERE)
 def test_data_parallel_is_refused(ranks, where):
     name = "DataParallel"
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
@@ -119,22 +113,38 @@ def test_data_parallel_is_refused(ranks, where):
         assert "To train several replicas, give Stage" in failure.text
 
 
-def test_data_parallel_on_gpus_makes_no_copies_of_a_stage():
-    stage = Stage(make_model(), [2], loss_fn=F.mse_loss)
-    with pytest.raises(TypeError, match="To train several replicas, give Stage"):
-        stage._replicate_for_data_parallel()  # as torch.nn.parallel.replicate does
+def wrap_the_pipeline(bare, name):
+    """Wrap over the ranks of the pipeline, whose layers have equal shapes; return the error."""
+    torch.manual_seed(bare.rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    stage = Stage(model, [1, 1], world=world_of(bare, "stage"))
+    layer = next(stage.children())
+    before = copy.deepcopy(layer.state_dict())
+    with process_group(bare):
+        for module in (stage, nn.Sequential(stage), layer):
+            with pytest.raises(TypeError, match="the Stage, or a layer of it, was given to"):
+                wrapper(name)(module)
+    if name != "FSDP":  # which has made views of them
+        for key, value in layer.state_dict().items():
+            assert torch.equal(value, before[key])
     stage.close()
+    nn.DataParallel(layer)  # no stage needs it any more
+
+
+@pytest.mark.parametrize("name", ["DDP", "DataParallel", "FSDP"])
+def test_wrappers_write_into_no_layer_of_a_stage(ranks, name):
+    ranks(2).run(wrap_the_pipeline, name, world=False).values()
 
 
 @pytest.mark.parametrize(
     ("where", "name", "message"),
     [
         ("wrapped_before", "FSDP", "FullyShardedDataParallel"),
-        ("wrapped_whole", "FSDP", "the Stage was given to"),
-        ("wrapped_whole", "fully_shard", "the Stage was given to"),
-        ("wrapped_whole", "replicate", "the Stage was given to replicate"),
-        ("wrapped_before", "fully_shard", "only one process runs a layer"),
-        ("wrapped_after", "fully_shard", "only one process runs a layer"),
+        ("wrapped_whole", "FSDP", "was given to FullyShardedDataParallel"),
+        ("wrapped_whole", "fully_shard", "the Stage was given to fully_shard or"),
+        ("wrapped_whole", "replicate", "the Stage was given to fully_shard or"),
+        ("wrapped_before", "fully_shard", "each of which runs other layers"),
+        ("wrapped_after", "fully_shard", "each of which runs other layers"),
     ],
 )
 def test_sharding_and_replication_are_refused(ranks, where, name, message):
