@@ -4,26 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from procpipe.channel.meta import ALIGNMENT, TensorMeta, decode, dense, encode
-from procpipe.tree import Flat
-
-
-def test_a_message_is_described():
-    tensors = [torch.ones(3, 2).T, torch.tensor(True)]
-    message = Flat(tensors, ("form", "[]"), (True, False))
-
-    encoded = encode(message, tensors)
-    meta = decode(encoded)
-
-    written = b'[["form","[]"],[[[2,3],[1,2],"float32"],[[],[],"bool"]],[true,false]]'
-    assert encoded == written.ljust(ALIGNMENT)
-    assert meta.structure == ("form", "[]")
-    assert meta.tensors == (
-        TensorMeta((2, 3), (1, 2), torch.float32),
-        TensorMeta((), (), torch.bool),
-    )
-    assert meta.requires_grad == (True, False)
-    assert [place[1:] for place in meta.places] == [(6, 0), (1, ALIGNMENT)]
+from procpipe.channel.meta import dense
 
 
 def test_only_tensors_that_are_not_dense_are_copied():

@@ -117,19 +117,6 @@ def test_an_exit_of_a_thread_is_no_failure(printed):
     assert len(printed) == 1
 
 
-@pytest.mark.dist
-def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
-    follower = Follower()
-    follow_exceptions(follower)
-
-    def end_in_child():
-        end_main_thread(RemoteStageError(1, STORY))
-        return len(printed), follower.errors
-
-    assert in_child(end_in_child) == "(1, [])"
-    assert capfd.readouterr().err == ""
-
-
 def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed):
     """Seen with Ctrl-C: a rank printed "Error in sys.excepthook" instead of why it ended."""
     monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))

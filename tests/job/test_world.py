@@ -31,27 +31,6 @@ def environment(monkeypatch):
     return set_all
 
 
-def test_without_a_launcher_the_job_is_this_process(environment):
-    environment()
-
-    world = World.from_environment()
-
-    assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
-    assert (world.device, world.devices) == (CPU, (CPU,))
-    assert world.connect().peers == ()
-    assert world.transports.open([["shm"]], []) == {}
-    world.give_up("without peers", ValueError())
-    world.close()
-
-
-def test_the_launcher_sets_the_rank(environment):
-    environment(RANK=2, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-
-    world = World.from_environment()
-
-    assert (world.rank, world.num_ranks, world.is_launched) == (2, 3, True)
-
-
 @for_each(
     ("num_gpus", "rank", "num_ranks", "local", "given", "device", "devices"),
     [
@@ -155,17 +134,3 @@ def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
         return sorted(set(calls), key=calls.index)
 
     assert in_child(started) == "['cores', 'CUDA']"
-
-
-def test_a_second_close_does_nothing(environment):
-    """Symptom: it closed files that were opened after the first, such as a newer stage's."""
-    environment()
-    world = World.from_environment()
-    world.close()
-    newer = World.from_environment()
-    before = os.listdir("/proc/self/fd")
-
-    world.close()
-
-    assert os.listdir("/proc/self/fd") == before
-    newer.close()
