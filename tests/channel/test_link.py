@@ -27,12 +27,11 @@ class Slow:
     holds_device = False
     inline_bytes = INLINE_BYTES
 
-    def __init__(self, num_queries=2):
-        self.num_queries = num_queries
+    def __init__(self):
         self.num_posted = 0
 
     def post_send(self, tensors, peer, kind):
-        return Transfer(iter([False] * self.num_queries + [True] * 2)), b""
+        return Transfer(iter([False, False, True, True])), b""
 
     def post_receive(self, meta, peer, kind, note):
         self.num_posted += 1
@@ -118,17 +117,6 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
         posted.append(transport.num_posted)
 
     assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
-
-
-def test_a_send_may_end_after_its_receiver_has_left(meshes):
-    sender, _ = ends(meshes, Slow(num_queries=20))
-    sender.send(Flat.of(BIG))
-    meshes[1].leave()
-    meshes[1].close()
-
-    sender.settle()
-
-    assert sender.reap() == 0
 
 
 @pytest.mark.parametrize("fails", ["receive", "send"])

@@ -11,7 +11,7 @@ import pytest
 
 from procpipe.channel.monitor import FAILURE
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
-from tests.channel.meshes import Recorded, frame, make_mesh, make_meshes, nothing, received_by
+from tests.channel.meshes import Recorded, frame, make_meshes, nothing, received_by
 
 
 def failed(mesh, error=RemoteStageError, **options):
@@ -53,21 +53,6 @@ def test_an_early_frame_is_kept_for_its_handler(net):
 
 
 # -- waits ---------------------------------------------------------------------------------------
-
-
-def test_a_wait_reads_only_what_it_needs(wired):
-    mesh, peer = wired
-    peer.end()
-
-    mesh.wait(lambda: True, nothing)
-
-    answers = iter([False, False, True])
-    alone = make_mesh(0)
-    alone.wait(lambda: next(answers), nothing, every_s=0.001)  # nothing else wakes it
-    alone.flush()
-    alone.poll()
-    alone.close()
-    assert alone.peers == ()
 
 
 def test_a_timeout_error_has_the_rank_the_time_and_the_message():

@@ -97,40 +97,28 @@ class Properties:
         self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
 
 
-@for_each(("chosen", "found"), [(None, "32"), ("1", "1")])
-def test_ranks_ask_for_all_hardware_queues_before_cuda_starts(
-    environment, monkeypatch, chosen, found
-):
-    seen = []
-
-    def count():
-        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-        return 2
-
-    environment(num_gpus=2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2)
-    monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", chosen or "")
-    if chosen is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    World.from_environment()
-
-    assert seen[0] == found
-
-
 @pytest.mark.dist
-def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
-    """CUDA's context has threads, and memory on their node."""
+@for_each(("chosen", "queues"), [({}, "32"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1")])
+def test_what_is_set_before_cuda_starts(environment, monkeypatch, chosen, queues):
+    """The hardware queues; and the cores: CUDA's context has threads, and memory on their node."""
 
     def started():
-        environment(num_gpus=1, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        environment(2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, **chosen)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
         monkeypatch.delenv("PROCPIPE_PIN", raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
         calls = []
         monkeypatch.setattr(os, "sched_setaffinity", lambda *_: calls.append("cores"))
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
+
+        def count():
+            calls.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+            return 2
+
+        monkeypatch.setattr(torch.cuda, "device_count", count)
         _made.clear()
         World.from_environment()
         return sorted(set(calls), key=calls.index)
 
-    assert in_child(started) == "['cores', 'CUDA']"
+    assert in_child(started) == f"['{queues}', 'cores', 'CUDA']"
