@@ -76,21 +76,6 @@ def everything_may_change_with_each_message(end: End) -> None:
     transfer(end, [*tensors, *nested, (t, (t, [t])), t])
 
 
-def requires_grad_is_sent(end: End) -> None:
-    all_flags = [(True, False), (False, True), (False, False), (True, True), (True, True)]
-    for size in (1, INLINE_BYTES):
-        for flags in all_flags:
-            if end.rank == 0:
-                tensors = [torch.ones(size, device=end.device) for _ in flags]
-                end.sender().send(Flat(*flatten(tuple(tensors)), flags))
-            else:
-                end.receiver().expect()
-                message = end.receiver().take()
-                assert message.requires_grad == flags, (message.requires_grad, flags)
-                assert not any(tensor.requires_grad for tensor in message.tensors)
-    settle(end)
-
-
 def empty_and_dimensionless_tensors(end: End) -> None:
     empties = [torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.int64)]
     transfer(end, [*empties, empties, torch.tensor(3.5), torch.tensor(True), [torch.tensor(7)] * 2])
@@ -196,7 +181,6 @@ CASES: tuple[Case, ...] = (
     sizes_around_the_inline_limit,
     kinds_and_directions_are_independent,
     everything_may_change_with_each_message,
-    requires_grad_is_sent,
     empty_and_dimensionless_tensors,
     every_dtype,
     non_contiguous_tensors,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from procpipe import Stage
 from procpipe.channel import nccl
 from procpipe.errors import RemoteStageError, StageClosedError
-from tests.dist.report import Failure, Outcomes
+from tests.dist.report import Outcomes
 from tests.dist.stages import stage_of
 from tests.dist.test_failures import SOON_S, BoomError, boom, check, check_lost, kill, train
 from tests.held import happens, hold
@@ -81,9 +81,6 @@ def test_a_rank_ends_while_the_device_has_queued_work(
 
 
 def check_killed(outcomes: Outcomes, origin: int, place: str = "") -> None:
-    failure = outcomes[origin].error
-    assert isinstance(failure, Failure)
-    assert failure.type == "ProcessDied"
     check_lost(outcomes, origin, f"rank {origin}{place} ended without a message")
 
 

@@ -81,3 +81,12 @@ def test_texts_that_are_too_long_are_cut(board):
     board.start_call("x" + "ä" * 1000)
 
     assert found().read().call == "x" + "ä" * 127
+
+
+def test_a_closed_board_keeps_its_content_for_its_process():
+    board = Board.create(0, 1)
+    board.start_call("step")
+
+    board.close()
+
+    assert board.read().call == "step"

@@ -55,6 +55,7 @@ def test_the_devices_of_ranks(
 
     world = World.from_environment(given)
 
+    assert (world.rank, world.num_ranks, world.is_launched) == (rank, num_ranks, True)
     assert str(world.device) == device
     assert devices in (None, " ".join(map(str, world.devices)))
 
