@@ -107,7 +107,6 @@ ENDED = (
         ("process ends", ENDED, [ENDED]),
         # Only the first counts.
         ("failure of 1, end of 1", BOOM, [BOOM]),
-        ("failure of 1, failure of 1", BOOM, [BOOM]),
         ("failure of 2, failure of 1", (2, "boom on 2"), [(2, "boom on 2")]),
         ("our failure", OURS, [OURS]),
         ("our failure, our failure, failure of 1", OURS, [OURS]),

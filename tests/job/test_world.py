@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,22 +94,19 @@ def test_devices_that_cannot_be_used_are_refused(
         World.from_environment(devices)
 
 
-class Properties:
-    def __init__(self, index):
-        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
-
-
 @pytest.mark.dist
 @for_each(("chosen", "queues"), [({}, "32"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1")])
 def test_what_is_set_before_cuda_starts(environment, monkeypatch, chosen, queues):
     """The hardware queues; and the cores: CUDA's context has threads, and memory on their node."""
+
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=7, pci_device_id=0)
 
     def started():
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         environment(2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, **chosen)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
         monkeypatch.delenv("PROCPIPE_PIN", raising=False)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
         calls = []
         monkeypatch.setattr(os, "sched_setaffinity", lambda *_: calls.append("cores"))
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
