@@ -112,7 +112,7 @@ def test_what_is_set_before_cuda_starts(environment, monkeypatch, chosen, queues
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
 
         def count():
-            calls.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+            calls.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""))
             return 2
 
         monkeypatch.setattr(torch.cuda, "device_count", count)
