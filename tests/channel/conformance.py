@@ -11,9 +11,7 @@ A case raises ``AssertionError`` on the rank that detects a fault. Independent o
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -48,10 +46,6 @@ Case = Callable[[End], None]
 # -- the cases ----------------------------------------------------------------------------------
 
 
-def messages_arrive_in_order(end: End) -> None:
-    transfer(end, [torch.tensor([k]) for k in range(200)])
-
-
 def sizes_around_the_inline_limit(end: End) -> None:
     """Small messages and large ones, in any turn, of one tensor or of several."""
     limit = INLINE_BYTES
@@ -80,21 +74,6 @@ def everything_may_change_with_each_message(end: End) -> None:
     tensors = [t, t, t.reshape(2, 3), t.double(), t[:4], t]
     nested = [(t, t), [t, t], {"a": t, "b": t}, {"b": t, "a": t}, (t, None), (None, t)]
     transfer(end, [*tensors, *nested, (t, (t, [t])), t])
-
-
-def requires_grad_is_sent(end: End) -> None:
-    all_flags = [(True, False), (False, True), (False, False), (True, True), (True, True)]
-    for size in (1, INLINE_BYTES):
-        for flags in all_flags:
-            if end.rank == 0:
-                tensors = [torch.ones(size, device=end.device) for _ in flags]
-                end.sender().send(Flat(*flatten(tuple(tensors)), flags))
-            else:
-                end.receiver().expect()
-                message = end.receiver().take()
-                assert message.requires_grad == flags, (message.requires_grad, flags)
-                assert not any(tensor.requires_grad for tensor in message.tensors)
-    settle(end)
 
 
 def empty_and_dimensionless_tensors(end: End) -> None:
@@ -181,19 +160,6 @@ def sends_do_not_wait_for_the_receiver(end: End) -> None:
     settle(end)
 
 
-def ping_and_pong(end: End) -> None:
-    """Each message depends on the previous one: no send may wait for a later call."""
-    value = torch.zeros(INLINE_BYTES // 4 + 1)
-    for k in range(10):
-        if k % 2 == end.rank:
-            end.sender().send(flat(end, value))
-        else:
-            end.receiver().expect()
-            value = end.receiver().take().value.cpu() + 1
-    assert_same(value, torch.full_like(value, 10.0 - end.rank))
-    settle(end)
-
-
 def expect_may_run_ahead_and_forgo_undoes_it(end: End) -> None:
     contents = [numbers(size, torch.uint8) for size in (1, INLINE_BYTES + 1, 2)]
     if end.rank == 0:
@@ -211,68 +177,17 @@ def expect_may_run_ahead_and_forgo_undoes_it(end: End) -> None:
     settle(end)
 
 
-def a_message_is_not_changed_by_the_next(end: End) -> None:
-    sizes = (3, 3, INLINE_BYTES + 1, INLINE_BYTES + 1, 3)
-    if end.rank == 0:
-        for k, size in enumerate(sizes):
-            end.sender().send(flat(end, torch.full((size,), float(k))))
-    else:
-        taken = []
-        for _ in sizes:
-            end.receiver().expect()
-            taken.append(end.receiver().take().value)
-        for k, (value, size) in enumerate(zip(taken, sizes, strict=True)):
-            assert_same(value, torch.full((size,), float(k)))
-            value.add_(1)  # which must not change the others
-    settle(end)
-
-
-def sent_bytes_and_messages_are_counted(end: End) -> None:
-    sender = end.sender(2)
-    assert (sender.num_bytes, sender.num_messages) == (0, 0)
-    t = torch.ones(3, dtype=torch.float64)
-    big = numbers(INLINE_BYTES, torch.int32)
-    transfer(end, [(t, None, t[:2]), [], big, big[::2]], kind=2)
-    if end.rank == 0:
-        assert sender.num_messages == 4
-        assert sender.num_bytes == 5 * 8 + 0 + 4 * INLINE_BYTES + 2 * INLINE_BYTES
-
-
-def settle_releases_sent_tensors(end: End) -> None:
-    settle(end)  # without messages
-    for size in (1, MIB):
-        if end.rank == 0:
-            tensor = torch.ones(size, device=end.device)
-            gone = weakref.ref(tensor)
-            end.sender().send(flat(end, tensor))
-            del tensor
-            end.sender().settle()
-            end.meet()
-            gc.collect()
-            assert gone() is None, "a tensor that has arrived is still held by its sender"
-        else:
-            end.receiver().expect()
-            end.receiver().take()
-            end.meet()
-
-
 CASES: tuple[Case, ...] = (
-    messages_arrive_in_order,
     sizes_around_the_inline_limit,
     kinds_and_directions_are_independent,
     everything_may_change_with_each_message,
-    requires_grad_is_sent,
     empty_and_dimensionless_tensors,
     every_dtype,
     non_contiguous_tensors,
     the_order_of_elements_in_memory_stays,
     structures_and_plain_values_are_exact,
     sends_do_not_wait_for_the_receiver,
-    ping_and_pong,
     expect_may_run_ahead_and_forgo_undoes_it,
-    a_message_is_not_changed_by_the_next,
-    sent_bytes_and_messages_are_counted,
-    settle_releases_sent_tensors,
 )
 
 

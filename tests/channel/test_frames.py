@@ -79,20 +79,6 @@ def test_any_frames_arrive_by_any_pieces(frames, sizes, buffer_bytes):
     assert received == [(*head, b"".join(parts)) for (*head, parts), _ in frames]
 
 
-def test_a_large_body_has_memory_of_its_own():
-    bodies = []
-    sock: Any = Narrow([1 << 12])
-    ours = Frames(sock, lambda *frame: bodies.append(frame[3]), memoryview(bytearray(1 << 12)))
-    ours.send(7, 0, 0, [b"a" * (1 << 16)])
-    ours.send(7, 0, 0, [b"b" * (1 << 16)])
-    while ours.unsent:
-        ours.send_on()
-    while ours.read():
-        pass
-
-    assert [bytes(body) for body in bodies] == [b"a" * (1 << 16), b"b" * (1 << 16)]
-
-
 @pytest.mark.parametrize(("keep", "arrives"), [(False, b"1" * 8), (True, b"2" * 8)])
 def test_parts_are_copied_unless_they_are_to_be_kept(keep, arrives):
     received = Received()

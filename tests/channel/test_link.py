@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import tracemalloc
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
-from procpipe.errors import OverwrittenError, RemoteStageError, WaitTimeoutError
+from procpipe.errors import OverwrittenError, RemoteStageError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
 
@@ -26,12 +27,11 @@ class Slow:
     holds_device = False
     inline_bytes = INLINE_BYTES
 
-    def __init__(self, num_queries=2):
-        self.num_queries = num_queries
+    def __init__(self):
         self.num_posted = 0
 
     def post_send(self, tensors, peer, kind):
-        return Transfer(iter([False] * self.num_queries + [True] * 2)), b""
+        return Transfer(iter([False, False, True, True])), b""
 
     def post_receive(self, meta, peer, kind, note):
         self.num_posted += 1
@@ -119,17 +119,6 @@ def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
     assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
-def test_a_send_may_end_after_its_receiver_has_left(meshes):
-    sender, _ = ends(meshes, Slow(num_queries=20))
-    sender.send(Flat.of(BIG))
-    meshes[1].leave()
-    meshes[1].close()
-
-    sender.settle()
-
-    assert sender.reap() == 0
-
-
 @pytest.mark.parametrize("fails", ["receive", "send"])
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_transfer_that_fails_names_the_failed_rank(meshes, monkeypatch, fails, is_reported):
@@ -155,6 +144,7 @@ def test_without_a_transport_a_large_message_is_kept_until_it_is_sent(meshes):
     """The sender waits for nothing, and keeps the tensors until its socket has taken them."""
     sender, receiver = ends(meshes)
     large = torch.arange(2 * LARGE_BYTES // 8 + 1)
+    tracemalloc.start()
     sender.send(Flat.of([large, torch.ones(0), torch.tensor(True)]))
     sender.send(Flat.of(torch.tensor(7)))
     assert sender.reap() == 1
@@ -163,10 +153,13 @@ def test_without_a_transport_a_large_message_is_kept_until_it_is_sent(meshes):
         sender.wait_reusable()
         large.zero_()
         assert sender.reap() == 0
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     receiver.expect()
     first, empty, flag = messages[0].tensors
 
     assert torch.equal(first, torch.arange(2 * LARGE_BYTES // 8 + 1))
+    assert peak_bytes < LARGE_BYTES  # neither end makes a copy
     assert (empty.shape, flag.item(), receiver.take().value.item()) == ((0,), True, 7)
 
 
@@ -213,17 +206,3 @@ def test_memory_is_kept_while_it_is_sent_though_the_ends_are_gone(meshes):
     meshes[1].close()
     gc.collect()
     assert gone() is None
-
-
-def test_a_message_that_stops_halfway_times_out(meshes):
-    for mesh in meshes:
-        mesh.timeout_s = 0.1
-    sender, receiver = ends(meshes)
-    receiver.expect()
-    sender.send(Flat.of(torch.zeros(3 * LARGE_BYTES, dtype=torch.uint8)))
-
-    with pytest.raises(WaitTimeoutError, match="rank 1 to read a value"):
-        sender.wait_reusable()
-    with pytest.raises(WaitTimeoutError, match=r"rank 1 has waited 0\.\d s for x"):
-        receiver.take()
-    meshes[1].close()  # or rank 0 would wait until its frames are read

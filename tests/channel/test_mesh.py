@@ -8,12 +8,10 @@ import re
 import time
 
 import pytest
-from torch.distributed import PrefixStore
 
 from procpipe.channel.monitor import FAILURE
-from procpipe.channel.store import MeshStore
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
-from tests.channel.meshes import Recorded, frame, make_mesh, make_meshes, nothing, received_by
+from tests.channel.meshes import Recorded, frame, make_meshes, nothing, received_by
 
 
 def failed(mesh, error=RemoteStageError, **options):
@@ -55,21 +53,6 @@ def test_an_early_frame_is_kept_for_its_handler(net):
 
 
 # -- waits ---------------------------------------------------------------------------------------
-
-
-def test_a_wait_reads_only_what_it_needs(wired):
-    mesh, peer = wired
-    peer.end()
-
-    mesh.wait(lambda: True, nothing)
-
-    answers = iter([False, False, True])
-    alone = make_mesh(0)
-    alone.wait(lambda: next(answers), nothing, every_s=0.001)  # nothing else wakes it
-    alone.flush()
-    alone.poll()
-    alone.close()
-    assert alone.peers == ()
 
 
 def test_a_timeout_error_has_the_rank_the_time_and_the_message():
@@ -179,15 +162,3 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):
     one.close()
 
     assert time.monotonic() - start_s < 4.0  # 5 s where the limit above is not used
-
-
-def test_torchs_store_over_the_mesh(net):
-    stores = [PrefixStore("group", MeshStore(mesh)) for mesh in net(3)]
-    stores[0].set("key", "value")
-    assert [store.get("key") for store in stores] == [b"value"] * 3
-
-    meshes = net(2)
-    store = MeshStore(meshes[0])
-    meshes[1].close()
-    with pytest.raises(PeerLostError):
-        store.get("never set")

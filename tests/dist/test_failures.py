@@ -5,10 +5,12 @@ That every kind of failure ends all processes in time, with one report: tests/fa
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 from collections import OrderedDict
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from procpipe import RemoteStageError, Stage, is_recomputing
+from procpipe.channel.link import INLINE_BYTES
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Outcomes
 
@@ -193,29 +196,6 @@ def test_memory_runs_out(ranks):
     assert all(re.search(message, failure.text) for failure in outcomes.errors())
 
 
-# -- ranks that differ ---------------------------------------------------------------------------
-
-
-def options_differ(world, of_rank):
-    stage_of(world, 0, **of_rank[world.rank]).step(*batch())
-
-
-def test_ranks_disagree(ranks):
-    unbiased = nn.Linear(WIDTH, WIDTH, bias=False)
-    of_rank = [{}, {"balance": [1, 2, 3], "chunks": 2}, {"checkpoint": "never", "faulty": unbiased}]
-    outcomes = ranks(3).run(options_differ, of_rank)
-
-    for outcome, failure in zip(outcomes, outcomes.errors(), strict=True):
-        assert failure.type == "DisagreementError", str(outcome)
-        assert "balance is [2, 2, 2] on rank 0 and [1, 2, 3] on rank 1" in failure.text
-        assert failure.text.count('Stage(model, balance="time", sample=x)') == 1
-        assert "chunks is 3 on rank 0 and 2 on rank 1" in failure.text
-        assert "checkpoint is 'always' on rank 0 and 'never' on rank 2" in failure.text
-        assert "a layer of the model is" in failure.text
-        assert outcome.duration_s < SOON_S
-        assert outcome.output == ""
-
-
 # -- ranks that wait -----------------------------------------------------------------------------
 
 MANY = 2000
@@ -248,3 +228,30 @@ def counts_calls(world):
 def test_a_stage_stops_early_if_another_has_failed(ranks):
     num_calls, *_ = ranks(3).run(counts_calls).values()
     assert 2 <= num_calls < MANY
+
+
+def waits_by_other_means(world):
+    """Call the stage; then the first rank waits for the second one, by the store."""
+    world.transport, num_calls, store = "sockets", itertools.count(1), world.store
+
+    def count(x):
+        if next(num_calls) == 64:
+            store.set("all but one are sent", "")
+        return x
+
+    def wait(x):
+        store.wait(["all but one are sent"])
+        return x
+
+    stage = Stage(nn.Sequential(Returns(count), Returns(wait)), [1, 1], chunks=64, world=world)
+    with torch.no_grad():
+        stage(torch.ones(64, INLINE_BYTES // 4))  # more than a socket takes
+    if world.rank == 1:
+        store.set("all have arrived", "")
+    store.wait(["all have arrived"], timedelta(seconds=10))
+
+
+@pytest.mark.only_on_cpus
+def test_a_call_ends_once_the_sockets_have_taken_everything(ranks):
+    """A rank may compute for long after a call, or wait for a peer in ``dist.barrier()``."""
+    ranks(2).run(waits_by_other_means).values()

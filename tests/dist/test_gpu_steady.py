@@ -77,10 +77,6 @@ def slots_of(stage: Stage) -> list[list[int]]:
     return [[slot.serial for slot in slots] for slots in channels]
 
 
-def num_valid(target: Any) -> float:
-    return float((target >= 0).sum())
-
-
 def count_in_steps(
     world: Any, schedule: str, checkpoint: str, place: str, is_whole: bool, replicas: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
@@ -107,7 +103,7 @@ def count_in_steps(
         schedule=schedule,
         checkpoint=checkpoint,
         loss_fn=loss_fn,
-        loss_weight=num_valid if is_weighted else None,
+        loss_weight=(lambda target: float((target >= 0).sum())) if is_weighted else None,
         replicas=replicas,
         world=world,
     )

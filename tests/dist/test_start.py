@@ -99,7 +99,7 @@ def test_pipelines_in_turn_without_a_launcher():
     done = run_forked(
         script("""
 del os.environ["LOCAL_WORLD_SIZE"]  # so that the store is used
-for _ in range(12):
+for _ in range(4):
     stage = build(timeout_s=30)
     stage.step(x, x)
     stage.close()

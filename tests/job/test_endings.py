@@ -84,7 +84,7 @@ class Follower:
 
     def thread_raised(self, error):
         self.errors.append(error)
-        return VICTIM if isinstance(error, RemoteStageError) else ""
+        return ""
 
 
 @pytest.fixture
@@ -100,34 +100,13 @@ def printed(monkeypatch):
     endings._hooks.cache_clear()
 
 
-def end_main_thread(error):
-    sys.excepthook(type(error), error, None)
-
-
-def end_thread(error):
-    threading.excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
-
-
 def test_an_exit_of_a_thread_is_no_failure(printed):
     follower = Follower()
     follow_exceptions(follower)
-    end_thread(SystemExit(1))
+    threading.excepthook(threading.ExceptHookArgs((SystemExit, SystemExit(1), None, None)))
 
     assert follower.errors == []
     assert len(printed) == 1
-
-
-@pytest.mark.dist
-def test_hooks_do_nothing_in_a_forked_child(printed, capfd):
-    follower = Follower()
-    follow_exceptions(follower)
-
-    def end_in_child():
-        end_main_thread(RemoteStageError(1, STORY))
-        return len(printed), follower.errors
-
-    assert in_child(end_in_child) == "(1, [])"
-    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed):
@@ -135,7 +114,7 @@ def test_an_interrupt_during_the_report_does_not_replace_it(monkeypatch, printed
     monkeypatch.setattr(sys, "excepthook", lambda *args: signal.raise_signal(signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     follow_exceptions(Follower())
-    end_main_thread(ValueError("mine"))
+    sys.excepthook(ValueError, ValueError("mine"), None)
 
 
 def test_an_end_at_once_waits_for_a_save_only(capfd):

@@ -16,7 +16,6 @@ from procpipe.words import cpus_text
 from tests.cases import for_each
 from tests.forked import in_child
 
-ROOT = Path(__file__).parents[2]
 FIRST_CPU = min(os.sched_getaffinity(0))
 
 needs_two_cpus = pytest.mark.skipif(

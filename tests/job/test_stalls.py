@@ -6,18 +6,16 @@ run continues after it: tests/faults.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 
 from procpipe.job.board import Board
 from procpipe.job.grid import Grid
 from procpipe.job.stalls import StallReports
-
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def test_a_report_has_the_place_of_every_rank_and_names_those_that_do_not_run(
     reports, process, capfd
 ):
     process.send_signal(signal.SIGSTOP)
-    wait_status(process.pid, psutil.STATUS_STOPPED)
+    os.waitpid(process.pid, os.WUNTRACED)  # until it is stopped
     reports.note_wait("gradient 2 from stage 1 (rank 1)", time.monotonic() - 3.0)
     reports.stalled("gradient 2 from stage 1 (rank 1)", 3.0)
     process.kill()
@@ -80,10 +78,3 @@ def test_only_one_rank_reports(reports, theirs, capfd):
     theirs.page.reported_ns = time.monotonic_ns()
     reports.stalled("something", 3.0)
     assert capfd.readouterr().err == ""
-
-
-def wait_status(pid, status):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while psutil.Process(pid).status() != status:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,27 +32,6 @@ def environment(monkeypatch):
     return set_all
 
 
-def test_without_a_launcher_the_job_is_this_process(environment):
-    environment()
-
-    world = World.from_environment()
-
-    assert (world.rank, world.num_ranks, world.is_launched) == (0, 1, False)
-    assert (world.device, world.devices) == (CPU, (CPU,))
-    assert world.connect().peers == ()
-    assert world.transports.open([["shm"]], []) == {}
-    world.give_up("without peers", ValueError())
-    world.close()
-
-
-def test_the_launcher_sets_the_rank(environment):
-    environment(RANK=2, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-
-    world = World.from_environment()
-
-    assert (world.rank, world.num_ranks, world.is_launched) == (2, 3, True)
-
-
 @for_each(
     ("num_gpus", "rank", "num_ranks", "local", "given", "device", "devices"),
     [
@@ -76,6 +56,7 @@ def test_the_devices_of_ranks(
 
     world = World.from_environment(given)
 
+    assert (world.rank, world.num_ranks, world.is_launched) == (rank, num_ranks, True)
     assert str(world.device) == device
     assert devices in (None, " ".join(map(str, world.devices)))
 
@@ -114,59 +95,30 @@ def test_devices_that_cannot_be_used_are_refused(
         World.from_environment(devices)
 
 
-class Properties:
-    def __init__(self, index):
-        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, 7 + index, 0
-
-
-@for_each(("chosen", "found"), [(None, "32"), ("1", "1")])
-def test_ranks_ask_for_all_hardware_queues_before_cuda_starts(
-    environment, monkeypatch, chosen, found
-):
-    seen = []
-
-    def count():
-        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-        return 2
-
-    environment(num_gpus=2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2)
-    monkeypatch.setattr(torch.cuda, "device_count", count)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", chosen or "")
-    if chosen is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    World.from_environment()
-
-    assert seen[0] == found
-
-
 @pytest.mark.dist
-def test_a_process_is_pinned_before_cuda_starts(environment, monkeypatch):
-    """CUDA's context has threads, and memory on their node."""
+@for_each(("chosen", "queues"), [({}, "32"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1")])
+def test_what_is_set_before_cuda_starts(environment, monkeypatch, chosen, queues):
+    """The hardware queues; and the cores: CUDA's context has threads, and memory on their node."""
+
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=7, pci_device_id=0)
 
     def started():
-        environment(num_gpus=1, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        environment(2, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, **chosen)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
         monkeypatch.delenv("PROCPIPE_PIN", raising=False)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
         calls = []
         monkeypatch.setattr(os, "sched_setaffinity", lambda *_: calls.append("cores"))
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append("CUDA"))
+
+        def count():
+            calls.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""))
+            return 2
+
+        monkeypatch.setattr(torch.cuda, "device_count", count)
         _made.clear()
         World.from_environment()
         return sorted(set(calls), key=calls.index)
 
-    assert in_child(started) == "['cores', 'CUDA']"
-
-
-def test_a_second_close_does_nothing(environment):
-    """Symptom: it closed files that were opened after the first, such as a newer stage's."""
-    environment()
-    world = World.from_environment()
-    world.close()
-    newer = World.from_environment()
-    before = os.listdir("/proc/self/fd")
-
-    world.close()
-
-    assert os.listdir("/proc/self/fd") == before
-    newer.close()
+    assert in_child(started) == f"['{queues}', 'cores', 'CUDA']"
