@@ -103,17 +103,11 @@ def in_its_own_group(wrap):
     return wrap
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_ddp_is_refused(ranks, where):
-    for failure in ranks(2).run(try_to_wrap, where, "DDP", world=False).errors():
-        assert failure.type == "TypeError", failure.text
-        assert "To train several replicas, give Stage" in failure.text
-
-
-# Around the whole stage without GPUs it only forwards the input, which is correct.
-@pytest.mark.parametrize("where", sorted(WHERE.keys() - {"wrapped_whole"}))
-def test_data_parallel_is_refused(ranks, where):
-    name = "DataParallel"
+# DataParallel around the whole stage without GPUs only forwards the input, which is correct.
+@pytest.mark.parametrize(
+    ("where", "name"), [*((where, "DDP") for where in WHERE), ("wrapped_before", "DataParallel")]
+)
+def test_data_parallelism_of_torch_is_refused(ranks, where, name):
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
         assert "To train several replicas, give Stage" in failure.text
