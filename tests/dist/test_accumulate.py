@@ -6,7 +6,6 @@ of two, so that the order of the divisions matters.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -85,26 +84,6 @@ def check(bare):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_bits_are_those_of_a_divided_loss(ranks, num_ranks):
     ranks(num_ranks).run(check, world=False).values()
-
-
-def check_what_counts_nothing(bare):
-    """A mini-batch of weight 0 adds nothing, also where its loss is NaN."""
-    plain = make_model()
-    options: Any = {"loss_fn": lambda o, t: F.cross_entropy(o, t, ignore_index=0)}
-    options |= {"loss_weight": lambda target: int((target != 0).sum()), "chunks": 2}
-    balance = BALANCES[bare.num_ranks]
-    with stage_of(bare, "nothing", plain, balance, **options) as stage:
-        input, target = make_batches(1, 4)[0]
-        warned = pytest.warns(RuntimeWarning, match="loss_weight is 0")
-        with warned if bare.rank == 0 else contextlib.nullcontext():
-            loss = stage.step(input, torch.zeros_like(target), accumulate=3)
-        assert loss.item() == 0
-        for parameter in stage.parameters():
-            assert parameter.grad is None or not parameter.grad.any()
-
-
-def test_a_mini_batch_of_weight_0(ranks):
-    ranks(2).run(check_what_counts_nothing, world=False).values()
 
 
 def check_mistake(bare, given, message):

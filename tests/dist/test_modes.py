@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from procpipe import Remote, Stage, is_checkpointing, is_recomputing
+from procpipe import Remote, is_checkpointing, is_recomputing
 from tests.dist.stages import (
     MODES,
     assert_same,
@@ -25,7 +25,6 @@ from tests.dist.stages import (
     plain_output,
     plain_step,
     stage_of,
-    world_of,
 )
 
 pytestmark = pytest.mark.on_gpus
@@ -45,39 +44,32 @@ def make_model():
 
 
 class Log(nn.Module):
-    """Notes the result of a function in each forward."""
+    """Notes the phase of each forward."""
 
-    def __init__(self, see):
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.see = see
         self.seen: list[Any] = []
 
-    def __deepcopy__(self, memo):
-        return Log(self.see)
-
     def forward(self, input):
-        self.seen.append(self.see(input))
+        first = "checkpointing" if is_checkpointing() else ""
+        self.seen.append(first + ("again" if is_recomputing() else ""))
         return input * self.weight
 
 
 # -- what a layer sees ---------------------------------------------------------------------------
 
 
-def phase(input):
-    return ("checkpointing" if is_checkpointing() else "") + ("again" if is_recomputing() else "")
-
-
-def seen_in(bare, balance, see, calls):
-    """Return what a layer in each stage noted: for each mode, a list per call."""
+def phases_seen(bare):
+    """Return the phases of a layer in each stage: for each mode, a list per call."""
     seen: dict[str, list[Any]] = {}
     for mode in MODES:
-        model = nn.Sequential(*(Log(see) for _ in balance))
+        model = nn.Sequential(Log(), Log())
         options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": torch.mean}
-        with stage_of(bare, mode, model, balance, **options) as stage:
+        with stage_of(bare, mode, model, [1, 1], **options) as stage:
             layer: Any = stage[0]
             seen[mode] = []
-            for call in calls:
+            for call in CALLS:
                 call(stage)
                 seen[mode].append(layer.seen)
                 layer.seen = []
@@ -90,10 +82,6 @@ def train_6(stage):
 
 def train_2(stage):
     stage.step(torch.ones(2, 2))
-
-
-def train_by_hand(stage):
-    stage(torch.ones(6, 2)).sum().backward()
 
 
 def evaluate_6(stage):
@@ -109,7 +97,7 @@ def train_without_gradients(stage):
         stage(torch.ones(6, 2))
 
 
-CALLS = (train_6, train_2, train_by_hand, evaluate_6, train_without_gradients)
+CALLS = (train_6, train_2, evaluate_6, train_without_gradients)
 
 FIRST, AGAIN = "checkpointing", "again"
 
@@ -118,42 +106,17 @@ EXPECTED_PHASES = {
     "always": [
         [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
         [FIRST, FIRST, AGAIN, AGAIN],
-        [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
         [""] * 6,
         [""] * 6,
     ],
     "except_last": [
         [FIRST, FIRST, "", AGAIN, AGAIN],
         [FIRST, "", AGAIN],  # the second of two micro-batches is the last
-        [FIRST, FIRST, "", AGAIN, AGAIN],
         [""] * 6,
         [""] * 6,
     ],
-    "never": [[""] * 3, [""] * 2, [""] * 3, [""] * 6, [""] * 6],
+    "never": [[""] * 3, [""] * 2, [""] * 6, [""] * 6],
 }
-
-
-def see_autocast(input):
-    product = input.new_ones(2, 2) @ input.new_ones(2, 2)
-    return str(product.dtype), torch.is_autocast_enabled(input.device.type)
-
-
-def train_under_autocast(stage):
-    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
-        stage.step(torch.ones(6, 2))
-
-
-def train_and_go_backward_outside(stage):
-    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
-        output = stage(torch.ones(6, 2))
-        loss = output.sum()
-    loss.backward()
-
-
-def train_plainly_under_disabled(stage):
-    device = stage.device.type
-    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
-        stage.step(torch.ones(6, 2))
 
 
 # -- random numbers ------------------------------------------------------------------------------
@@ -244,13 +207,9 @@ def check_unfreezing(bare, balance):
             for name, requires_grad, is_replaced in (
                 ("", False, False),
                 ("0", True, True),
-                ("0", False, False),
                 ("4", True, False),
                 ("3", True, False),
-                ("0", True, False),
-                ("4", False, False),
-                ("0", False, True),
-                ("2", True, True),
+                ("0", False, False),
                 ("0", True, True),
             ):
                 for model in (plain, stage):
@@ -303,17 +262,10 @@ def check_frozen_stage(bare, balance):
 def check_clipping(bare, balance):
     models = {
         "all": make_model(),
-        "frozen first stage": make_model(),
-        "frozen last stage": make_model(),
-        "without parameters": nn.Sequential(
-            nn.ReLU(), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-        ).double(),
         "two dtypes": nn.Sequential(
             nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
         ),
     }
-    models["frozen first stage"][0].requires_grad_(False)
-    models["frozen last stage"][4].requires_grad_(False)
     inputs, target = make_batch()
     for name, plain in models.items():
         given = inputs.float() if name == "two dtypes" else inputs
@@ -384,7 +336,6 @@ def check_state(bare, balance):
     first = sum(balance[: bare.rank])
     ours = names[first : first + balance[bare.rank]]
     with stage_of(bare, "state", plain, balance) as stage:
-        assert [name for name, _ in stage.named_children()] == ours
         expected = [key for key in plain.state_dict() if key.split(".")[0] in ours]
         assert list(stage.state_dict()) == expected
         assert [n for n, _ in stage.named_parameters()] == [
@@ -394,31 +345,22 @@ def check_state(bare, balance):
         for parameter in other.parameters():
             nn.init.normal_(parameter)
         other(make_batch()[0])  # other running statistics
-        result = stage.load_state_dict(other.state_dict())
-        assert (result.missing_keys, result.unexpected_keys) == ([], [])
-        assert_same_state(stage, other)
-        stage.load_state_dict(plain.state_dict() if bare.rank == 0 else dict(plain.state_dict()))
-        assert_same_state(stage, plain)
         of_stage = {k: v for k, v in other.state_dict().items() if k.split(".")[0] in ours}
-        stage.load_state_dict(of_stage)
-        assert_same_state(stage, other)
-        stage.load_state_dict(on(bare.device, plain), assign=True)
-        assert_same_state(stage, plain)
+        for given in (other.state_dict(), of_stage):
+            stage.load_state_dict(plain.state_dict() if bare.rank else dict(plain.state_dict()))
+            assert_same_state(stage, plain)
+            result = stage.load_state_dict(given)
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+            assert_same_state(stage, other)
 
         with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"9.weight"'):
             stage.load_state_dict({**plain.state_dict(), "9.weight": torch.ones(1)})
-        if expected:
-            with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
-                stage.load_state_dict({k: v for k, v in of_stage.items() if k != expected[0]})
-            result = stage.load_state_dict(
-                {k: v for k, v in of_stage.items() if k != expected[0]}, strict=False
-            )
-            assert result.missing_keys == [expected[0]]
-        if "3.num_batches_tracked" in expected:
-            state = other.state_dict()
-            del state["3.num_batches_tracked"]
-            with pytest.raises(RuntimeError, match=r"Missing key.*num_batches_tracked"):
-                stage.load_state_dict(state)
+        for left_out in expected[:1] + [key for key in expected if key.endswith("tracked")]:
+            part = other.state_dict()  # with torch's versions of modules
+            del part[left_out]
+            with pytest.raises(RuntimeError, match=rf"Missing key\(s\).*{left_out}"):
+                stage.load_state_dict(part)
+            assert stage.load_state_dict(part, strict=False).missing_keys == [left_out]
         # The stage uses the loaded parameters.
         stage.load_state_dict(on(bare.device, other), assign=True)
         inputs, _ = make_batch()
@@ -451,59 +393,27 @@ def values_from_meta(bare, balance):
         return state
 
 
-def only_local_layers_have_memory(bare, balance):
-    """The stage materializes its own layers of the given model, and no others."""
-    with torch.device("meta"):
-        model = make_model()
-    stage = Stage(model, balance, world=world_of(bare, "meta"))
-    local = [name for name, _ in stage.named_children()]
-    is_meta = {name: layer.weight.is_meta for name, layer in model.named_children() if name != "1"}
-    stage._calls.close()
-    return is_meta == {name: name not in local for name in is_meta}
-
-
 # -- being an nn.Sequential ----------------------------------------------------------------------
 
 
 def check_attributes(bare, balance):
     plain = make_model()
-    with stage_of(
-        bare,
-        "attributes",
-        plain,
-        torch.tensor(balance),
-        chunks=3,
-        checkpoint="always",
-        deferred_batch_norm=True,
-    ) as stage:
+    options: Any = {"chunks": 3, "checkpoint": "always", "deferred_batch_norm": True}
+    with stage_of(bare, "attributes", plain, torch.tensor(balance), **options) as stage:
         first = sum(balance[: bare.rank])
         assert stage.balance == balance
         assert all(type(part) is int for part in stage.balance)
-        assert stage.devices == bare.devices
-        assert stage.device == bare.device
-        assert (stage.chunks, type(stage.chunks)) == (3, int)
-        assert (stage.checkpoint, stage.rank) == ("always", bare.rank)
-        assert isinstance(stage, nn.Sequential)
+        assert (stage.devices, stage.device) == (bare.devices, bare.device)
+        assert (stage.chunks, stage.checkpoint, stage.rank) == (3, "always", bare.rank)
         assert len(stage) == balance[bare.rank]
-        assert [type(layer) for layer in stage] == [
-            layer.__class__
-            if not isinstance(layer, nn.BatchNorm1d)
-            else stage.get_submodule("3").__class__
-            for layer in list(plain)[first : first + len(stage)]
-        ]
         assert stage[0] is stage.get_submodule(str(first))
         assert stage[-1] is stage.get_submodule(str(first + len(stage) - 1))
-        part = stage[0:1]
-        assert type(part) is nn.Sequential
-        assert [name for name, _ in part.named_children()] == [str(first)]
+        assert [name for name, _ in stage[0:1].named_children()] == [str(first)]
         with pytest.raises(IndexError):
             stage[len(stage)]
 
         # Every optimizer accepts parameters(), though layer 1 has none.
-        parameters = list(stage.parameters())
-        assert parameters
-        has_own = bool(list(stage.named_parameters()))
-        assert len(parameters) == (len(list(stage.named_parameters())) if has_own else 1)
+        assert len(list(stage.parameters())) == (len(list(stage.named_parameters())) or 1)
         for optimizer_type in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
             optimizer = optimizer_type(stage.parameters(), lr=0.1)
             optimizer.zero_grad()
@@ -512,8 +422,6 @@ def check_attributes(bare, balance):
         for move in (
             lambda: stage.cuda(),
             lambda: stage.cpu(),
-            lambda: stage.to("cpu"),
-            lambda: stage.to(torch.device("cpu")),
             lambda: stage.to(0),
             lambda: stage.to(device="cpu"),
             lambda: stage.to(torch.ones(1)),
@@ -523,17 +431,12 @@ def check_attributes(bare, balance):
                 move()
         for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
             assert convert() is stage
-        assert stage.to(torch.float64) is stage
         assert stage.to(dtype=torch.float64, non_blocking=True) is stage
         assert all(p.dtype == torch.float64 for _, p in stage.named_parameters())
-        assert stage.train(False) is stage
-        assert not stage[0].training
-        stage.train()
         inputs, _ = make_batch()
         output = stage(inputs)  # still works
         output.sum().backward()
         assert stage.fetch(output).shape == (10, 3)
-        assert repr(stage).startswith("Stage(")
 
 
 def check_mode_given(bare, balance):
@@ -552,18 +455,8 @@ def check_mode_given(bare, balance):
 
 
 def test_is_checkpointing_and_is_recomputing_in_a_layer(ranks):
-    for seen in ranks(2).run(seen_in, [1, 1], phase, CALLS, world=False).values():
+    for seen in ranks(2).run(phases_seen, world=False).values():
         assert seen == EXPECTED_PHASES
-
-
-def test_recomputation_uses_the_autocast_of_its_forward(ranks):
-    calls = (train_under_autocast, train_and_go_backward_outside, train_plainly_under_disabled)
-    under, outside = ("torch.bfloat16", True), ("torch.float32", False)
-    num_seen = {"always": 6, "except_last": 5, "never": 3}
-
-    for seen in ranks(2).run(seen_in, [1, 1], see_autocast, calls, world=False).values():
-        for mode, num in num_seen.items():
-            assert seen[mode] == [[under] * num, [under] * num, [outside] * num], mode
 
 
 def test_gradients_under_autocast(ranks):
@@ -602,10 +495,7 @@ def test_fetch(ranks):
     ranks(3).run(check_fetch, [1, 3, 1], world=False).values()
 
 
-BALANCES = pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]], ids=str)
-
-
-@BALANCES
+@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]], ids=str)
 def test_state_dicts(ranks, balance):
     ranks(len(balance)).run(check_state, balance, world=False).values()
 
@@ -628,10 +518,8 @@ def save_wrongly(bare):
             torch.save(stage, io.BytesIO())
         torch.save(dict(part), io.BytesIO())
 
-        for copied in (part.copy(), copy.copy(part), copy.deepcopy(part), dict(part)):
-            assert list(copied) == list(part)
-            assert all(torch.equal(copied[key], part[key]) for key in part)
         for copied in (part.copy(), copy.copy(part), copy.deepcopy(part)):
+            assert all(torch.equal(copied[key], part[key]) for key in part)
             assert copied._metadata == part._metadata
         shapes = tree_map(lambda tensor: tensor.shape, part)
         assert shapes == {key: value.shape for key, value in part.items()}
@@ -673,12 +561,10 @@ def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(rank
     assert len(states[0]) == 11
     for state in states[1:]:
         assert_same(state, states[0], "state")
-    assert ranks(2).run(only_local_layers_have_memory, [2, 3], world=False).values() == [True] * 2
 
 
-@BALANCES
-def test_attributes(ranks, balance):
-    ranks(len(balance)).run(check_attributes, balance, world=False).values()
+def test_attributes(ranks):
+    ranks(4).run(check_attributes, [1, 1, 1, 2], world=False).values()
 
 
 def test_the_mode_of_the_model_is_kept(ranks):

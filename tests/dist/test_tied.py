@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -374,51 +373,6 @@ def test_a_parameter_frozen_under_one_of_its_names_is_an_error(ranks):
     ranks(2).run(check_frozen_on_one_stage, world=False).values()
 
 
-def check_built_again(bare):
-    """Layers of other stages stay on the meta device, but share what is shared."""
-    model = make_on_meta("two")
-    for name in ("first", "second"):
-        world = world_of(bare, name)
-        stage = Stage(model, [3, 4], world=world, loss_fn=F.mse_loss, check_tied=True)
-        stage.step(*make_batch())
-        stage.step(*make_batch())
-        assert stage.statistics().num_messages["tied gradient"] == 2
-        stage.close()
-
-
-def test_another_stage_of_a_model_from_the_meta_device(ranks):
-    ranks(2).run(check_built_again, world=False).values()
-
-
-class Scaling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, dtype=torch.float64))
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight)
-
-    def forward(self, input):
-        return input * self.weight
-
-
-def check_module_on_meta(bare):
-    def values_on(world, balance):
-        torch.manual_seed(5)
-        with torch.device("meta"):
-            shared = Scaling()
-            model = nn.Sequential(Normed(shared), nn.Tanh(), Normed(shared))
-        return Stage(model, balance, world=world).state_dict()
-
-    expected = values_on(None, [3])
-    for key, value in values_on(world_of(bare, "module"), [1, 2]).items():
-        assert_same(value.cpu(), expected[key], key)
-
-
-def test_a_shared_module_on_the_meta_device_is_initialised_once(ranks):
-    ranks(2).run(check_module_on_meta, world=False).values()
-
-
 # -- saved state ---------------------------------------------------------------------------------
 
 
@@ -474,21 +428,3 @@ def save_with_other_options(bare, folder):
 
 def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
     ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()
-
-
-def load_plainly_saved(bare, folder):
-    plain = make_model("three")
-    values = make_weights("three", ["6.inner.weight"], seed=3)
-    plain.load_state_dict(values, strict=False)
-    with stage_of(bare, "plain", make_model("three"), [1, 4, 2]) as stage:
-        state.load(folder, stage, strict=False)
-        for key, value in stage.state_dict().items():
-            assert_same(value.cpu(), plain.state_dict()[key], key)
-
-
-def test_plainly_saved_without_one_of_the_names(ranks, tmp_path):
-    values = make_weights("three", ["6.inner.weight"], seed=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it runs in one process
-        dcp.save({"model": values}, checkpoint_id=str(tmp_path), no_dist=True)
-    ranks(3).run(load_plainly_saved, str(tmp_path), world=False).values()

@@ -18,7 +18,7 @@ from torch import nn
 
 from procpipe import RemoteStageError
 from procpipe.losses import MaskedCrossEntropy, causal_lm_loss, masked_cross_entropy
-from tests.dist.stages import assert_same, assert_same_gradients, stage_of
+from tests.dist.stages import assert_same, stage_of
 
 pytestmark = pytest.mark.on_gpus
 
@@ -117,52 +117,6 @@ def check_ways_to_give(bare):
             assert_same(mean, expected, "forward", TOLERANCE)
 
 
-class Sum(nn.Module):
-    """Gives its inputs one gradient tensor, or expanded ones."""
-
-    def forward(self, a, b):
-        return a + b + a.mean(1, keepdim=True)
-
-
-class Temperature(nn.Module):
-    """A loss with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, output, target):
-        return masked_cross_entropy(output * self.scale, target)
-
-    def num_counted(self, target):
-        return masked_cross_entropy.num_counted(target)
-
-
-def check_what_is_no_layers(bare, schedule):
-    """Gradients of inputs and of the loss's own parameters, which no layer has, are right, too."""
-    torch.manual_seed(1)
-    plain = nn.Sequential(Sum(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 11)).double()
-    plain_loss_fn, loss_fn = Temperature(), Temperature()
-    labels = torch.tensor([-100, 3, -100, 5, 6, 7, 1])
-    options: Any = {"chunks": 4, "schedule": schedule, "loss_fn": loss_fn}
-    balance = [1] * 4 if schedule == "zb-v" else [3, 1]
-    with stage_of(bare, "inputs", plain, balance, **options) as stage:
-        for step in range(2):
-            a, b = torch.randn(2, 7, 6, dtype=torch.float64).unbind()
-            given = [x.clone().requires_grad_() for x in (a, b)]
-            expected = [x.clone().requires_grad_() for x in (a, b)]
-            plain_loss_fn(plain[1:](plain[0](*expected)), labels).backward()
-            stage.step(*given, target=labels)
-            assert_same_gradients(stage, plain, f"step {step}", TOLERANCE)
-            if bare.rank == 0:
-                for x, y in zip(given, expected, strict=True):
-                    assert_same(x.grad, y.grad, f"input, step {step}", TOLERANCE)
-            if bare.rank == stage.placement[-1]:
-                found, wanted = loss_fn.scale.grad, plain_loss_fn.scale.grad
-                assert found is not None
-                assert_same(found.cpu(), wanted, f"loss_fn's, step {step}", TOLERANCE)
-
-
 def check_message(bare, message):
     """A mistake on one rank is an error on each, with the message."""
     plain = make_model()
@@ -216,11 +170,6 @@ MISTAKES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_values_by_name(ranks, num_ranks):
     ranks(num_ranks).run(check_ways_to_give, world=False).values()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_gradients_of_what_is_no_layers(ranks, schedule):
-    ranks(2).run(check_what_is_no_layers, schedule, world=False).values()
 
 
 def test_mistakes(ranks):
