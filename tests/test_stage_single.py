@@ -19,7 +19,6 @@ from procpipe import (
     NoChunk,
     Stage,
     StageClosedError,
-    is_recomputing,
 )
 
 
@@ -400,50 +399,6 @@ def test_plain_values_beside_a_tensor_are_passed_on_and_others_refused(stage_of)
     assert stage((torch.ones(2), "hello"))[1] == "hello"
     with pytest.raises(BoundaryError, match=r"builtins\.object at input\[0\]\[1\] cannot"):
         stage((torch.ones(2), object()))
-
-
-# -- the order of recomputation and backward -----------------------------------------------------
-
-
-class Log(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, name, log):
-        ctx.name, ctx.log = name, log
-        log.append(f"{name}: {'recompute' if is_recomputing() else 'forward'}")
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.log.append(f"{ctx.name}: backward")
-        return gradient, None, None
-
-
-class Logging(nn.Module):
-    def __init__(self, name, log):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.name, self.log = name, log
-
-    def forward(self, input):
-        return Log.apply(input * self.weight, f"{self.name}{int(input[0, 0])}", self.log)
-
-
-def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
-    log: list[str] = []
-    stage = stage_of(nn.Sequential(Logging("a", log), Logging("b", log)), [2], chunks=2)
-    stage(torch.tensor([[0.0], [1.0]])).sum().backward()
-    assert log == [
-        "a0: forward",
-        "b0: forward",
-        "a1: forward",
-        "b1: forward",
-        "b1: backward",  # the last is not recomputed
-        "a1: backward",
-        "a0: recompute",
-        "b0: recompute",
-        "b0: backward",
-        "a0: backward",
-    ]
 
 
 def test_an_input_may_be_sparse():

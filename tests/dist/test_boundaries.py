@@ -277,30 +277,6 @@ def test_parity_of_small_and_large_messages(ranks):
     ranks(3).run(check_sizes, None, world=False).values()
 
 
-class Strides(nn.Module):
-    """Passes on its input; notes its strides, and those of its gradient."""
-
-    def forward(self, x):
-        self.of_input = x.stride()
-        x.register_hook(lambda gradient: setattr(self, "of_gradient", gradient.stride()))
-        return x * 1.0
-
-
-def strides_at_a_boundary(world):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Strides(), Strides(), nn.Conv2d(4, 4, 3))
-    stage = Stage(model, [2, 2], loss_fn=torch.mean, checkpoint="never", world=world)
-    stage.step(torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last))
-    (at_end,) = (layer for layer in stage if isinstance(layer, Strides))
-    return at_end.of_input, at_end.of_gradient
-
-
-@pytest.mark.only_on_cpus
-def test_channels_last_survives_a_boundary_both_ways(ranks):
-    expected = torch.empty(2, 4, 6, 5, memory_format=torch.channels_last).stride()
-
-    assert ranks(2).run(strides_at_a_boundary).values() == [(expected, expected)] * 2
-
-
 @pytest.mark.only_on_cpus
 def test_parity_of_small_and_large_messages_over_sockets(ranks):
     ranks(3).run(check_sizes, "sockets", world=False).values()
