@@ -263,6 +263,10 @@ def check_clipping(bare, balance):
     """Every bit is equal: norms are combined in the order of the partitions."""
     models = {
         "all": make_model(),
+        "deep": nn.Sequential(  # another order of its norms gives another sum
+            *(nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 4)) for _ in range(4)),
+            nn.Linear(4, 3),
+        ).double(),
         "two dtypes": nn.Sequential(
             nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
         ),
