@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
-import warnings
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from procpipe import (
     NoChunk,
     Stage,
     StageClosedError,
-    is_recomputing,
 )
 
 
@@ -78,11 +74,6 @@ def with_a_layer_named(name):
     return model
 
 
-def twice_the_same():
-    layer = nn.Linear(2, 2)
-    return nn.Sequential(layer, nn.ReLU(), layer)
-
-
 def four():
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
@@ -91,42 +82,20 @@ def four():
     ("model", "balance", "options", "error", "message"),
     [
         (Layers, [1], {}, TypeError, "the model is a Layers: pass an nn.Sequential"),
-        (lambda: [nn.Linear(2, 2)], [1], {}, TypeError, "the model is a list"),
-        (twice_the_same, [3], {}, ValueError, "layers '0' and '2' are one Linear"),
         (four, [2, 1], {}, BalanceError, r"\[2, 1\] places 3 layers but the model has 4"),
-        (four, [4, 0], {}, BalanceError, r"\[4, 0\] has a partition of less than one layer"),
-        (four, [5, -1], {}, BalanceError, r"\[5, -1\] has a partition of less than one"),
-        (four, [], {}, BalanceError, "places 0 layers but the model has 4"),
-        (four, 4, {}, TypeError, "the balance is 4"),
-        (four, [2.0, 2.0], {}, TypeError, "pass the number of layers"),
-        (four, ["4"], {}, TypeError, "pass the number of layers"),
         (four, [4], {"chunks": 0}, ValueError, "chunks is 0, but a mini-batch has at least 1"),
-        (four, [4], {"chunks": -2}, ValueError, "chunks is -2"),
         (four, [4], {"chunks": 2.0}, TypeError, "chunks must be an int, not 2.0"),
         (four, [4], {"chunks": True}, TypeError, "chunks must be an int, not True"),
+        (four, [4], {"checkpoint": ["always"]}, TypeError, "must be a str"),
         (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
-        (lambda: with_a_layer_named("balance"), [1], {}, ValueError, "is named 'balance'"),
     ],
 )
 def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
     with pytest.raises(error, match=message):
         Stage(model(), balance, **options)
-
-
-class Bare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2))
-
-
-def test_a_model_that_nothing_initialises_is_refused():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), Bare())
-    with pytest.raises(ValueError, match=r"nothing initialises 1\.weight \(Bare has no reset_par"):
-        Stage(model, [2])
 
 
 # -- mistakes of a call --------------------------------------------------------------------------
@@ -135,17 +104,8 @@ def test_a_model_that_nothing_initialises_is_refused():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda s: s.step(1.0), TypeError, "holds no tensor to scatter"),
         (lambda s: s(), TypeError, "holds no tensor to scatter"),
-        (lambda s: s(NoChunk(torch.ones(2))), TypeError, "holds no tensor to scatter"),
         (lambda s: s({1, 2}), BoundaryError, "builtins.set at input"),
-        (lambda s: s(torch.ones(0, 4)), ValueError, r"the batch is empty .*\(0, 4\)"),
-        (lambda s: s(torch.ones(())), ValueError, "without dimensions"),
-        (
-            lambda s: s(torch.ones(4, 4), torch.ones(3, 4)),
-            ValueError,
-            r"input\[0\] has 4 samples but input\[1\] has 3",
-        ),
         (
             lambda s: s.step(torch.ones(4, 4).double(), torch.ones(3)),
             ValueError,
@@ -182,20 +142,6 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     with pytest.raises(ValueError, match=message) as caught:
         stage.step(*batch())
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [
-        (lambda target: -1.0, r"micro-batches are \[-1.0, -1.0\], which add up to -2.0: each must"),
-        (lambda target: math.inf, "each must be a finite number from 0"),
-        (lambda target: math.nan, "each must be a finite number from 0"),
-    ],
-)
-def test_loss_weights_must_make_a_mean(stage_of, weight, message):
-    stage = stage_of(make_model(), [4], chunks=2, loss_fn=F.cross_entropy, loss_weight=weight)
-    with pytest.raises(ValueError, match=message):
-        stage.step(*batch())
 
 
 def test_loss_weights_need_a_target(stage_of):
@@ -260,27 +206,6 @@ def test_a_stage_is_an_nn_sequential(stage_of):
     assert str(stage).startswith("Stage(\n  (0): Linear(")
 
 
-def test_training_equals_the_plain_model(stage_of):
-    plain = make_model()
-    stage = stage_of(copy.deepcopy(plain), [2, 2], loss_fn=F.cross_entropy)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, stage)]
-    for input, target in stage.batches([batch(10), batch(7)]):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = F.cross_entropy(plain(input), target)
-        loss.backward()
-        assert torch.equal(stage.step(input, target), loss.detach())
-        norms = [
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1),
-            stage.clip_grad_norm_(0.1),
-        ]
-        assert torch.equal(*norms)
-        for optimizer in optimizers:
-            optimizer.step()
-    for key, value in stage.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[key]), key
-
-
 class Waits(TorchDispatchMode):
     """Counts what makes a host wait for its device on a GPU: values read one by one."""
 
@@ -305,26 +230,9 @@ def test_clipping_reads_no_value_of_each_parameter():
     assert counts[0] == counts[1]
 
 
-def test_an_output_of_one_micro_batch_is_that_of_the_plain_model(stage_of):
-    plain = make_model()
-    stage = stage_of(copy.deepcopy(plain), [4], chunks=1)
-    inputs = batch()[0].requires_grad_()
-    output = stage(inputs)
-    expected = plain(inputs.detach().requires_grad_())
-    assert torch.equal(output, expected)
-    output.mul_(2).pow(2).sum().backward()
-    expected.mul_(2).pow(2).sum().backward()
-    for found, parameter in zip(stage.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found.grad, parameter.grad)
-    assert inputs.grad is not None
-    assert stage.fetch(output) is not output
-    stage.print("one", "line")
-
-
-@pytest.mark.parametrize("last", [nn.Tanh, nn.Sigmoid, lambda: nn.LogSoftmax(1)])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_last_layer_may_save_its_output(stage_of, last, chunks):
-    plain = nn.Sequential(nn.Linear(4, 3), last()).double()
+def test_a_last_layer_may_save_its_output(stage_of, chunks):
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
     stage = stage_of(copy.deepcopy(plain), [2], chunks=chunks, checkpoint="never")
     inputs = batch()[0]
     stage(inputs).pow(2).sum().backward()
@@ -335,14 +243,6 @@ def test_a_last_layer_may_save_its_output(stage_of, last, chunks):
         assert torch.allclose(found.grad, parameter.grad, rtol=1e-13)
 
 
-def test_an_output_that_was_saved_may_not_be_changed(stage_of):
-    stage = stage_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), [2], checkpoint="never")
-    output = stage(batch()[0])
-    output.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
 def test_a_model_without_layers(stage_of):
     stage = stage_of(nn.Sequential(), [], chunks=2)
     inputs = batch()[0]
@@ -350,14 +250,6 @@ def test_a_model_without_layers(stage_of):
     a, b = stage(inputs, {"x": inputs})
     assert torch.equal(a, b["x"])
     torch.optim.AdamW(stage.parameters())
-
-
-def test_no_batch_size_warns(stage_of):
-    stage = stage_of(make_model(), [4], chunks=3, loss_fn=F.cross_entropy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for size in (10, 4, 6):
-            stage.step(*batch(size))
 
 
 def test_deferred_batch_norm_keeps_its_parameters(stage_of):
@@ -385,16 +277,12 @@ def test_statistics_and_report(stage_of):
     assert 0 <= statistics.bubble < 1
     assert statistics.waiting_s == 0
     assert statistics.split is None
-    header, line, _, *table = stage.report().splitlines()
-    assert header.split()[:5] == ["stage", "steps", "F", "R", "B"]
-    assert line.split()[:5] == ["0", "2", "10", "8", "10"]
     # A single stage is idle neither for its plan nor for another stage.
+    assert stage.report().split()[:5] == ["stage", "steps", "F", "R", "B"]
     split = stage.statistics().split
     assert split is not None
     assert (split.bubble_s, split.imbalance_s) == (0, 0)
-    assert 0 < split.busy_s < split.step_s
     assert split.busy_s + split.communication_s == pytest.approx(split.step_s)
-    assert f"{split.busy_s * 1e3:.2f}" in table[-1]
 
 
 def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):
@@ -438,15 +326,6 @@ def test_a_closed_stage_can_be_deleted():
     assert reference() is None
 
 
-def test_the_state_of_the_random_generator_is_unchanged(stage_of):
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    stage = stage_of(model, [2], chunks=2, loss_fn=torch.mean)
-    stage.step(batch()[0])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_stage_cannot_be_changed_or_copied():
     stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [2])
     for change in (
@@ -477,10 +356,8 @@ def test_wrong_devices_are_refused(devices):
         Stage(nn.Sequential(nn.Linear(2, 2)), [1], devices=devices)
 
 
-def test_wrong_checkpoint_and_chunks_are_refused():
-    with pytest.raises(TypeError, match="must be a str"):
-        Stage(nn.Sequential(nn.Linear(2, 2)), [1], checkpoint=["always"])  # type: ignore[arg-type]
-    stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1])
+def test_wrong_chunks_are_found_in_the_next_call(stage_of):
+    stage = stage_of(nn.Sequential(nn.Linear(2, 2)), [1])
     stage.chunks = 0
     with pytest.raises(ValueError, match="chunks is 0"):
         stage(torch.randn(4, 2))
@@ -509,17 +386,6 @@ def test_the_tasks_of_the_last_step_are_timed():
     assert moments == sorted(moments)
 
 
-def test_settings_are_plain_values():
-    stage = Stage(
-        nn.Sequential(nn.Linear(2, 2)), iter([1]), chunks=42, checkpoint="always", devices=["cpu"]
-    )
-    assert (stage.balance, type(stage.balance)) == ([1], list)
-    assert stage.devices == [torch.device("cpu")]
-    assert type(stage.devices[0]) is torch.device
-    assert (stage.chunks, stage.checkpoint) == (42, "always")
-    stage.close()
-
-
 def test_without_a_launcher_no_balance_is_needed(stage_of, capsys):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert stage_of(model, None, chunks=8).balance == [2]
@@ -533,70 +399,6 @@ def test_plain_values_beside_a_tensor_are_passed_on_and_others_refused(stage_of)
     assert stage((torch.ones(2), "hello"))[1] == "hello"
     with pytest.raises(BoundaryError, match=r"builtins\.object at input\[0\]\[1\] cannot"):
         stage((torch.ones(2), object()))
-
-
-def test_an_output_may_hold_no_tensor(stage_of):
-    class Words(nn.Module):
-        def forward(self, x):
-            return "some", len(x)
-
-    assert stage_of(nn.Sequential(Words()), [1], chunks=2)(torch.ones(3, 1)) == (
-        ["some", "some"],
-        [2, 1],
-    )
-
-
-def test_a_nested_sequential_is_one_layer(stage_of):
-    inner = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    model = nn.Sequential(inner, nn.Linear(3, 1))
-    stage = stage_of(model, [2])
-    assert len(stage) == 2
-    assert stage[0] is inner
-    assert list(stage.state_dict()) == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
-
-
-# -- the order of recomputation and backward -----------------------------------------------------
-
-
-class Log(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, name, log):
-        ctx.name, ctx.log = name, log
-        log.append(f"{name}: {'recompute' if is_recomputing() else 'forward'}")
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.log.append(f"{ctx.name}: backward")
-        return gradient, None, None
-
-
-class Logging(nn.Module):
-    def __init__(self, name, log):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.name, self.log = name, log
-
-    def forward(self, input):
-        return Log.apply(input * self.weight, f"{self.name}{int(input[0, 0])}", self.log)
-
-
-def test_each_micro_batch_is_recomputed_just_before_its_backward(stage_of):
-    log: list[str] = []
-    stage = stage_of(nn.Sequential(Logging("a", log), Logging("b", log)), [2], chunks=2)
-    stage(torch.tensor([[0.0], [1.0]])).sum().backward()
-    assert log == [
-        "a0: forward",
-        "b0: forward",
-        "a1: forward",
-        "b1: forward",
-        "b1: backward",  # the last is not recomputed
-        "a1: backward",
-        "a0: recompute",
-        "b0: recompute",
-        "b0: backward",
-        "a0: backward",
-    ]
 
 
 def test_an_input_may_be_sparse():

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
-from procpipe.balance import Inputs
 from procpipe.job.world import World
 
 pytestmark = pytest.mark.on_gpus
@@ -55,20 +54,6 @@ def test_the_long_layer_gets_a_stage_of_its_own(ranks: Any) -> None:
         balances = [balance for balance, _ in found]
         assert balances == [[4, 1, 1]] * 3, by
         assert len({loss for _, loss in found}) == 1
-
-
-class TwoInputs(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-
-def find_for_two_inputs(world: World) -> list[int]:
-    inputs = Inputs(torch.randn(8, 64), torch.randn(8, 64))
-    return Stage(nn.Sequential(TwoInputs(), *model()), "size", sample=inputs, world=world).balance
-
-
-def test_several_inputs(ranks: Any) -> None:
-    assert ranks(2).run(find_for_two_inputs).values() == [[5, 2]] * 2
 
 
 def estimate(world: World, schedule: str, num_layers: int, **options: Any) -> Any:

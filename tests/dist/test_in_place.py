@@ -44,24 +44,11 @@ def change_without_grad(x):
     return x
 
 
-def change_item(x):
-    x[0, 0] = 5.0
-    return x
-
-
-def change_into(x):
-    with torch.no_grad():
-        torch.mul(x, 2, out=x)
-    return x
-
-
 CHANGES = (
     change_whole,
     change_view,
     change_detached,
     change_without_grad,
-    change_item,
-    change_into,
 )
 
 STYLES = ("step", "backward")
@@ -134,7 +121,7 @@ def outcomes_of_changes(bare, modes):
 def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ranks):
     modes = ("always", "except_last")
     by_rank = ranks(num_ranks).run(outcomes_of_changes, modes, world=False).values()
-    assert len(by_rank[0]) == num_ranks * 17
+    assert len(by_rank[0]) == num_ranks * 11
     for name in by_rank[0]:
         at_stage = int(name[-1])
         for rank, found in enumerate(by_rank):
@@ -147,7 +134,7 @@ def test_an_error_names_the_layer_that_changes_a_recomputed_input(ranks, num_ran
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_changes_without_recomputation_equal_the_plain_model(ranks, num_ranks):
     by_rank = ranks(num_ranks).run(outcomes_of_changes, ("never",), world=False).values()
-    assert len(by_rank[0]) == num_ranks * 17
+    assert len(by_rank[0]) == num_ranks * 11
     for name in by_rank[0]:
         for found in by_rank:
             result, text = found[name]
@@ -172,10 +159,8 @@ def outcomes_of_modules(bare):
     """Modules with ``inplace=True`` at the start of a stage change copies where necessary."""
     found: dict[str, Any] = {}
     modules = (
-        lambda: nn.ReLU(inplace=True),
         lambda: nn.Sequential(nn.Flatten(), nn.LeakyReLU(0.1, inplace=True)),
         InPlaceInside,
-        lambda: nn.Dropout(0.0, inplace=True),
     )
     starts = product(range(bare.num_ranks), modules)
     for (at_stage, first), mode, style in pairs(starts, MODES, STYLES):
@@ -193,7 +178,7 @@ def outcomes_of_modules(bare):
 
 def test_modules_with_inplace_may_begin_any_stage(ranks):
     for found in ranks(3).run(outcomes_of_modules, world=False).values():
-        assert len(found) == 3 * 4 * len(MODES)
+        assert len(found) == 3 * 2 * len(MODES)
         assert set(found.values()) == {("same", "")}
 
 
@@ -246,28 +231,18 @@ def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks):
         assert all("layer 'take' (PopInPlace) changed" in text for _, text in by_rank)
 
 
-def overwrite_between(bare, at_backward):
-    """Overwrite a mini-batch after ``step``; with ``at_backward`` also before ``backward``."""
+def overwrite_before_backward(bare):
     model = named(linear=nn.Linear(4, 4), end=nn.Linear(4, 4))
-    with stage_of(
-        bare, "between", model, [1, 1], chunks=2, checkpoint="always", loss_fn=loss_of
-    ) as stage:
+    options: Any = {"chunks": 2, "checkpoint": "always", "loss_fn": loss_of}
+    with stage_of(bare, "between", model, [1, 1], **options) as stage:
         input = rows()
-        for _ in range(2):
-            plain_step(model, (rows(),), None, 2, loss_of)
-            stage.step(input, target=None)
-            assert_same_gradients(stage, model)
-            input.zero_()
-            input.copy_(rows())
-        if at_backward:
-            output = stage(input)
-            input.zero_()
-            output.sum().backward()
+        output = stage(input)
+        input.zero_()
+        output.sum().backward()
 
 
-def test_a_mini_batch_may_be_overwritten_after_its_backward_only(ranks):
-    ranks(2).run(overwrite_between, False, world=False).values()
-    first, last = ranks(2).run(overwrite_between, True, world=False)
+def test_a_mini_batch_may_not_be_overwritten_before_its_backward(ranks):
+    first, last = ranks(2).run(overwrite_before_backward, world=False)
     message = "the input of micro-batch 0 was changed in place"
     assert first.error is not None
     assert message in first.error.text

@@ -6,30 +6,24 @@ import copy
 import io
 import math
 import pickle
-import random
 import re
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import Remote, Stage, is_checkpointing, is_recomputing
-from tests.cases import pairs
-from tests.dist.devices import some_of
+from procpipe import Remote, is_checkpointing, is_recomputing
 from tests.dist.stages import (
     MODES,
     assert_same,
     assert_same_gradients,
     assert_same_state,
-    plain_backward,
     plain_output,
     plain_step,
     stage_of,
-    world_of,
 )
 
 pytestmark = pytest.mark.on_gpus
@@ -49,62 +43,32 @@ def make_model():
 
 
 class Log(nn.Module):
-    """Notes the result of a function in each forward."""
+    """Notes the phase of each forward."""
 
-    def __init__(self, see):
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.see = see
         self.seen: list[Any] = []
 
-    def __deepcopy__(self, memo):
-        return Log(self.see)
-
     def forward(self, input):
-        self.seen.append(self.see(input))
+        first = "checkpointing" if is_checkpointing() else ""
+        self.seen.append(first + ("again" if is_recomputing() else ""))
         return input * self.weight
-
-
-# -- model parallelism ---------------------------------------------------------------------------
-
-
-def check_model_parallelism(bare):
-    """4 layers on 4 processes, one micro-batch, nothing recomputed."""
-    torch.manual_seed(1)
-    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    inputs, _ = make_batch()
-    target = torch.randn(10, 4).double()
-    with stage_of(
-        bare, "4", plain, [1, 1, 1, 1], chunks=1, checkpoint="never", loss_fn=F.mse_loss
-    ) as stage:
-        expected = plain_step(plain, (inputs,), target, 1, F.mse_loss)
-        assert_same(stage.step(inputs, target), expected, "loss")
-        assert_same_gradients(stage, plain)
-        output = stage(inputs)
-        F.mse_loss(output, target.to(stage.device)).backward()
-        plain_backward(plain, (inputs,), 1, lambda output: F.mse_loss(output, target))
-        assert_same_gradients(stage, plain)
-        assert_same(stage.fetch(output), plain(inputs).detach(), "output")
-        assert stage.statistics().num_tasks == {"F": 2, "B": 2}
 
 
 # -- what a layer sees ---------------------------------------------------------------------------
 
 
-def phase(input):
-    return ("checkpointing" if is_checkpointing() else "") + ("again" if is_recomputing() else "")
-
-
-def seen_in(bare, balance, see, calls):
-    """Return what a layer in each stage noted: for each mode, a list per call."""
+def phases_seen(bare):
+    """Return the phases of a layer in each stage: for each mode, a list per call."""
     seen: dict[str, list[Any]] = {}
     for mode in MODES:
-        model = nn.Sequential(*(Log(see) for _ in balance))
+        model = nn.Sequential(Log(), Log())
         options: Any = {"chunks": 3, "checkpoint": mode, "loss_fn": torch.mean}
-        with stage_of(bare, mode, model, balance, **options) as stage:
+        with stage_of(bare, mode, model, [1, 1], **options) as stage:
             layer: Any = stage[0]
             seen[mode] = []
-            for call in calls:
+            for call in CALLS:
                 call(stage)
                 seen[mode].append(layer.seen)
                 layer.seen = []
@@ -117,10 +81,6 @@ def train_6(stage):
 
 def train_2(stage):
     stage.step(torch.ones(2, 2))
-
-
-def train_by_hand(stage):
-    stage(torch.ones(6, 2)).sum().backward()
 
 
 def evaluate_6(stage):
@@ -136,7 +96,7 @@ def train_without_gradients(stage):
         stage(torch.ones(6, 2))
 
 
-CALLS = (train_6, train_2, train_by_hand, evaluate_6, train_without_gradients)
+CALLS = (train_6, train_2, evaluate_6, train_without_gradients)
 
 FIRST, AGAIN = "checkpointing", "again"
 
@@ -145,131 +105,24 @@ EXPECTED_PHASES = {
     "always": [
         [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
         [FIRST, FIRST, AGAIN, AGAIN],
-        [FIRST, FIRST, FIRST, AGAIN, AGAIN, AGAIN],
         [""] * 6,
         [""] * 6,
     ],
     "except_last": [
         [FIRST, FIRST, "", AGAIN, AGAIN],
         [FIRST, "", AGAIN],  # the second of two micro-batches is the last
-        [FIRST, FIRST, "", AGAIN, AGAIN],
         [""] * 6,
         [""] * 6,
     ],
-    "never": [[""] * 3, [""] * 2, [""] * 3, [""] * 6, [""] * 6],
+    "never": [[""] * 3, [""] * 2, [""] * 6, [""] * 6],
 }
-
-
-def see_autocast(input):
-    product = input.new_ones(2, 2) @ input.new_ones(2, 2)
-    return str(product.dtype), torch.is_autocast_enabled(input.device.type)
-
-
-def train_under_autocast(stage):
-    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
-        stage.step(torch.ones(6, 2))
-
-
-def train_and_go_backward_outside(stage):
-    with torch.autocast(stage.device.type, dtype=torch.bfloat16):
-        output = stage(torch.ones(6, 2))
-        loss = output.sum()
-    loss.backward()
-
-
-def train_plainly_under_disabled(stage):
-    device = stage.device.type
-    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
-        stage.step(torch.ones(6, 2))
 
 
 # -- random numbers ------------------------------------------------------------------------------
 
 
-class Drop(nn.Module):
-    """Dropout by random numbers of any generator, with weights."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-    def draw(self, n):
-        match self.kind:
-            case "random":
-                return torch.tensor([random.random() for _ in range(n)])
-            case "random.gauss":
-                return torch.tensor([random.gauss(0, 1) for _ in range(n)])
-            case "numpy":
-                return torch.from_numpy(np.random.rand(n))
-            case "numpy.randn":
-                return torch.tensor([np.random.randn() for _ in range(n)])
-        return torch.rand(n)
-
-    def forward(self, input):
-        mask = (self.draw(input.numel()) > 0.4).to(input).view_as(input)
-        return input * mask * self.weight
-
-
-KINDS = ("torch", "random", "random.gauss", "numpy", "numpy.randn")
-
-
-def seed_all():
-    torch.manual_seed(4)
-    random.seed(4)
-    np.random.seed(4)
-
-
-def check_random_layers(bare, balance):
-    """Each process has its own generators, so the plain model is run and seeded by stages."""
-    inputs, target = make_batch()
-    for kind, mode, schedule in some_of(pairs(KINDS, MODES, ("gpipe", "1f1b", "zb-h1"))):
-        torch.manual_seed(1)
-        layers = [nn.Linear(4, 4), Drop(kind), nn.Tanh(), Drop(kind), nn.Linear(4, 3), nn.Tanh()]
-        plain = nn.Sequential(*layers).double()
-        options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
-        options["loss_fn"] = F.cross_entropy
-        with stage_of(bare, f"{kind} {mode} {schedule}", plain, balance, **options) as stage:
-            # The outputs of the third mini-batch of a stage are not compared with digests.
-            for style in ("step", "forward", "step")[: 3 if schedule == "gpipe" else 2]:
-                what = f"{kind} {mode} {schedule} {style}"
-                plain.zero_grad()
-                stage.zero_grad()
-                outputs = list(inputs.chunk(3))
-                first = 0
-                for part in balance:
-                    seed_all()
-                    outputs = [plain[first : first + part](x) for x in outputs]
-                    first += part
-                following = draw_again(plain)
-                seed_all()
-                if style == "step":
-                    losses = [
-                        F.cross_entropy(output, y) * (len(y) / 10)
-                        for output, y in zip(outputs, target.chunk(3), strict=True)
-                    ]
-                    for loss in reversed(losses) if schedule == "gpipe" else losses:
-                        loss.backward()
-                    stage.step(inputs, target)
-                else:
-                    parts = [output.detach().requires_grad_() for output in outputs]
-                    torch.cat(parts).square().sum().backward()
-                    for output, part in reversed(list(zip(outputs, parts, strict=True))):
-                        output.backward(part.grad)
-                    stage(inputs).square().sum().backward()
-                assert_same_gradients(stage, plain, what)
-                if len(balance) == 1:  # recomputation does not change the generators' state
-                    assert_same(draw_again(stage), following, what)
-
-
-def draw_again(layers):
-    return [layer.draw(5) for layer in layers if isinstance(layer, Drop)]
-
-
 class Hidden(nn.Module):
     """Depends on a count, which recomputation does not restore."""
-
-    generator = torch.Generator()
 
     def __init__(self):
         super().__init__()
@@ -281,29 +134,10 @@ class Hidden(nn.Module):
         return input * self.weight * (1 + 0.2 * self.count)
 
 
-class DrawsFromClass(Hidden):
-    def forward(self, input):
-        numbers = torch.rand(input.shape, generator=self.generator)
-        return input * self.weight * numbers.to(input.device)
-
-
-class DrawsFromSystem(Hidden):
-    def forward(self, input):
-        # Over 60 orders of magnitude, so that two draws are never nearly equal.
-        return input * self.weight * 10.0 ** random.SystemRandom().uniform(0, 60)
-
-
-class MakesGenerator(Hidden):
-    def forward(self, input):
-        if self.count == 0:
-            self.count, self.own = 1, random.Random(1)
-        return input * self.weight * self.own.random()
-
-
-def train_with_hidden(bare, layer, where):
+def train_with_hidden(bare, where):
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    model[where] = layer()
+    model[where] = Hidden()
     options: Any = {"chunks": 3, "checkpoint": "always", "loss_fn": F.cross_entropy}
     with stage_of(bare, "hidden", model, [2, 2], **options) as stage:
         for _ in range(3):
@@ -372,13 +206,9 @@ def check_unfreezing(bare, balance):
             for name, requires_grad, is_replaced in (
                 ("", False, False),
                 ("0", True, True),
-                ("0", False, False),
                 ("4", True, False),
                 ("3", True, False),
-                ("0", True, False),
-                ("4", False, False),
-                ("0", False, True),
-                ("2", True, True),
+                ("0", False, False),
                 ("0", True, True),
             ):
                 for model in (plain, stage):
@@ -405,79 +235,45 @@ def change(layer, requires_grad, is_replaced):
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def trainable(module):
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def check_frozen_stages(bare, balance):
-    """All stages but the last have nothing to train; every optimizer still works."""
+def check_frozen_stage(bare, balance):
+    """All stages but the last have nothing to train; each has an optimizer all the same."""
     plain = make_model()
     plain[:4].requires_grad_(False)
-    inputs, target = make_batch()
     options: Any = {"chunks": 3, "loss_fn": F.cross_entropy}
     with stage_of(bare, "frozen", plain, balance, **options) as stage:
+        own = [parameter for _, parameter in stage.named_parameters()]
         is_frozen = bare.rank < bare.num_ranks - 1
-        names = [name for name, _ in stage.named_parameters()]
-        assert len(list(stage.parameters())) == len(names) + is_frozen
-        assert sum(p.numel() for p in stage.parameters()) == sum(
-            parameter.numel() for _, parameter in stage.named_parameters()
-        )
-        assert set(names) <= stage.state_dict().keys() <= plain.state_dict().keys()
-        for make in (trainable, all_of, in_groups):
-            expected, optimizer = (torch.optim.AdamW(make(m), lr=0.1) for m in (plain, stage))
-            for _ in range(2):
-                for module in (plain, stage):
-                    module.zero_grad()
-                plain_step(plain, (inputs,), target, 3, F.cross_entropy)
-                stage.step(inputs, target)
-                assert_same_gradients(stage, plain)
-                optimizer.step()
-                expected.step()
-                assert_same_state(stage, plain)
-
-        stage.requires_grad_(True)
-        assert len(trainable(stage)) == len(names) or not names
-        for _ in range(2):
-            stage.requires_grad_(False)
-            assert [p.numel() for p in trainable(stage)] == [0]
-            assert len(torch.optim.SGD(trainable(stage)).param_groups) == 1
-
-
-def all_of(module):
-    return list(module.parameters())
-
-
-def in_groups(module):
-    """Return parameter groups by name, all of which may be empty on a stage."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    return [
-        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
-        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
-    ]
+        assert len(list(stage.parameters())) == len(own) + is_frozen
+        assert sum(p.numel() for p in stage.parameters()) == sum(p.numel() for p in own)
+        trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        optimizers = [torch.optim.AdamW(part, lr=0.1) for part in (plain[4:].parameters(), trained)]
+        inputs, target = make_batch()
+        plain_step(plain, (inputs,), target, 3, F.cross_entropy)
+        stage.step(inputs, target)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(stage, plain)
 
 
 # -- clipping ------------------------------------------------------------------------------------
 
 
-def check_clipping(bare, balance, schedule="gpipe"):
+def check_clipping(bare, balance):
+    """Every bit is equal: norms are combined in the order of the partitions."""
     models = {
         "all": make_model(),
-        "frozen first stage": make_model(),
-        "frozen last stage": make_model(),
-        "without parameters": nn.Sequential(
-            nn.ReLU(), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        "deep": nn.Sequential(  # another order of its norms gives another sum
+            *(nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 4)) for _ in range(4)),
+            nn.Linear(4, 3),
         ).double(),
         "two dtypes": nn.Sequential(
             nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
         ),
     }
-    models["frozen first stage"][0].requires_grad_(False)
-    models["frozen last stage"][4].requires_grad_(False)
     inputs, target = make_batch()
     for name, plain in models.items():
         given = inputs.float() if name == "two dtypes" else inputs
-        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "schedule": schedule}
-        in_order = schedule == "gpipe"
+        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "schedule": "interleaved"}
         with stage_of(bare, name, plain, balance, **options) as stage:
             # Nothing to clip yet.
             assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
@@ -485,9 +281,7 @@ def check_clipping(bare, balance, schedule="gpipe"):
             for norm_type in norm_types:
                 plain.zero_grad()
                 stage.zero_grad()
-                plain_step(
-                    plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=in_order
-                )
+                plain_step(plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=False)
                 stage.step(given, target)
                 for max_norm in (1e6, 1e-3):  # the first leaves the gradients as they are
                     expected = torch.nn.utils.clip_grad_norm_(
@@ -520,28 +314,18 @@ def clip_what_is_not_finite(bare, error_if_nonfinite):
 
 
 def check_fetch(bare, balance):
-    last = bare.num_ranks - 1
-    inputs, target = make_batch()
+    inputs, _ = make_batch()
     plain = make_model()
     with stage_of(bare, "fetch", plain, balance, chunks=3) as stage:
         output = stage(inputs)
         expected = plain_output(plain, (inputs,), 3).detach()
-        for value, truth in (
-            (output, expected),
-            (output.softmax(1).argmax(1), expected.softmax(1).argmax(1)),
-            ((output[:2] * 2).detach(), expected[:2] * 2),
-        ):
-            fetched = stage.fetch(value)
-            assert_same(fetched, truth, "fetched")
-            assert not fetched.requires_grad
-        target = target.to(stage.device)
-        correct = (output.argmax(1) == target).sum()
-        assert stage.fetch(correct).item() == (expected.argmax(1) == target.cpu()).sum().item()
+        assert isinstance(output, Remote) == (bare.rank < bare.num_ranks - 1)
+        fetched = stage.fetch(output.softmax(1)[:2] * 2)
+        assert_same(fetched, expected.softmax(1)[:2] * 2, "fetched")
+        assert not fetched.requires_grad
         # A value of rank 0, and plain ones.
         nested = {"a": [inputs, None, 3], "b": ("c", 0.5)} if bare.rank == 0 else None
         assert_same(stage.fetch(nested), {"a": [inputs, None, 3], "b": ("c", 0.5)}, "nested")
-        assert bare.rank == last or isinstance(output, Remote)
-        F.cross_entropy(output, target).backward()
         large = torch.arange(300_000) if bare.rank == 0 else None
         assert_same(stage.fetch(large), torch.arange(300_000), "large")
 
@@ -556,7 +340,6 @@ def check_state(bare, balance):
     first = sum(balance[: bare.rank])
     ours = names[first : first + balance[bare.rank]]
     with stage_of(bare, "state", plain, balance) as stage:
-        assert [name for name, _ in stage.named_children()] == ours
         expected = [key for key in plain.state_dict() if key.split(".")[0] in ours]
         assert list(stage.state_dict()) == expected
         assert [n for n, _ in stage.named_parameters()] == [
@@ -566,31 +349,22 @@ def check_state(bare, balance):
         for parameter in other.parameters():
             nn.init.normal_(parameter)
         other(make_batch()[0])  # other running statistics
-        result = stage.load_state_dict(other.state_dict())
-        assert (result.missing_keys, result.unexpected_keys) == ([], [])
-        assert_same_state(stage, other)
-        stage.load_state_dict(plain.state_dict() if bare.rank == 0 else dict(plain.state_dict()))
-        assert_same_state(stage, plain)
         of_stage = {k: v for k, v in other.state_dict().items() if k.split(".")[0] in ours}
-        stage.load_state_dict(of_stage)
-        assert_same_state(stage, other)
-        stage.load_state_dict(on(bare.device, plain), assign=True)
-        assert_same_state(stage, plain)
+        for given in (other.state_dict(), of_stage):
+            stage.load_state_dict(plain.state_dict() if bare.rank else dict(plain.state_dict()))
+            assert_same_state(stage, plain)
+            result = stage.load_state_dict(given)
+            assert (result.missing_keys, result.unexpected_keys) == ([], [])
+            assert_same_state(stage, other)
 
         with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"9.weight"'):
             stage.load_state_dict({**plain.state_dict(), "9.weight": torch.ones(1)})
-        if expected:
-            with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
-                stage.load_state_dict({k: v for k, v in of_stage.items() if k != expected[0]})
-            result = stage.load_state_dict(
-                {k: v for k, v in of_stage.items() if k != expected[0]}, strict=False
-            )
-            assert result.missing_keys == [expected[0]]
-        if "3.num_batches_tracked" in expected:
-            state = other.state_dict()
-            del state["3.num_batches_tracked"]
-            with pytest.raises(RuntimeError, match=r"Missing key.*num_batches_tracked"):
-                stage.load_state_dict(state)
+        for left_out in expected[:1] + [key for key in expected if key.endswith("tracked")]:
+            part = other.state_dict()  # with torch's versions of modules
+            del part[left_out]
+            with pytest.raises(RuntimeError, match=rf"Missing key\(s\).*{left_out}"):
+                stage.load_state_dict(part)
+            assert stage.load_state_dict(part, strict=False).missing_keys == [left_out]
         # The stage uses the loaded parameters.
         stage.load_state_dict(on(bare.device, other), assign=True)
         inputs, _ = make_batch()
@@ -623,59 +397,27 @@ def values_from_meta(bare, balance):
         return state
 
 
-def only_local_layers_have_memory(bare, balance):
-    """The stage materializes its own layers of the given model, and no others."""
-    with torch.device("meta"):
-        model = make_model()
-    stage = Stage(model, balance, world=world_of(bare, "meta"))
-    local = [name for name, _ in stage.named_children()]
-    is_meta = {name: layer.weight.is_meta for name, layer in model.named_children() if name != "1"}
-    stage._calls.close()
-    return is_meta == {name: name not in local for name in is_meta}
-
-
 # -- being an nn.Sequential ----------------------------------------------------------------------
 
 
 def check_attributes(bare, balance):
     plain = make_model()
-    with stage_of(
-        bare,
-        "attributes",
-        plain,
-        torch.tensor(balance),
-        chunks=3,
-        checkpoint="always",
-        deferred_batch_norm=True,
-    ) as stage:
+    options: Any = {"chunks": 3, "checkpoint": "always", "deferred_batch_norm": True}
+    with stage_of(bare, "attributes", plain, torch.tensor(balance), **options) as stage:
         first = sum(balance[: bare.rank])
         assert stage.balance == balance
         assert all(type(part) is int for part in stage.balance)
-        assert stage.devices == bare.devices
-        assert stage.device == bare.device
-        assert (stage.chunks, type(stage.chunks)) == (3, int)
-        assert (stage.checkpoint, stage.rank) == ("always", bare.rank)
-        assert isinstance(stage, nn.Sequential)
+        assert (stage.devices, stage.device) == (bare.devices, bare.device)
+        assert (stage.chunks, stage.checkpoint, stage.rank) == (3, "always", bare.rank)
         assert len(stage) == balance[bare.rank]
-        assert [type(layer) for layer in stage] == [
-            layer.__class__
-            if not isinstance(layer, nn.BatchNorm1d)
-            else stage.get_submodule("3").__class__
-            for layer in list(plain)[first : first + len(stage)]
-        ]
         assert stage[0] is stage.get_submodule(str(first))
         assert stage[-1] is stage.get_submodule(str(first + len(stage) - 1))
-        part = stage[0:1]
-        assert type(part) is nn.Sequential
-        assert [name for name, _ in part.named_children()] == [str(first)]
+        assert [name for name, _ in stage[0:1].named_children()] == [str(first)]
         with pytest.raises(IndexError):
             stage[len(stage)]
 
         # Every optimizer accepts parameters(), though layer 1 has none.
-        parameters = list(stage.parameters())
-        assert parameters
-        has_own = bool(list(stage.named_parameters()))
-        assert len(parameters) == (len(list(stage.named_parameters())) if has_own else 1)
+        assert len(list(stage.parameters())) == (len(list(stage.named_parameters())) or 1)
         for optimizer_type in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
             optimizer = optimizer_type(stage.parameters(), lr=0.1)
             optimizer.zero_grad()
@@ -684,8 +426,6 @@ def check_attributes(bare, balance):
         for move in (
             lambda: stage.cuda(),
             lambda: stage.cpu(),
-            lambda: stage.to("cpu"),
-            lambda: stage.to(torch.device("cpu")),
             lambda: stage.to(0),
             lambda: stage.to(device="cpu"),
             lambda: stage.to(torch.ones(1)),
@@ -695,17 +435,12 @@ def check_attributes(bare, balance):
                 move()
         for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
             assert convert() is stage
-        assert stage.to(torch.float64) is stage
         assert stage.to(dtype=torch.float64, non_blocking=True) is stage
         assert all(p.dtype == torch.float64 for _, p in stage.named_parameters())
-        assert stage.train(False) is stage
-        assert not stage[0].training
-        stage.train()
         inputs, _ = make_batch()
         output = stage(inputs)  # still works
         output.sum().backward()
         assert stage.fetch(output).shape == (10, 3)
-        assert repr(stage).startswith("Stage(")
 
 
 def check_mode_given(bare, balance):
@@ -723,43 +458,18 @@ def check_mode_given(bare, balance):
         assert all(p.grad is None for p in stage.parameters())
 
 
-def test_model_parallelism(ranks):
-    ranks(4).run(check_model_parallelism, world=False).values()
-
-
 def test_is_checkpointing_and_is_recomputing_in_a_layer(ranks):
-    for seen in ranks(2).run(seen_in, [1, 1], phase, CALLS, world=False).values():
+    for seen in ranks(2).run(phases_seen, world=False).values():
         assert seen == EXPECTED_PHASES
 
 
-@pytest.mark.parametrize("balance", [[1], [1, 1]], ids=str)
-def test_recomputation_uses_the_autocast_of_its_forward(ranks, balance):
-    calls = (train_under_autocast, train_and_go_backward_outside, train_plainly_under_disabled)
-    under, outside = ("torch.bfloat16", True), ("torch.float32", False)
-    num_seen = {"always": 6, "except_last": 5, "never": 3}
-
-    for seen in (
-        ranks(len(balance)).run(seen_in, balance, see_autocast, calls, world=False).values()
-    ):
-        for mode, num in num_seen.items():
-            assert seen[mode] == [[under] * num, [under] * num, [outside] * num], mode
+def test_gradients_under_autocast(ranks):
+    ranks(2).run(check_autocast_gradients, [1, 3], world=False).values()
 
 
-@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]], ids=str)
-def test_gradients_under_autocast(ranks, balance):
-    ranks(len(balance)).run(check_autocast_gradients, balance, world=False).values()
-
-
-@pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3]], ids=str)
-def test_random_layers_are_repeated_with_any_generator(ranks, balance):
-    ranks(len(balance)).run(check_random_layers, balance, world=False).values()
-
-
-@pytest.mark.parametrize("layer", [Hidden, DrawsFromClass, DrawsFromSystem, MakesGenerator])
-@pytest.mark.parametrize(("where", "rank"), [(0, 0), (1, 0), (2, 1), (3, 1)], ids=str)
-def test_a_layer_whose_recomputation_differs_is_an_error(ranks, layer, where, rank):
-    outcomes = ranks(2).run(train_with_hidden, layer, where, world=False)
-    errors = outcomes.errors()
+@pytest.mark.parametrize(("where", "rank"), [(0, 0), (3, 1)], ids=str)
+def test_a_layer_whose_recomputation_differs_is_an_error(ranks, where, rank):
+    errors = ranks(2).run(train_with_hidden, where, world=False).errors()
     assert errors[rank].type == "RecomputeError"
     assert re.search("the layers gave values that differ", errors[rank].text)
     assert re.search(rf"task R\d@{rank} ", errors[rank].text)
@@ -767,18 +477,12 @@ def test_a_layer_whose_recomputation_differs_is_an_error(ranks, layer, where, ra
     assert re.search("RecomputeError: the layers gave", errors[1 - rank].text)
 
 
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
-def test_layers_frozen_and_unfrozen_between_steps(ranks, balance):
-    ranks(len(balance)).run(check_unfreezing, balance, world=False).values()
+def test_layers_frozen_and_unfrozen_between_steps(ranks):
+    ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
 
 
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
-def test_clipping_over_all_stages(ranks, balance):
-    ranks(len(balance)).run(check_clipping, balance, world=False).values()
-
-
-def test_clipping_with_interleaved_partitions(ranks):
-    ranks(2).run(check_clipping, [1, 1, 2, 1], "interleaved", world=False).values()
+def test_clipping_over_all_stages(ranks):
+    ranks(2).run(check_clipping, [1, 1, 2, 1], world=False).values()
 
 
 def test_a_norm_that_is_not_finite(ranks):
@@ -787,20 +491,15 @@ def test_a_norm_that_is_not_finite(ranks):
         assert "the gradients' norm over all stages is nan" in error.text
 
 
-@pytest.mark.parametrize("balance", [[5], [4, 1], [1, 3, 1], [1, 1, 2, 1]], ids=str)
-def test_a_stage_with_nothing_to_train_has_an_optimizer(ranks, balance):
-    ranks(len(balance)).run(check_frozen_stages, balance, world=False).values()
+def test_a_stage_with_nothing_to_train_has_an_optimizer(ranks):
+    ranks(3).run(check_frozen_stage, [1, 3, 1], world=False).values()
 
 
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]], ids=str)
-def test_fetch(ranks, balance):
-    ranks(len(balance)).run(check_fetch, balance, world=False).values()
+def test_fetch(ranks):
+    ranks(3).run(check_fetch, [1, 3, 1], world=False).values()
 
 
-BALANCES = pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 3], [1, 1, 1, 2]], ids=str)
-
-
-@BALANCES
+@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]], ids=str)
 def test_state_dicts(ranks, balance):
     ranks(len(balance)).run(check_state, balance, world=False).values()
 
@@ -823,10 +522,8 @@ def save_wrongly(bare):
             torch.save(stage, io.BytesIO())
         torch.save(dict(part), io.BytesIO())
 
-        for copied in (part.copy(), copy.copy(part), copy.deepcopy(part), dict(part)):
-            assert list(copied) == list(part)
-            assert all(torch.equal(copied[key], part[key]) for key in part)
         for copied in (part.copy(), copy.copy(part), copy.deepcopy(part)):
+            assert all(torch.equal(copied[key], part[key]) for key in part)
             assert copied._metadata == part._metadata
         for strict in (True, False):
             assert not stage.load_state_dict(copy.deepcopy(part), strict=strict).missing_keys
@@ -857,7 +554,7 @@ def test_a_state_dict_of_the_whole_model_is_pickled(ranks):
 
 def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(ranks):
     states = []
-    for balance in ([5], [2, 3], [4, 1], [1, 1, 1, 2]):
+    for balance in ([5], [2, 3], [1, 1, 1, 2]):
         state: dict[str, Any] = {}
         for of_stage in ranks(len(balance)).run(values_from_meta, balance, world=False).values():
             assert not state.keys() & of_stage.keys()
@@ -866,12 +563,10 @@ def test_a_model_from_the_meta_device_has_the_same_values_for_every_balance(rank
     assert len(states[0]) == 11
     for state in states[1:]:
         assert_same(state, states[0], "state")
-    assert ranks(2).run(only_local_layers_have_memory, [2, 3], world=False).values() == [True] * 2
 
 
-@BALANCES
-def test_attributes(ranks, balance):
-    ranks(len(balance)).run(check_attributes, balance, world=False).values()
+def test_attributes(ranks):
+    ranks(4).run(check_attributes, [1, 1, 1, 2], world=False).values()
 
 
 def test_the_mode_of_the_model_is_kept(ranks):

@@ -1,10 +1,8 @@
-"""Data parallelism around or inside a stage is refused; gradients of DTensors are clipped."""
+"""Data parallelism around or inside a stage is refused."""
 
 from __future__ import annotations
 
 import copy
-import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from procpipe import Stage
-from procpipe.job.grid import Grid
-from procpipe.job.start import Meeting
-from procpipe.job.world import World
 from tests.dist.meshes import process_group
-from tests.dist.stages import assert_same, world_of
+from tests.dist.stages import world_of
 
 
 def batch():
@@ -98,16 +93,10 @@ def in_its_own_group(wrap):
     return wrap
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_ddp_is_refused(ranks, where):
-    for failure in ranks(2).run(try_to_wrap, where, "DDP", world=False).errors():
-        assert failure.type == "TypeError", failure.text
-        assert "To train several replicas, give Stage" in failure.text
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_data_parallel_is_refused(ranks, where):
-    name = "DataParallel"
+@pytest.mark.parametrize(
+    ("where", "name"), [*((where, "DDP") for where in WHERE), ("wrapped_before", "DataParallel")]
+)
+def test_data_parallelism_of_torch_is_refused(ranks, where, name):
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
         assert "To train several replicas, give Stage" in failure.text
@@ -151,56 +140,3 @@ def test_sharding_and_replication_are_refused(ranks, where, name, message):
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
         assert message in failure.text
-
-
-# -- clipping --------------------------------------------------------------------------------------
-
-
-def clip_sharded(bare, norm_type):
-    """Train one whole model on two processes, each of which has a shard of each parameter."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_default_dtype(torch.float64)
-    model = make_model()
-    plain = copy.deepcopy(model)
-    world = World(Grid(0, 1), [bare.device], Meeting("alone"), timeout_s=bare.timeout_s)
-    with process_group(bare):
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (bare.num_ranks,)))
-        model[1].bfloat16()  # gradients of two dtypes
-        plain[1].bfloat16()
-        model.insert(1, Cast(torch.bfloat16))
-        plain.insert(1, Cast(torch.bfloat16))
-        stage = Stage(model, [3], chunks=2, loss_fn=loss_fn, world=world)
-        x, y = batch()
-        stage.step(x, y)
-        for part in (slice(0, 2), slice(2, 4)):
-            (loss_fn(plain(x[part]), y[part]) / 2).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        found = stage.clip_grad_norm_(0.1, norm_type)
-        assert_same(found, expected, "norm", 1e-12)
-        for parameter, other in zip(stage.parameters(), plain.parameters(), strict=True):
-            gradient: Any = parameter.grad
-            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            tolerance = 1e-12 if whole.dtype == torch.float64 else 1e-2
-            assert_same(whole, other.grad, "clipped gradient", tolerance)
-        stage.close()
-        return float(found)
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x):
-        return x.to(self.dtype)
-
-
-def loss_fn(output, target):
-    return F.mse_loss(output.double(), target)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_the_norm_of_a_sharded_gradient_equals_the_whole_gradients_norm(ranks, norm_type):
-    first, second = ranks(2).run(clip_sharded, norm_type, world=False).values()
-    assert first == second > 0.1
