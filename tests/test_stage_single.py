@@ -416,6 +416,17 @@ def test_an_input_may_be_sparse():
     assert loss.item() == pytest.approx(expected.item())
 
 
+def test_an_output_may_hold_no_tensor(stage_of):
+    class Words(nn.Module):
+        def forward(self, x):
+            return "some", len(x)
+
+    assert stage_of(nn.Sequential(Words()), [1], chunks=2)(torch.ones(3, 1)) == (
+        ["some", "some"],
+        [2, 1],
+    )
+
+
 class Temperature(nn.Module):
     """A loss with a parameter of its own."""
 

@@ -437,7 +437,7 @@ def call_apart(bare, what):
     data = torch.randn(4, 3), torch.zeros(4, 2)
 
     def fail():
-        options = {"replicas": 2, "loss_fn": F.mse_loss, "timeout_s": 5.0}
+        options = {"replicas": 2, "loss_fn": F.mse_loss, "timeout_s": 20.0}
         with stage_of(bare, what, layers, [1, 2], **options) as stage:
             other_call(stage, what, stage.replica == 0, data)
 
