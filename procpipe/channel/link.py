@@ -65,7 +65,7 @@ class Sender:
     ``channel_id`` is the same at both ends. ``transport`` carries large tensors; None if
     all travel inside their token. ``what`` names the channel in errors: "activation to stage 1
     (rank 1)". ``num_bytes`` counts the bytes of tensor elements sent so far, ``num_messages``
-    messages.
+    messages; ``in_flight`` has those that may not have arrived.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Sender:
         self._last: object = None  # what the receiver knows
         self._size_bytes = 0
         self._what = what
-        self._in_flight: deque[_Departure] = deque()
+        self.in_flight: deque[_Departure] = deque()
         #: Whether a send holds this rank's device until its receive is posted.
         self.holds_device = transport is not None and transport.holds_device
         self._num_unposted = 0
@@ -142,7 +142,7 @@ class Sender:
     def _keep(self, tensors: list[Tensor], pending: Sending) -> None:
         """Keep tensors until they have arrived, and release others that have."""
         self.reap()
-        self._in_flight.append(_Departure(tensors, _versions(tensors), pending))
+        self.in_flight.append(_Departure(tensors, _versions(tensors), pending))
 
     def wait_posted(self) -> None:
         """Wait until the receiver has posted what holds this rank's device until then.
@@ -162,14 +162,14 @@ class Sender:
         mesh, peer = self._mesh, self._peer
         mesh.wait(
             lambda: self.reap() == 0 and not mesh.has_unsent(peer),
-            lambda: f"rank {mesh.ranks[peer]} to take over {len(self._in_flight)} messages",
+            lambda: f"rank {mesh.ranks[peer]} to take over {len(self.in_flight)} messages",
             peer=peer,
             every_s=_LOOK_EVERY_S,
         )
 
     def reap(self) -> int:
         """Release messages that have arrived; return how many are still under way."""
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         while in_flight and in_flight[0].pending.is_done():
             departure = in_flight.popleft()
             departure.pending.wait()
@@ -178,11 +178,11 @@ class Sender:
 
     def wait_reusable(self) -> None:
         """Wait until sent tensors may be overwritten; on a GPU, make the current stream wait."""
-        for k, departure in enumerate(self._in_flight):
+        for k, departure in enumerate(self.in_flight):
             departure.pending.wait()
             self._check_unwritten(departure)
             # What is queued on the stream from here on may write to them.
-            self._in_flight[k] = departure._replace(versions=None)
+            self.in_flight[k] = departure._replace(versions=None)
         self.reap()
 
     def _wait_sent(self) -> None:

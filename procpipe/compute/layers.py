@@ -36,8 +36,8 @@ class Layers:
 
     Attributes:
         named: the names and layers.
-        places: the layers in words, then the loss, by the indices of ``on_layer``.
-        on_layer: called with the index of each layer that begins, and with -1 after the last.
+        places: the layers in words, then the loss.
+        on_layer: called with the place of each layer that begins, and with "" after the last.
         changes_input: whether the first layer may change its input in place.
     """
 
@@ -55,7 +55,7 @@ class Layers:
             *(f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()),
             "loss_fn",
         ]
-        self.on_layer: Callable[[int], None] = lambda index: None
+        self.on_layer: Callable[[str], None] = lambda place: None
         self.changes_input = bool(layers) and any(
             getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
         )
@@ -98,7 +98,7 @@ class Layers:
             for tensor in tensors:
                 self._check_can_leave(tensor)
         self._current = -1
-        self.on_layer(-1)
+        self.on_layer("")
         return leaving
 
     def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
@@ -108,7 +108,7 @@ class Layers:
             value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
             self._current = k
-            self.on_layer(k)
+            self.on_layer(self.places[k])
             try:
                 value = _called(call, value) if spread else call(value)
             except Exception as error:

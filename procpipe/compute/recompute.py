@@ -79,24 +79,18 @@ class Surroundings:
     modules: Sequence[nn.Module]
     modes: Sequence[bool]
     autocasts: _Autocasts
+    is_autocast: bool  # whether it is on
 
     @classmethod
     def now(cls, modules: Sequence[nn.Module], device: torch.device) -> Surroundings:
         """Return the present ones."""
         cache = torch.is_autocast_cache_enabled()
-        return cls(
-            modules,
-            [module.training for module in modules],
-            tuple(
-                (on, torch.is_autocast_enabled(on), torch.get_autocast_dtype(on), cache)
-                for on in dict.fromkeys(("cpu", device.type))
-            ),
+        autocasts = tuple(
+            (on, torch.is_autocast_enabled(on), torch.get_autocast_dtype(on), cache)
+            for on in dict.fromkeys(("cpu", device.type))
         )
-
-    @property
-    def is_autocast(self) -> bool:
-        """Whether autocast is on."""
-        return any(enabled for _, enabled, _, _ in self.autocasts)
+        is_autocast = any(enabled for _, enabled, _, _ in autocasts)
+        return cls(modules, [module.training for module in modules], autocasts, is_autocast)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -114,8 +108,6 @@ class Surroundings:
 
         Autograd repeats the dtypes of the forward pass; autocast would cast other operations too.
         """
-        if not self.is_autocast:
-            return NOTHING
         return _autocast((on, False, dtype, cache) for on, _, dtype, cache in self.autocasts)
 
 

@@ -259,7 +259,7 @@ class Segment:
     def backward_weight(self, i: int) -> None:
         """Run task W of a split micro-batch: add the weight gradients that task I put off."""
         put_off = self._put_off[i]
-        with self._surroundings.without_autocast():
+        with self._without_autocast():
             put_off.run()
         del self._put_off[i]
 
@@ -287,8 +287,9 @@ class Segment:
         ]
         if pairs:
             roots, given = zip(*pairs, strict=True)
-            check_shapes(i, roots, given)
-            with self._surroundings.without_autocast():
+            if self._recomputes:
+                check_shapes(i, roots, given)
+            with self._without_autocast():
                 run_backward(roots, given)
 
     def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> list[Leaving]:
@@ -386,6 +387,10 @@ class Segment:
 
     def _split(self, this: _Pass) -> AbstractContextManager[None]:
         return NOTHING if this.put_off is None else self._splitter.into(this.put_off)
+
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        now = self._surroundings
+        return now.without_autocast() if now.is_autocast else NOTHING
 
     def _in_first_surroundings(self) -> AbstractContextManager[None]:
         return NOTHING if self._surroundings is self._first else self._first.restored()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,17 +39,17 @@ class Grid:
         """Return the place of a board's process."""
         return cls(reading.place, reading.num_ranks, reading.num_replicas)
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """Stages of one replica."""
         return self.num_ranks // self.num_replicas
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """This rank's stage, within its replica."""
         return self.rank % self.num_stages
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The replica that this rank belongs to."""
         return self.rank // self.num_stages

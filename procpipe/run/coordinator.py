@@ -49,6 +49,8 @@ class Coordinator:
         self._mesh = mesh
         self._grid = grid
         self._own = grid.same_replica()
+        #: The ranks that run this stage in other replicas.
+        self._others = [rank for rank in grid.same_stage() if rank != grid.rank]
         self._sent: set[str] = set()  # plans, by their digests
         self._heard: dict[int, deque[bytes]] = {}
         for peer in mesh.peers:
@@ -105,9 +107,9 @@ class Coordinator:
         ``value`` is what :meth:`meet` is to return of this replica; plain JSON.
         """
         self._announced, self._values = order, [value]
-        if order.is_shared and (others := self._others()):
+        if order.is_shared and self._others:
             self._value, self._values = value, None
-            self._tell(others, order.call, order.mode(), order.common(), value)
+            self._tell(self._others, order.call, order.mode(), order.common(), value)
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.
@@ -118,8 +120,8 @@ class Coordinator:
             CallMismatchError: a replica is in another call or mode, or has other arguments.
         """
         if self._values is None:
-            order, others = self._announced, self._others()
-            values = self._take(others, order.call, order.mode(), order.common())
+            order = self._announced
+            values = self._take(self._others, order.call, order.mode(), order.common())
             values[self._grid.rank] = self._value
             self._values = [values[rank] for rank in sorted(values)]
         return self._values
@@ -141,7 +143,7 @@ class Coordinator:
         Raises:
             CallMismatchError: a replica is in another call or mode, or has other arguments.
         """
-        peers = [rank for rank in self._others() if rank not in gone]
+        peers = [rank for rank in self._others if rank not in gone]
         self._tell(peers, "batches", mode, common, ours)
         return {self._grid.rank: ours} | self._take(peers, "batches", mode, common)
 
@@ -149,10 +151,6 @@ class Coordinator:
         """Bring together the values of all ranks of all replicas, once all are in this call."""
         self.meet()
         return self.agree(ours, combine)
-
-    def _others(self) -> list[int]:
-        """Return the ranks that run this stage in other replicas."""
-        return [rank for rank in self._grid.same_stage() if rank != self._grid.rank]
 
     def _tell(
         self, peers: Sequence[int], call: str, mode: str, common: dict[str, Any], value: Any

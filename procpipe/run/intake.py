@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from procpipe.run.batches import Batches
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.order import DELIVERED, LOCAL, SENT, Order
 from procpipe.run.wiring import Wires
+
+
+@cache
+def _recomputed(checkpoint: str, m: int) -> tuple[int, ...]:
+    return tuple(sorted(recomputed(checkpoint, m)))
 
 
 class Intake:
@@ -66,7 +72,7 @@ class Intake:
             parts, sizes = scatter(inputs, chunks)  # step 1
             batch.add_inputs(parts, self._device)
             keeps = is_training and torch.is_grad_enabled()
-            chosen = tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()
+            chosen = _recomputed(checkpoint, len(sizes)) if keeps else ()
             decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": chosen}
             if call == "step":
                 decided["accumulate"] = checked_accumulate(accumulate, total_weight)
@@ -91,7 +97,9 @@ class Intake:
         way, place = SENT, 0
         if target is None or self._output_stage == 0:
             way = LOCAL
-        elif (found := self._batches.find_delivered(target)) is not None:
+        elif (
+            self._batches.delivered and (found := self._batches.find_delivered(target)) is not None
+        ):
             way, place = DELIVERED, found
         about: dict[str, Any] = {"target": way, "delivered": place}
         if way != LOCAL or self._loss.weight is None:

@@ -4,7 +4,7 @@
         begin_task(task)         it begins; its inputs may not have arrived yet
             took(transfer, …)    for each message that it takes from another stage
         begin_layers(task)
-            on_layer(j)(index)   for each layer, and -1 after the last
+            on_layer(j)(place)   for each layer, and "" after the last
         end_task(task)
         sent(transfer, …)
     begin_sum(what, …)           for each sum over replicas (an all-reduce)
@@ -114,10 +114,9 @@ class Log:
         self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
         self._board.page.task = ""
 
-    def on_layer(self, j: int) -> Callable[[int], None]:
-        """Return what is called with the index of each layer that begins, and -1 after the last."""
-        places, enter = [*self._segments[j].layers.places, ""], self._board.enter
-        return lambda index: enter(places[index])
+    def on_layer(self, j: int) -> Callable[[str], None]:
+        """Return what is called with each layer of a partition that begins; "" after the last."""
+        return self._board.enter
 
     # -- of a message ---------------------------------------------------------------------------
 

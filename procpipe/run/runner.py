@@ -377,9 +377,9 @@ class Runner:
             return self._batch.loss.part
         if self._taken_loss is None:
             end = max(self.segments)
-            hop = Transfer(LOSS, 0, end + 1, end)
-            receiver = self.wires.channels.receivers[hop.channel]
-            self._taken_loss = LossPart(*self._take(receiver, hop).value)
+            channel = LOSS, end + 1, end
+            receiver = self.wires.channels.receivers[channel]
+            self._taken_loss = LossPart(*self._take(receiver, _once(channel)).value)
         return self._taken_loss
 
     # -- between calls --------------------------------------------------------------------------

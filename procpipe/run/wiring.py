@@ -187,7 +187,8 @@ def _open_channels(
         for peer in across:
             send_on(mesh, peer)
         for sender in channels.senders.values():
-            sender.reap()
+            if sender.in_flight:
+                sender.reap()
         wait_posted()
 
     channels.poll, channels.wait_posted = poll, wait_posted

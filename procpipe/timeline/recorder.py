@@ -55,18 +55,20 @@ class Recorder(Log):
         """Write the file on rank 0."""
         self.tracing.leave()
 
-    def on_layer(self, j: int) -> Callable[[int], None]:
+    def on_layer(self, j: int) -> Callable[[str], None]:
         """Time layers, too; not on a GPU, where the host's times would mean nothing."""
         write = super().on_layer(j)
         if self._is_cuda:
             return write
 
-        def enter(index: int) -> None:
-            write(index)
+        index_of = {place: k for k, place in enumerate(self._segments[j].layers.places)}
+
+        def enter(place: str) -> None:
+            write(place)
             now_ns = time.perf_counter_ns()
             if self._layer >= 0:
                 self._passed.append((self._layer, now_ns - self._layer_begun_ns))
-            self._layer, self._layer_begun_ns = index, now_ns
+            self._layer, self._layer_begun_ns = index_of.get(place, -1), now_ns
 
         return enter
 

@@ -97,7 +97,7 @@ def test_sent_tensors_are_released_as_transfers_end(meshes):
     for _ in range(100):
         sender.send(Flat.of(BIG.clone()))
 
-    assert len(sender._in_flight) < 60
+    assert len(sender.in_flight) < 60
 
 
 def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):

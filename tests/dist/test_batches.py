@@ -397,9 +397,10 @@ def check_all_left_out(bare, schedule, mode):
                 assert_same(loss, torch.zeros((), dtype=torch.float64), "loss")
                 for name, parameter in stage.named_parameters():
                     assert_same(parameter.grad, torch.zeros_like(parameter), name)
-        (warning,) = caught
-        assert "loss_weight is 0 for every micro-batch" in str(warning.message)
-        assert warning.filename == __file__
+        assert [str(each.message).partition(" of a mini")[0] for each in caught] == [
+            "loss_weight is 0 for every micro-batch"
+        ] * (bare.rank == 0)
+        assert all(each.filename == __file__ for each in caught)
 
 
 # -- loaders -------------------------------------------------------------------------------------
@@ -491,7 +492,7 @@ def check_loaders(bare, balance):
             stage.step(input, target)
         assert stage.statistics().num_messages.get("target", 0) == before
         stage.step(*items[0])
-        expected_more = 4 if bare.rank == 0 and last > 0 else 0
+        expected_more = 1 if bare.rank == 0 and last > 0 else 0
         assert stage.statistics().num_messages.get("target", 0) == before + expected_more
 
 

@@ -64,8 +64,8 @@ def recorded_step(recorder):
         recorder.took(Transfer("activation", i, 2, 3), TENSORS, begun_ns)
         task = Task("F", i, 3)
         recorder.begin_layers(task)
-        for index in (0, 1, -1):
-            enter(index)
+        for place in (*recorder._segments[3].layers.places[:2], ""):
+            enter(place)
         recorder.end_task(task)
         recorder.sent(Transfer("activation", i, 3, 4), TENSORS, time.perf_counter_ns())
     run(recorder, Task("B", 1, 3))
