@@ -41,11 +41,12 @@ class Coordinator:
     """One rank's side of the calls that ranks make together, and its small messages to them.
 
     Attributes:
-        programs: the plans that orders name; known once the model is cut.
+        programs: the plans that orders name; set once the model is cut.
     """
 
-    def __init__(self, mesh: Mesh, grid: Grid, programs: Programs | None = None) -> None:
-        self.programs = programs
+    programs: Programs
+
+    def __init__(self, mesh: Mesh, grid: Grid) -> None:
         self._mesh = mesh
         self._grid = grid
         self._own = grid.same_replica()
@@ -78,7 +79,6 @@ class Coordinator:
     def issue(self, order: Order) -> Order:
         """Send an order to the other ranks of this replica, with a plan; never blocks."""
         if order.sizes:
-            assert self.programs is not None, "the model is cut"
             plan = self.programs.choose(order)
             order = replace(order, plan=plan.digest)
             if order.plan not in self._sent:
@@ -95,7 +95,6 @@ class Coordinator:
         order = decode_order(message)
         self._check(ours.call, ours.mode(), order.call, order.mode(), self._own[0])
         if order.plan_text:
-            assert self.programs is not None, "the model is cut"
             self.programs.add(order.plan_text)
         return order
 

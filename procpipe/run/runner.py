@@ -114,7 +114,6 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            assert self.coordinator.programs is not None, "the model is cut"
             self._bound[order.program] = self._bind(self.coordinator.programs.program(order))
         self._batch, self._has_begun = batch, False
         self.log.begin_step(order)

@@ -35,10 +35,13 @@ def meshes():
 
 @pytest.fixture
 def ranks(meshes):
-    return [
-        Coordinator(mesh, Grid(rank, 3), Programs(Routes(3), SCHEDULES["gpipe"], rank))
-        for rank, mesh in enumerate(meshes)
-    ]
+    return [coordinator_of(mesh, rank, SCHEDULES["gpipe"]) for rank, mesh in enumerate(meshes)]
+
+
+def coordinator_of(mesh, rank, schedule):
+    coordinator = Coordinator(mesh, Grid(rank, 3))
+    coordinator.programs = Programs(Routes(3), schedule, rank)
+    return coordinator
 
 
 def step(sizes=(2, 2), recompute=(0,), **fields):
@@ -185,7 +188,7 @@ def test_a_call_that_differs_from_rank_0s_is_refused(ranks, ours, words):
 def test_a_plan_that_cannot_run_is_not_issued(meshes):
     broken = Plan.from_text("plan m=1 n=3\nF0@0\nF0@2\nF0@1\n")
     schedule = Schedule("broken", lambda *_: broken)
-    coordinator = Coordinator(meshes[0], Grid(0, 3), Programs(Routes(3), schedule, 0))
+    coordinator = coordinator_of(meshes[0], 0, schedule)
     received = []
     meshes[1].on(0, CONTROL, lambda *frame: received.append(frame))
 
