@@ -18,8 +18,8 @@ higher ones; so no two wait for each other. Only where a rank listens differs:
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
-nothing listens or another key is known. So whatever fails is tried again until the deadline, and
-reports of the wait have the newest error.
+nothing listens or another key is known. So whatever fails is tried again until the deadline, except
+with a key of the user's, and reports of the wait have the newest error.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class Start:
         Raises:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
+            ValueError: this rank's PROCPIPE_KEY is not that of a lower rank.
         """
         self._mesh.monitor.start()
         try:
@@ -298,9 +299,12 @@ class Start:
         link.sendall(self._proof(f"{text} {self._grid.rank}", theirs))
         proof, _ = self._read(link, _PROOF_BYTES)
         if not hmac.compare_digest(proof, self._proof(f"{text} {other}", challenge)):
-            raise PermissionError(
-                f"it does not know the key of rank {self._grid.job_rank}: give every rank of the "
-                f"job the same {_KEY_VARIABLE}, or none"
+            # A key that rank 0 made may be of an older round, one of the user's not.
+            is_final = connector == self._grid.rank and (self._users_key or not self._key)
+            raise (ValueError if is_final else PermissionError)(
+                f"what listens for rank {self._grid.numbers[other]} does not know the key of rank "
+                f"{self._grid.job_rank}: give every rank of the job the same {_KEY_VARIABLE}, or "
+                "none"
             )
 
     def _proof(self, text: str, challenge: bytes) -> bytes:

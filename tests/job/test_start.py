@@ -188,8 +188,10 @@ def test_ranks_with_different_keys(job, monkeypatch, keys):
         assert errors == [None, None]
         assert json.loads(meeting.store.get("procpipe/all/0/address/0"))[-1] == ""
     else:
-        assert isinstance(errors[1], WaitTimeoutError)
-        words = "rank 0 to start (it does not know the key of rank 1: give every rank of the job"
+        assert isinstance(errors[1], ValueError)  # at once
+        words = (
+            "what listens for rank 0 does not know the key of rank 1: give every rank of the job"
+        )
         assert words in str(errors[1])
 
 
