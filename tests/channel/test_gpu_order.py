@@ -254,6 +254,15 @@ def a_send_is_done_while_a_receive_is_not(end: Any) -> None:
         assert_all(end.receiver().take().value, 7)
 
 
+def a_device_may_be_waited_for_once_sends_are_posted(end: Any) -> None:
+    """As a task does to load a kernel: with a send queued on both ranks, and no host to post it."""
+    end.receiver().expect()
+    send(end, end.rank)
+    end.sender().wait_posted()
+    torch.cuda.synchronize(end.device)
+    assert_all(end.receiver().take().value, 1 - end.rank)
+
+
 def a_receive_that_is_allowed_early_is_posted_in_its_turn(end: Any) -> None:
     """As with what ``forgo`` leaves: a pair has one communicator for all its channels."""
     if end.rank == 0:
@@ -289,6 +298,7 @@ OF_SLOTS = (
 OF_PAIRS = (
     torch_runs_no_watchdog,
     a_receive_that_is_allowed_early_is_posted_in_its_turn,
+    a_device_may_be_waited_for_once_sends_are_posted,
 )
 
 

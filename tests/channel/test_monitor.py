@@ -108,7 +108,6 @@ ENDED = (
         # Only the first counts.
         ("failure of 1, end of 1", BOOM, [BOOM]),
         ("failure of 2, failure of 1", (2, "boom on 2"), [(2, "boom on 2")]),
-        ("our failure", OURS, [OURS]),
         ("our failure, our failure, failure of 1", OURS, [OURS]),
         ("failure of 1, our failure", BOOM, [BOOM]),
         # A peer may leave, then its socket and its process end.

@@ -138,16 +138,6 @@ def test_a_job_may_start_again_at_once(job):
         assert [rank.ended() for rank in ranks] == [None, None]
 
 
-def test_agents_on_one_host_count_their_own_restarts(job):
-    """Symptom: after a failure, the ranks of two torchrun agents of one host did not meet again."""
-    first, second = (
-        Meeting(f"all/0/{count}", False, store) for store in [HashStore()] for count in "01"
-    )
-    ranks = [*job("x", 2, first), *job("x", 2, second, first=1)]
-
-    assert [rank.ended() for rank in ranks] == [None, None]
-
-
 # -- older entries of the store ------------------------------------------------------------------
 
 
