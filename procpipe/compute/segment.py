@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.buffers import BufferCopies, Buffers
+from procpipe.compute.buffers import BufferCopies, BufferPlace, Buffers
 from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
 from procpipe.compute.generators import Generator, RandomStates, generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
@@ -82,6 +82,7 @@ class Segment:
         self.device = layers.device
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
+        self._places: list[BufferPlace] = []
         self._parameters: list[nn.Parameter] = []
         self._trainable: tuple[bool, ...] = ()
         self._splitter = Splitter(layers.named.values(), self._anchor)
@@ -111,6 +112,9 @@ class Segment:
         if self.is_compiled != any(map(is_compiled, modules)):
             self.is_compiled = not self.is_compiled
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
+        places = [(module, name) for module in modules for name in module._buffers]
+        if places != self._places:
+            self._places, self._buffers = places, Buffers(self.layers.named)
         # A parameter that several modules have is there several times.
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         trainable = tuple(parameter.requires_grad for parameter in self._parameters)
@@ -316,9 +320,9 @@ class Segment:
         kind = (*forms, this.finish is None, is_left_out)
         learned = self._learned.get(kind)
         with checkpointing():
-            if learned is None or self.is_compiled:
+            if learned is None or self.is_compiled or self._may_begin_to_train(this, learned[1]):
                 made = self._learn(this, is_first=learned is None)
-                learned = self._learned.setdefault(kind, (_form(made), _flags(made)))
+                learned = self._learned[kind] = _form(made), _flags(made)
             else:
                 made = self._run(this, self._unshared(this.tensors))
         if this.versions != self._versions(this):
@@ -328,6 +332,13 @@ class Segment:
         if form != _form(made):  # the output's form depends on the data
             this.flags = [tuple(t.is_floating_point() for t in tensors) for tensors, _ in made]
         return made
+
+    def _may_begin_to_train(self, this: _Pass, flags: Flags) -> bool:
+        """Return whether layers that keep gradients from all their outputs may no longer do so.
+
+        Nothing is recomputed for such outputs, so only a graph can show it.
+        """
+        return not any(map(any, flags)) and (any(self._trainable) or any(this.wants))
 
     def _learn(self, this: _Pass, *, is_first: bool) -> list[Leaving]:
         before = [tensor.clone() for tensor in this.tensors] if is_first else []

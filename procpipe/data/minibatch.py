@@ -154,8 +154,8 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Return a nested value with its tensors on a device; the host waits for no device."""
-    return map_tensors(lambda tensor: uploaded(tensor, device), value)
+    """Return a nested value, its tensors detached and on a device, for which no host waits."""
+    return map_tensors(lambda tensor: uploaded(tensor.detach(), device), value)
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:

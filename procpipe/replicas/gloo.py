@@ -3,12 +3,17 @@
 A ``Work`` that is dropped cancels its operation and hangs the others; one that lives until the
 interpreter ends may abort the process (gloo's loop thread drops the last reference while Python
 finalises: "terminate called without an active exception", torch 2.13). ``close`` comes first.
+
+Torch's destructor waits for the operations that are under way, and gloo's connections stay open as
+long as anything has a ``Work``, as the traceback of a failure does. Gloo has no ``abort`` (torch
+2.13). So ``close`` shuts the connections down: the operations fail at once, on all processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store
@@ -45,7 +50,9 @@ class GlooGroup:
         give_up_in_children(self)
 
     def close(self) -> None:
-        """Drop the group; nothing may be under way."""
+        """Drop the group; operations that are under way fail, here and on the other processes."""
+        for descriptor, _ in self._sockets & _sockets():
+            _shut_down(descriptor)
         self.torchs = None
         self._sockets.clear()
 
@@ -55,6 +62,14 @@ class GlooGroup:
         for descriptor, _ in self._sockets & _sockets():
             os.close(descriptor)
         self._sockets.clear()
+
+
+def _shut_down(descriptor: int) -> None:
+    """End a connection, whose descriptor remains gloo's; ignores the socket that listens."""
+    with socket.socket(fileno=os.dup(descriptor)) as ours:
+        if not ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with contextlib.suppress(OSError):  # the other side has ended it
+                ours.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, str]]:

@@ -108,7 +108,7 @@ class Group:
                     tensor.copy_(one)
 
     def close(self) -> None:
-        """Drop the group; nothing may be under way. Who opened the communicator closes that."""
+        """Drop the group; what gloo has under way fails. The communicator is closed elsewhere."""
         self._gloo.close()
 
     def _begin(

@@ -503,3 +503,43 @@ class ReturnsWeight(nn.Module):
 
     def forward(self, x):
         return self.weight
+
+
+def test_a_layer_that_detaches_its_output_may_begin_to_train():
+    """The first forward of each form was believed for ever: then nothing was recomputed."""
+    is_trained: list[bool] = []
+    linear = nn.Linear(2, 2)
+    segment = segment_of(Do(lambda t: linear(t) if is_trained else linear(t).detach()))
+    for _ in range(2):
+        segment.begin()
+        x = received(torch.ones(3, 2))
+        output = forward(segment, 0, x, keep=True, recompute=True)
+        assert output.requires_grad == (bool(is_trained),)
+        segment.recompute(0)
+        (gradient,) = backward(segment, 0, [torch.ones(3, 2)] * len(is_trained))
+        assert (gradient is not None) == bool(is_trained)
+        is_trained.append(True)
+
+
+class CountsLater(nn.Module):
+    """Adds a buffer, and then changes it in each forward."""
+
+    count: Tensor
+
+    def forward(self, x):
+        if hasattr(self, "count"):
+            self.count.add_(1)
+            return x * self.count
+        return x
+
+
+def test_a_buffer_that_is_registered_later_is_repeated():
+    layer = CountsLater()
+    segment = segment_of(layer)
+    run(segment, received(torch.ones(2)), recompute=True)
+    layer.register_buffer("count", torch.zeros(()))
+    for k in (1, 2):
+        segment.begin()
+        _, (gradient,) = run(segment, received(torch.ones(2)), recompute=True)
+        assert gradient is not None
+        assert gradient.tolist() == [float(k)] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 import warnings
 from typing import Any
 
@@ -459,6 +460,36 @@ def test_replicas_in_other_calls_end_with_an_error_that_names_both(ranks, what):
         assert "of replica 1)" in words, words
 
 
+def fail_in_a_sum(bare):
+    """Fail on rank 0 in a sum that rank 1, which keeps its connections open, never begins."""
+    layers, options = nn.Sequential(nn.Linear(3, 2)), {"replicas": 2, "timeout_s": 20.0}
+    kept, started_s = [], time.monotonic()
+
+    def fail():
+        with stage_of(bare, "sum", layers, [1], loss_fn=F.mse_loss, **options) as stage:
+            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+            kept.append(group_of(stage).begin_sum(torch.ones(2)))
+            kept[0].wait()
+            if stage.replica == 0:
+                assert not group_of(stage).begin_sum(torch.ones(2)).is_over
+                raise ZeroDivisionError
+            stage.clip_grad_norm_(1.0)
+
+    with pytest.raises((ZeroDivisionError, RemoteStageError)) as caught:
+        fail()
+    assert kept[0].is_over, "it holds the group's connections until here"
+    return type(caught.value), time.monotonic() - started_s
+
+
+@pytest.mark.only_on_cpus
+def test_a_sum_under_way_delays_no_failure(ranks):
+    """Symptom: torch's destructor of the group waited for the sum, for all of ``timeout_s``."""
+    outcomes = ranks(2).run(fail_in_a_sum, world=False).values()
+
+    assert [kind for kind, _ in outcomes] == [ZeroDivisionError, RemoteStageError]
+    assert all(took_s < 10.0 for _, took_s in outcomes), outcomes
+
+
 def check_different_start(bare):
     torch.manual_seed(bare.rank)
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -561,7 +592,8 @@ def check_counts(bare):
         with pytest.raises((kind, RemoteStageError), match=words):  # as it connects, another's
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
     with pytest.raises(
-        (BalanceError, RemoteStageError), match="start 2 for each replica .* or give a balance of 4"
+        (BalanceError, RemoteStageError),
+        match=r"start 2 for each replica .* or give a balance of 4",
     ):
         Stage(model, [2, 2], world=world_of(bare, "balance"))
     with pytest.raises((BalanceError, RemoteStageError), match="but schedule='zb-v' can run 8"):
