@@ -51,8 +51,9 @@ class GlooGroup:
 
     def close(self) -> None:
         """Drop the group; operations that are under way fail, here and on the other processes."""
-        for descriptor, _ in self._sockets & _sockets():
-            _shut_down(descriptor)
+        for descriptor, name in self._sockets:
+            with contextlib.suppress(OSError):  # gloo has closed it, as the other side has ended
+                _shut_down(descriptor, name)
         self.torchs = None
         self._sockets.clear()
 
@@ -64,12 +65,15 @@ class GlooGroup:
         self._sockets.clear()
 
 
-def _shut_down(descriptor: int) -> None:
-    """End a connection, whose descriptor remains gloo's; ignores the socket that listens."""
-    with socket.socket(fileno=os.dup(descriptor)) as ours:
-        if not ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with contextlib.suppress(OSError):  # the other side has ended it
-                ours.shutdown(socket.SHUT_RDWR)
+def _shut_down(descriptor: int, name: str) -> None:
+    """End a connection, whose descriptor remains gloo's; not the socket that listens."""
+    ours = os.dup(descriptor)  # gloo's threads may close theirs, whose number then has a new file
+    if os.readlink(f"{_DESCRIPTORS}/{ours}") != name:
+        os.close(ours)
+        return
+    with socket.socket(fileno=ours) as connection:
+        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, str]]:
