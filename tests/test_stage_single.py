@@ -326,6 +326,16 @@ def test_a_closed_stage_can_be_deleted():
     assert reference() is None
 
 
+def test_a_failed_stage_can_be_deleted():
+    stage = Stage(make_model(), [4], chunks=2)
+    reference = weakref.ref(stage)
+    with pytest.raises(ValueError, match="needs a loss"):
+        stage.step(*batch())
+    del stage
+    gc.collect()
+    assert reference() is None
+
+
 def test_a_stage_cannot_be_changed_or_copied():
     stage = Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [2])
     for change in (

@@ -7,6 +7,7 @@ averages are of unrelated or unfinished gradients.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
@@ -40,9 +41,11 @@ def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:
     torch calls the hook when a module becomes part of another one, as in the constructors of
     ``DistributedDataParallel`` (before it writes into parameters) and ``DataParallel``.
     """
+    reference = weakref.ref(stage)  # one that failed is not closed, and torch has the hook
 
     def check(wrapper: nn.Module, _: str, module: nn.Module) -> None:
-        if not is_data_parallel(type(wrapper)):
+        stage = reference()
+        if stage is None or not is_data_parallel(type(wrapper)):
             return
         if not set(stage.modules()).isdisjoint(module.modules()):
             name = type(wrapper).__name__

@@ -38,7 +38,7 @@ class Calls:
 
     def __init__(self, world: World, build: Callable[[], Runner]) -> None:
         self._world = world
-        self._build = build
+        self._build: Callable[[], Runner] | None = build
         self.pipeline: Runner | None = None
         self._ended = ""  # why
         self.has_failed = False
@@ -67,6 +67,7 @@ class Calls:
         self._world.board.start_call(name)
         try:
             if self.pipeline is None:
+                assert self._build is not None, "it has not ended"
                 self.pipeline = self._build()
             yield self.pipeline
             self._check_caller(name)  # it may have been closed, or forked by a layer
@@ -119,6 +120,7 @@ class Calls:
 
     def _disconnect(self, close: Callable[[Runner], None]) -> None:
         pipeline, self.pipeline = self.pipeline, None
+        self._build = None  # it holds the model, and atexit this object
         if pipeline is not None:
             close(pipeline)
         else:
