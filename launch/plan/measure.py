@@ -153,14 +153,15 @@ def measure_replica_link() -> tuple[Link, str]:
     """Measure the link between replicas on CPUs: what gloo adds up; also return how, in words."""
     store, found_s = HashStore(), []
 
-    def add_up(rank: int) -> None:
+    def add_up(rank: int) -> GlooGroup:
         group = GlooGroup(store, rank, 2, _GLOO_TIMEOUT_S, "127.0.0.1")
         tensor = torch.ones(_COPY_BYTES // 4)
         found_s.append(_seconds(lambda: group.torchs.allreduce([tensor]).wait(), _CPU))
-        group.close()
+        return group
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(add_up, range(2)))
+        for group in list(pool.map(add_up, range(2))):  # both have the last sum
+            group.close()
     # As much is sent by each of two as is added up.
     return Link(_CPU_LATENCY_S, _COPY_BYTES / max(found_s)), "gloo between two threads, measured"
 

@@ -4,22 +4,25 @@ A ``Work`` that is dropped cancels its operation and hangs the others; one that 
 interpreter ends may abort the process (gloo's loop thread drops the last reference while Python
 finalises: "terminate called without an active exception", torch 2.13). ``close`` comes first.
 
-Torch's destructor waits for the operations that are under way, and gloo's connections stay open as
-long as anything has a ``Work``, as the traceback of a failure does. Gloo has no ``abort`` (torch
-2.13). So ``close`` shuts the connections down: the operations fail at once, on all processes.
+Torch's destructor waits for what is under way: for all of the timeout, where other processes have
+failed. Gloo has no ``abort`` (torch 2.13), and it may lose an operation whose connection ends. So a
+group with an operation under way is never destroyed, nor are its latest operations.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroupGloo, Store
 
 from procpipe.forks import give_up_in_children, keep_for_ever
 from procpipe.torch_internals import gloo_options
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -47,14 +50,26 @@ class GlooGroup:
         before = _sockets()
         self.torchs: Any = gloo(store, rank, num_ranks, options)
         self._sockets = _sockets() - before
+        self._works: list[Work] = []
         give_up_in_children(self)
 
+    def begin(self, operate: Callable[[Any], Work]) -> Work:
+        """Begin an operation of torch's group; ``end`` is to wait for it."""
+        work = operate(self.torchs)
+        self._works.append(work)
+        return work
+
+    def end(self, work: Work) -> None:
+        """Wait for an operation, which is kept until another one is over."""
+        work.wait()
+        self._works = [one for one in self._works if one is work or not one.is_completed()]
+
     def close(self) -> None:
-        """Drop the group; operations that are under way fail, here and on the other processes."""
-        for descriptor, name in self._sockets:
-            with contextlib.suppress(OSError):  # gloo has closed it, as the other side has ended
-                _shut_down(descriptor, name)
+        """Drop the group, without waiting for what is under way."""
+        if not all(work.is_completed() for work in self._works):
+            keep_for_ever((self.torchs, self._works))
         self.torchs = None
+        self._works = []
         self._sockets.clear()
 
     def give_up_in_child(self) -> None:
@@ -63,17 +78,6 @@ class GlooGroup:
         for descriptor, _ in self._sockets & _sockets():
             os.close(descriptor)
         self._sockets.clear()
-
-
-def _shut_down(descriptor: int, name: str) -> None:
-    """End a connection, whose descriptor remains gloo's; not the socket that listens."""
-    ours = os.dup(descriptor)  # gloo's threads may close theirs, whose number then has a new file
-    if os.readlink(f"{_DESCRIPTORS}/{ours}") != name:
-        os.close(ours)
-        return
-    with socket.socket(fileno=ours) as connection:
-        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, str]]:

@@ -108,7 +108,7 @@ class Group:
                     tensor.copy_(one)
 
     def close(self) -> None:
-        """Drop the group; what gloo has under way fails. The communicator is closed elsewhere."""
+        """Drop the group. The communicator is closed by who opened it, ``Transports``."""
         self._gloo.close()
 
     def _begin(
@@ -123,7 +123,7 @@ class Group:
         found = out
         if not is_on_host:
             found = on_host if out is given else torch.empty_like(out, device="cpu")
-        work = operate(self._gloo.torchs, on_host, found)
+        work = self._gloo.begin(lambda group: operate(group, on_host, found))
 
         def wait() -> None:
             self._wait(work)
@@ -139,7 +139,7 @@ class Group:
         what = f"an all-reduce with {', '.join(others)}"
         mesh.wait(work.is_completed, lambda: what, every_s=_LOOK_EVERY_S)
         try:
-            work.wait()
+            self._gloo.end(work)
         except RuntimeError:  # a process of the group is gone; its own failure says why
             mesh.wait_failure(self._ranks, "adds up with it over replicas")
             raise
