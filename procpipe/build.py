@@ -212,7 +212,7 @@ def connect(
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
     wires = connect_wires(world, coordinator, routes, ties, facts)
     if trace is None:
-        log = Log(world.board, world.device, segments)
+        log = Log(world.board, world.device)
     else:
         with needed("procpipe.timeline", "trace=…"):
             from procpipe.timeline.clocks import Clocks
@@ -220,7 +220,7 @@ def connect(
             from procpipe.timeline.recorder import Recorder
         plan_of = coordinator.programs.plan
         tracing = Tracing(trace, wires.mesh, Clocks(wires.mesh), facts, plan_of)
-        log = Recorder(tracing, world.board, world.device, segments)
+        log = Recorder(tracing, world.board, world.device)
     replicas = _connect_replicas(world, cut, wires, layers, log, coordinator.meet)
     runner = Runner(world, wires, coordinator, segments, cut.placement, cut.tied, replicas, log)
     cut.tied.make_equal(

@@ -28,7 +28,11 @@ BufferCopies = dict[BufferPlace, Tensor | None]
 
 
 class Buffers:
-    """The buffers of a partition's layers, which are given by their names in the full model."""
+    """The buffers of a partition's layers, which are given by their names in the full model.
+
+    Attributes:
+        places: where there were buffers, in the order of the modules.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._names: dict[BufferPlace, str] = {}
@@ -41,6 +45,7 @@ class Buffers:
                     if "running_mean" in module._buffers:
                         self._changing.add((module, name))
         self._is_known = not self._names
+        self.places = list(self._names)
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""

@@ -9,6 +9,7 @@ whether autograd records what runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from procpipe.tree import Structure, flatten, in_words, is_plain
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
 
+#: The longest name of a layer in words, which the board takes.
+_MAX_PLACE = 128
+
 #: What leaves for one partition: its tensors, and the structure that they are in.
 Leaving = tuple[list[Tensor], Structure]
 
@@ -37,7 +41,7 @@ class Layers:
     Attributes:
         named: the names and layers.
         places: the layers in words, then the loss.
-        on_layer: called with the place of each layer that begins, and with "" after the last.
+        board: ``board.page.layer`` is the place of the layer that runs, or "".
         changes_input: whether the first layer may change its input in place.
     """
 
@@ -52,10 +56,10 @@ class Layers:
     ) -> None:
         self.named = dict(layers)
         self.places = [
-            *(f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()),
+            *(f"layer {k!r} ({type(layer).__name__})"[:_MAX_PLACE] for k, layer in layers.items()),
             "loss_fn",
         ]
-        self.on_layer: Callable[[str], None] = lambda place: None
+        self.board: Any = SimpleNamespace(page=SimpleNamespace(layer=""))
         self.changes_input = bool(layers) and any(
             getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
         )
@@ -98,7 +102,7 @@ class Layers:
             for tensor in tensors:
                 self._check_can_leave(tensor)
         self._current = -1
-        self.on_layer("")
+        self.board.page.layer = ""
         return leaving
 
     def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
@@ -108,7 +112,7 @@ class Layers:
             value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
             self._current = k
-            self.on_layer(self.places[k])
+            self.board.page.layer = self.places[k]
             try:
                 value = _called(call, value) if spread else call(value)
             except Exception as error:

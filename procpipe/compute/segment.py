@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.buffers import BufferCopies, BufferPlace, Buffers
+from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
 from procpipe.compute.generators import Generator, RandomStates, generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
@@ -82,7 +82,6 @@ class Segment:
         self.device = layers.device
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
-        self._places: list[BufferPlace] = []
         self._parameters: list[nn.Parameter] = []
         self._trainable: tuple[bool, ...] = ()
         self._splitter = Splitter(layers.named.values(), self._anchor)
@@ -113,8 +112,8 @@ class Segment:
             self.is_compiled = not self.is_compiled
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
         places = [(module, name) for module in modules for name in module._buffers]
-        if places != self._places:
-            self._places, self._buffers = places, Buffers(self.layers.named)
+        if places != self._buffers.places:
+            self._buffers = Buffers(self.layers.named)
         # A parameter that several modules have is there several times.
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         trainable = tuple(parameter.requires_grad for parameter in self._parameters)

@@ -111,8 +111,7 @@ class MiniBatch:
         """Take a model's inputs, scattered, to the first stage's device."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
-        for part in parts:
-            tensors, structure = flatten(part)
+        for tensors, structure in map(flatten, parts):
             wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
             moved = [uploaded(tensor.detach(), device) for tensor in tensors]
             flats.append(Flat(moved, structure, wants))

@@ -157,10 +157,6 @@ class Board:
         self.page = Page.from_buffer(self._memory)
         shared.close()
 
-    def enter(self, layer: str) -> None:
-        """Note which layer of the task runs; "" for none."""
-        self.page.layer = layer[:_MAX_TEXT]
-
     def start_call(self, name: str) -> None:
         """Note that a call begins."""
         page = self.page

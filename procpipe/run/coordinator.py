@@ -53,9 +53,9 @@ class Coordinator:
         #: The ranks that run this stage in other replicas.
         self._others = [rank for rank in grid.same_stage() if rank != grid.rank]
         self._sent: set[str] = set()  # plans, by their digests
-        self._heard: dict[int, deque[bytes]] = {}
+        self._arrived: dict[int, deque[bytes]] = {}
         for peer in mesh.peers:
-            self._heard[peer] = deque()
+            self._arrived[peer] = deque()
             mesh.on(peer, CONTROL, partial(self._keep, peer))
         self._announced = Order("")  # the newest call
         self._value: Any = None  # what this replica has announced of it
@@ -185,9 +185,10 @@ class Coordinator:
 
     def receive(self, peer: int, what: str) -> bytes:
         """Wait for the next message of a peer; ``what`` names it in errors."""
-        heard = self._heard[peer]
-        self._mesh.wait(lambda: heard, lambda: f"{what} from {self._mesh.name_of(peer)}", peer=peer)
-        return heard.popleft()
+        arrived = self._arrived[peer]
+        name = self._mesh.name_of(peer)
+        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
+        return arrived.popleft()
 
     def agree(
         self, ours: Any, combine: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
@@ -201,7 +202,7 @@ class Coordinator:
             combine: makes plain JSON of the list of all values, by rank; runs on the first only.
             ranks: those that take part, this one among them; by default all.
         """
-        first, *others = range(len(self._heard) + 1) if ranks is None else ranks
+        first, *others = range(len(self._arrived) + 1) if ranks is None else ranks
         if self._mesh.rank != first:
             self.send(first, encode(ours))
             return decode(self.receive(first, "the outcome of a common call"))
@@ -213,7 +214,7 @@ class Coordinator:
         return decode(outcome)
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
-        self._heard[peer].append(bytes(body))
+        self._arrived[peer].append(bytes(body))
 
     # -- errors ----------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 """What a stage does, noted as it does it.
 
     begin_step(order)
-        begin_task(task)         it begins; its inputs may not have arrived yet
+        begin_task(kind, i)      it begins; its inputs may not have arrived yet
             took(transfer, …)    for each message that it takes from another stage
         begin_layers(task)
-            on_layer(j)(place)   for each layer, and "" after the last
+            board.page.layer = … for each layer, and "" after the last
         end_task(task)
         sent(transfer, …)
     begin_sum(what, …)           for each sum over replicas (an all-reduce)
@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.compute.segment import Segment
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
@@ -42,18 +41,19 @@ _READ_DEVICE_EVERY_S = 0.5
 class Log:
     """The board, and the times of tasks, waits and sums over replicas; in nanoseconds."""
 
-    def __init__(self, board: Board, device: torch.device, segments: Mapping[int, Segment]) -> None:
+    def __init__(self, board: Board, device: torch.device) -> None:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
         self.all_reduce_bytes = self.exposed_ns = 0
         self._board = board
+        #: Writes which task runs, by its kind and micro-batch; its inputs may not have arrived yet.
+        self.begin_task = board.start_task
         self._device = device
         self._device_read_s = 0.0
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
         self._events: list[tuple[Task, int, int]] = []
         self._sums: list[tuple[str, int, int, int, int, int]] = []
-        self._segments = segments
         board.page.device = str(device)
 
     # -- of the pipeline ------------------------------------------------------------------------
@@ -101,10 +101,6 @@ class Log:
 
     # -- of a task ------------------------------------------------------------------------------
 
-    def begin_task(self, task: Task) -> None:
-        """Write which task runs; its inputs may not have arrived yet."""
-        self._board.start_task(task.kind, task.i)
-
     def begin_layers(self, task: Task) -> None:
         """Note when a task starts; waiting for what it takes does not count."""
         self._task_begun_ns = time.perf_counter_ns()
@@ -114,9 +110,9 @@ class Log:
         self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
         self._board.page.task = ""
 
-    def on_layer(self, j: int) -> Callable[[str], None]:
-        """Return what is called with each layer of a partition that begins; "" after the last."""
-        return self._board.enter
+    def board_for(self, places: Sequence[str]) -> Any:
+        """Return the board for a partition, whose layers are ``places``."""
+        return self._board
 
     # -- of a message ---------------------------------------------------------------------------
 

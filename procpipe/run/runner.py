@@ -98,8 +98,8 @@ class Runner:
         self._has_begun = False  # the gradients of this call
         self._taken_loss: LossPart | None = None  # of this call, from another stage
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        for j, segment in self.segments.items():
-            segment.layers.on_layer = log.on_layer(j)
+        for segment in self.segments.values():
+            segment.layers.board = log.board_for(segment.layers.places)
         # Otherwise a rank could run its part and leave while another one still connects.
         coordinator.agree(None, lambda _: log.connected())
 
@@ -253,7 +253,7 @@ class Runner:
         def run() -> None:
             poll()
             self.current_task = task
-            log.begin_task(task)
+            log.begin_task(task.kind, task.i)
             if makes_gradient and not self._has_begun:
                 self._begin_gradients()
             if around is None:

@@ -189,7 +189,8 @@ def _open_channels(
         for sender in channels.senders.values():
             if sender.in_flight:
                 sender.reap()
-        wait_posted()
+        if holding:
+            wait_posted()
 
     channels.poll, channels.wait_posted = poll, wait_posted
     return channels

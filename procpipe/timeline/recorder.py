@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.sizes import num_bytes
+from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.log import Log
@@ -39,7 +40,6 @@ class Recorder(Log):
         self._beside = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._begun_sums: dict[str, list[torch.cuda.Event | None]] = {}  # began, ended, asked for
         self._marks_of_sums: list[list[torch.cuda.Event]] = []
-        self._layer, self._layer_begun_ns = -1, 0
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
 
@@ -55,22 +55,10 @@ class Recorder(Log):
         """Write the file on rank 0."""
         self.tracing.leave()
 
-    def on_layer(self, j: int) -> Callable[[str], None]:
+    def board_for(self, places: Sequence[str]) -> Any:
         """Time layers, too; not on a GPU, where the host's times would mean nothing."""
-        write = super().on_layer(j)
-        if self._is_cuda:
-            return write
-
-        index_of = {place: k for k, place in enumerate(self._segments[j].layers.places)}
-
-        def enter(place: str) -> None:
-            write(place)
-            now_ns = time.perf_counter_ns()
-            if self._layer >= 0:
-                self._passed.append((self._layer, now_ns - self._layer_begun_ns))
-            self._layer, self._layer_begun_ns = index_of.get(place, -1), now_ns
-
-        return enter
+        board = super().board_for(places)
+        return board if self._is_cuda else _TimedBoard(board, places, self._passed)
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step; drop what a step that failed has left."""
@@ -78,7 +66,6 @@ class Recorder(Log):
             recorded.clear()
         self._begun_sums.clear()
         self._marks_of_sums.clear()
-        self._layer = -1
         super().begin_step(order)
 
     def begin_layers(self, task: Task) -> None:
@@ -176,6 +163,26 @@ class Recorder(Log):
             began_ns, ended_ns, asked_ns, taken_ns = map(at_ns, marks)
             ended_ns = min(ended_ns, taken_ns)  # the stream beside may come late to its mark
             self._sums[k] = *self._sums[k][:2], began_ns, ended_ns, asked_ns, taken_ns
+
+
+class _TimedBoard:
+    """Writes the layer that begins on a board, and notes how long the one before it took."""
+
+    def __init__(self, board: Board, places: Sequence[str], passed: list[tuple[int, int]]) -> None:
+        self.page = self
+        self._board = board
+        self._index_of = {place: k for k, place in enumerate(places)}
+        self._passed = passed
+        self._index, self._begun_ns = -1, 0
+
+    def _begin(self, place: str) -> None:
+        self._board.page.layer = place
+        now_ns = time.perf_counter_ns()
+        if self._index >= 0:
+            self._passed.append((self._index, now_ns - self._begun_ns))
+        self._index, self._begun_ns = self._index_of.get(place, -1), now_ns
+
+    layer = property(fset=_begin)
 
 
 def _event() -> torch.cuda.Event:

@@ -22,12 +22,12 @@ ORDER = Order("step")
 @pytest.fixture
 def log():
     board = Board.create(0, 1)
-    yield Log(board, torch.device("cpu"), {})
+    yield Log(board, torch.device("cpu"))
     board.close()
 
 
 def run(log, task):
-    log.begin_task(task)
+    log.begin_task(task.kind, task.i)
     log.begin_layers(task)
     log.end_task(task)
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from procpipe.compute.layers import Layers
-from procpipe.compute.segment import Segment
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
@@ -20,6 +17,7 @@ from tests.dist.devices import is_emulated
 from tests.held import hold_for
 
 CPU = torch.device("cpu")
+PLACES = ["layer 'a' (Identity)", "layer 'b' (Identity)"]
 TENSORS = [torch.zeros(3, dtype=torch.float64)]
 ORDER = Order("step")
 
@@ -36,15 +34,13 @@ class Sent:
 
 @pytest.fixture
 def recorder_on():
-    """Return a function that makes the recorder of a stage with partition 3 alone."""
+    """Return a function that makes the recorder of a stage."""
     boards = []
 
     def make(device):
-        layers = {name: nn.Identity() for name in ("a", "b")}
-        partitions = {3: Segment(Layers(layers, CPU, is_first=False))}
         boards.append(Board.create(0, 1))
         sent: Any = Sent()
-        return Recorder(sent, boards[-1], device, partitions)
+        return Recorder(sent, boards[-1], device)
 
     yield make
     for board in boards:
@@ -57,15 +53,15 @@ def run(recorder, task):
 
 
 def recorded_step(recorder):
-    enter = recorder.on_layer(3)
+    page = recorder.board_for(PLACES).page
     recorder.begin_step(ORDER)
     for i in range(2):
         begun_ns = time.perf_counter_ns()
         recorder.took(Transfer("activation", i, 2, 3), TENSORS, begun_ns)
         task = Task("F", i, 3)
         recorder.begin_layers(task)
-        for place in (*recorder._segments[3].layers.places[:2], ""):
-            enter(place)
+        for place in (*PLACES, ""):
+            page.layer = place
         recorder.end_task(task)
         recorder.sent(Transfer("activation", i, 3, 4), TENSORS, time.perf_counter_ns())
     run(recorder, Task("B", 1, 3))
