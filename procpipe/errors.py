@@ -24,6 +24,7 @@ type on the rank where it happened and gains a note that says where in the pipel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class ProcpipeError(Exception):
@@ -101,6 +102,10 @@ class RemoteStageError(ProcpipeError, RuntimeError):
         self.rank = rank
         self.story = story
         super().__init__(f"rank {rank} failed:\n{story}")
+
+    def again(self) -> Self:
+        """Return the same error without its traceback, which holds what the frames do: a stage."""
+        return type(self)(self.rank, self.story)
 
 
 class PeerLostError(RemoteStageError):

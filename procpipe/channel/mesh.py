@@ -210,7 +210,7 @@ class Mesh:
 
     def _raise_failure(self) -> None:
         if self.monitor.failure is not None:
-            raise self.monitor.failure
+            raise self.monitor.failure.again()
 
     def _take(
         self, peer: int, sequence: int, frame_type: int, flags: int, body: memoryview

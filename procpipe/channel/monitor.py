@@ -105,7 +105,7 @@ class Monitor:
         self.rank, self.ranks = rank, ranks
         self.name_of = name_of or (lambda rank: f"rank {ranks[rank]}")
         self.timeout_s = timeout_s
-        self.failure: ProcpipeError | None = None
+        self.failure: RemoteStageError | None = None
         self.left: set[int] = set()
         self.has_left = self.is_closed = False
         self.wakes_main = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -158,7 +158,7 @@ class Monitor:
         if self._shown[0]:
             self._wake()
 
-    def fail(self, error: ProcpipeError) -> None:
+    def fail(self, error: RemoteStageError) -> None:
         """Send this rank's failure to every peer, unless there was one; waits until it is sent."""
         self._do(partial(self._note, error))
 
@@ -244,16 +244,14 @@ class Monitor:
         seen = self._reports.last_seen(peer)
         self._note(PeerLostError(self.ranks[peer], f"{story}; {seen}" if seen else story))
 
-    def _note(self, error: ProcpipeError) -> None:
+    def _note(self, error: RemoteStageError) -> None:
         """Keep the first failure, pass it on, and wake the main thread."""
         # No fault after this rank's goodbye: a peer may have ended without sending its own.
         if self.failure is not None or self.has_left:
             return
-        self.failure, self._failed_s = error, time.monotonic()
-        if isinstance(error, RemoteStageError):
-            frame_type = LOST if isinstance(error, PeerLostError) else FAILURE
-            story = error.story.encode(errors="surrogatepass")
-            self._send_to_all(frame_type, error.rank, story)
+        self.failure, self._failed_s = error.again(), time.monotonic()
+        frame_type = LOST if isinstance(error, PeerLostError) else FAILURE
+        self._send_to_all(frame_type, error.rank, error.story.encode(errors="surrogatepass"))
         os.eventfd_write(self.wakes_main, 1)
 
     def _say_goodbye(self) -> None:
@@ -278,15 +276,15 @@ class Monitor:
             self._reports.note_wait(*shown)
         if wait is None:
             return
-        error, is_in_device = self.failure, wait is self._in_device
-        if is_in_device and error is None and waited_s >= self.timeout_s:
+        is_in_device = wait is self._in_device
+        if is_in_device and self.failure is None and waited_s >= self.timeout_s:
             error = too_long(self.name_of(self.rank), waited_s, what)
             story = f"{type(error).__name__}: {error}"
             self._note(RemoteStageError(self.ranks[self.rank], story))
             self._reports.end_process(error)
-        elif is_in_device and error is not None:
+        elif is_in_device and self.failure is not None:
             if now_s - max(wait.since_s, self._failed_s) >= _STUCK_AFTER_S:
-                self._reports.end_process(error)
+                self._reports.end_process(self.failure)
         elif waited_s >= wait.next_stall_s:
             wait.next_stall_s *= 2
             self._reports.stalled(what, waited_s)
