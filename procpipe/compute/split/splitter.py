@@ -205,6 +205,7 @@ def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
         module
         for module in modules
         if module not in inside
+        and are_functions_transformed is not None
         and has_rule(module)
         and _is_stock(module)
         and "weight" in module._parameters  # not computed from others, as by weight_norm
