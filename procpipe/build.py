@@ -81,6 +81,8 @@ def cut_model(
         len(module),
         grid.num_stages,
         is_launched=world.is_launched,
+        num_replicas=grid.num_replicas,
+        is_of_mesh=grid.is_part,
         partitions_per_stage=schedule.partitions_per_stage,
     )
     placement = schedule.place(len(entries), grid.num_stages)

@@ -89,11 +89,11 @@ class Stage(LocalLayers):
             their ``reset_parameters()``, with values that do not depend on the balance. If it has
             an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
-            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample
-    . If left out, each rank finds the same one from
-            the layers' parameters and forward FLOPs (on the meta device: nothing is computed), or
-            parameters alone where the layers cannot run there, and rank 0 prints it. Without a
-            launcher it is checked, but all layers are in one partition.
+            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample. If
+            left out, each rank finds the same one from the layers' parameters and forward FLOPs (on
+            the meta device: nothing is computed), or parameters alone where the layers cannot run
+            there, and rank 0 prints it. Without a launcher it is checked, but all layers are in one
+            partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
             :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
             without a balance on every rank, where only shapes count, or left out: then it is the

@@ -6,6 +6,8 @@ import copy
 from collections import OrderedDict
 from typing import Any, NoReturn
 
+from procpipe.torch_internals import pytree
+
 
 class PartOfStateDict(OrderedDict[str, Any]):
     """The state dict of a stage that is not the whole model.
@@ -38,3 +40,12 @@ class PartOfStateDict(OrderedDict[str, Any]):
             copied[key] = copy.deepcopy(value, memo)
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
+
+
+# As OrderedDict is, so that tree_map() works.
+pytree.register_pytree_node(
+    PartOfStateDict,
+    lambda values: (list(values.values()), list(values)),
+    lambda values, keys: PartOfStateDict(zip(keys, values, strict=True)),
+    serialized_type_name="procpipe.PartOfStateDict",
+)

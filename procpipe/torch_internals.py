@@ -2,17 +2,17 @@
 
     name                                            where torch lacks it
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
-    _C._are_functorch_transforms_active             AttributeError where backward is split
-    nn.modules.batchnorm._BatchNorm                 ImportError
+    _C._are_functorch_transforms_active             weight gradients are not deferred
+    nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
     FSDPModule._get_fsdp_state, its _mp_policy      likewise
-    ProcessGroupGloo._Options, _timeout, _devices   AttributeError when the transport is built
+    ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
-    amp.GradScaler._unscale_grads_                  AttributeError where stage.scaler() is called
+    amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
     ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
     ops.aten._grouped_mm                            likewise
     _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
@@ -31,41 +31,54 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from procpipe.torch_versions import RELEASE, TESTED
 
-BatchNorm = _BatchNorm
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    BatchNorm = _BatchNorm
+else:
+    BatchNorm = nn.BatchNorm1d.__base__
+
 pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
 IS_TESTED = RELEASE in TESTED
 
 
+@contextlib.contextmanager
+def _known(others: str) -> Iterator[None]:
+    """Report in a ``RuntimeError`` that this torch lacks a name."""
+    try:
+        yield
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has {others} than those known here ({error}): use a "
+            "release of torch that procpipe was tested with"
+        ) from error
+
+
 # -- autograd ------------------------------------------------------------------------------------
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
-
-def are_functions_transformed() -> bool:
-    """Return whether this is within a transformation of ``torch.func``.
-
-    Source: ``torch.autograd.Function.apply``,
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
-    """
-    return torch._C._are_functorch_transforms_active()
+#: Returns whether this is within a transformation of ``torch.func``.
+#: Source: ``torch.autograd.Function.apply``,
+#: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
+are_functions_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
@@ -104,6 +117,7 @@ Checked = Callable[
 ]
 
 
+@_known("another GradScaler")
 def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
     """Have a scaler's checks of gradients go through a function.
 
@@ -208,7 +222,8 @@ if _of_experts := getattr(torch.ops.aten, "_grouped_mm", None):
     FLOPS[_of_experts] = lambda tokens, weights, *_, **__: 2 * math.prod(tokens) * weights[-1]
 
 
-def without_values() -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
     """Return a context in which tensors, on any device, are made without values and memory.
 
     Operators work out shapes, as on the meta device, but choose kernels as that device does.
@@ -216,12 +231,20 @@ def without_values() -> AbstractContextManager[Any]:
     """
     from torch._subclasses import FakeTensorMode  # takes time at first
 
-    return FakeTensorMode()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # errors that are raised as well
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 # -- process groups ------------------------------------------------------------------------------
 
 
+@_known("other options for process groups")
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
     """Return options for a ``ProcessGroupGloo``.
 
@@ -232,11 +255,14 @@ def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
     return options
 
 
+@_known("other options for process groups")
 def nccl_options(nccl: Any, timeout_s: float, max_blocks: int) -> Any:
     """Return options for a ``ProcessGroupNCCL`` whose kernels go before others."""
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = max_blocks
+    for name in ("_start_coalescing", "_end_coalescing"):  # for in_a_batch()
+        getattr(nccl, name)
     return options
 
 

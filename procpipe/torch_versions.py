@@ -17,16 +17,19 @@ TESTED = ((2, 11), (2, 13), (2, 15))
 OLDEST = TESTED[0]
 
 
-def release_of(version: str) -> tuple[int, int]:
-    """Return the release that a version belongs to: ``2.11.0+cu130`` is of (2, 11)."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
+def release_of(version: str) -> tuple[int, int] | None:
+    """Return the release that a version belongs to; None for a text that names none.
+
+    ``2.11.0+cu130`` is of (2, 11), ``2.16.0a0+git1234567`` of (2, 16).
+    """
+    numbers = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
-#: The release of this process's torch.
+#: The release of this process's torch; one without a number is accepted.
 RELEASE = release_of(torch.__version__)
 
-if RELEASE < OLDEST:
+if RELEASE is not None and RELEASE < OLDEST:
     oldest, *others = (".".join(map(str, release)) for release in TESTED)
     raise ImportError(
         f"procpipe needs torch {oldest} or newer, but this is torch {torch.__version__}: versions "

@@ -277,6 +277,7 @@ def test_the_table_has_the_release_of_torch_in_which_a_name_appeared() -> None:
     marked = re.findall(r"`(?:\w+\.)?(\w+)` \(2\.(\d+)\)", table_of_pytorchs_pipelining())
     assert len(marked) > 10
     release = release_of(torch.__version__)
+    assert release is not None
     names = names_of_pytorchs_pipelining()
     for name, minor in marked:
         assert (name in names) == (release >= (2, int(minor))), name

@@ -246,3 +246,4 @@ def test_outputs_of_micro_batches_are_joined_in_their_class():
 def test_values_as_text():
     text = in_words([Output(torch.ones(2), Pair(1, None)), Encoding()])
     assert text == "[Output(loss=float32 (2,), hidden=Pair(x=1, y=None)), Encoding]"
+    assert in_words("a") == "'a'"

@@ -59,8 +59,8 @@ def check_num_partitions(num_partitions: int, num_layers: int) -> None:
         raise BalanceError(f"{asked}: ask for at least 1")
     if num_partitions > num_layers:
         raise BalanceError(
-            f"{asked}, each of at least one layer: ask for at most {num_layers}, or divide the "
-            "model into more layers"
+            f"{asked}, each of at least one layer: ask for at most {num_layers} (start fewer "
+            "processes, or give Stage more replicas), or divide the model into more layers"
         )
 
 

@@ -15,7 +15,8 @@ layer may change in place, and not leaves, which it may not.
 
 A micro-batch that is recomputed runs (2) first without a graph, keeps its inputs, buffers and
 random numbers, and goes through (1), (2) and (3) in its recompute task. What no layer changes is
-noted once a mini-batch, and compared at the end: modes, autocast, parameters, other buffers.
+noted once a mini-batch: modes and autocast, which a backward pass restores; parameters and other
+buffers, which are compared at the end of a program.
 
 B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
@@ -131,13 +132,6 @@ class Segment:
         now = Surroundings.now(self._first.modules, self.device)
         self._surroundings = self._first if now == self._first else now
         self._check_unchanged("after the first forward of this mini-batch and before its")
-        for i, this in self._passes.items():
-            if this.random is not None and this.versions != self._versions(this):
-                raise RecomputeError(
-                    f"the input of micro-batch {i} was changed in place after its first forward, "
-                    "so recomputing it would start from the wrong values: leave a mini-batch's "
-                    "input alone until its backward() is over, or use checkpoint='never'"
-                )
 
     def end(self) -> None:
         """Check, at the end of a program, that it has changed nothing that is to be recomputed.
@@ -213,6 +207,12 @@ class Segment:
         assert this.random is not None, "not to be recomputed"
         if not any(map(any, this.flags)):
             return
+        if this.versions != self._versions(this):
+            raise RecomputeError(
+                f"the input of micro-batch {i} was changed in place after its first forward, so "
+                "recomputing it would start from the wrong values: leave a mini-batch's input "
+                "alone until its backward() is over, or use checkpoint='never'"
+            )
         if this.random is self._newest:
             this.random.forget_undrawn(RandomStates(self._generators))
             self._newest = None

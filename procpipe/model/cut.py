@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from procpipe.compute.wrappers import (
     check_not_data_parallel,
@@ -29,7 +30,7 @@ def check_model(module: nn.Module) -> None:
 
     Raises:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
-        ValueError: it holds the same layer twice.
+        ValueError: it holds the same layer twice, or parameters that have no shape yet.
     """
     if is_data_parallel(type(module)):
         refuse_data_parallel(f"the model is a {type(module).__name__}")
@@ -40,14 +41,27 @@ def check_model(module: nn.Module) -> None:
         )
     check_not_data_parallel(_layers(module))
     names: dict[nn.Module, str] = {}
-    for name, layer in _layers(module):
-        first = names.setdefault(layer, name)
-        if first != name:
-            raise ValueError(
-                f"the model holds duplicate children: layers '{first}' and '{name}' are one "
-                f"{type(layer).__qualname__}: build a layer of its own for each place, or put both "
-                "places into one layer"
-            )
+    twice = [
+        f"layers '{names[layer]}' and '{name}' are one {type(layer).__qualname__}"
+        for name, layer in _layers(module)
+        if names.setdefault(layer, name) != name
+    ]
+    if twice:
+        raise ValueError(
+            f"the model holds duplicate children: {'; '.join(twice)}: build a layer of its own for "
+            "each place, or put both places into one layer"
+        )
+    lazy = [
+        f"'{name}' ({type(layer).__qualname__})"
+        for name, layer in _layers(module)
+        if any(map(is_lazy, chain(layer.parameters(), layer.buffers())))
+    ]
+    if lazy:
+        raise ValueError(
+            f"parameters or buffers of {', '.join(lazy)} have no shape yet, which lazy modules get "
+            "from their first input: call the model once before Stage, model(x), with the same "
+            "random seed on each rank, or give the modules their numbers of features"
+        )
 
 
 def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
@@ -57,13 +71,18 @@ def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
         TypeError: it is not iterable, or an entry is not an integer.
         BalanceError: an entry is less than 1, or they do not add up to ``num_layers``.
     """
-    try:
-        parts = tuple(map(operator.index, balance))
-    except TypeError as error:
+    if not isinstance(balance, Iterable):
         raise TypeError(
             f"the balance is {balance!r}: pass the number of layers of each partition, as in "
             f"balance=[{num_layers}]"
-        ) from error
+        )
+    entries = balance.tolist() if isinstance(balance, Tensor) else list(balance)
+    if not all(hasattr(entry, "__index__") and not isinstance(entry, bool) for entry in entries):
+        raise TypeError(
+            f"the balance {entries} holds more than integers: pass the number of layers of each "
+            "partition"
+        )
+    parts = tuple(map(operator.index, entries))
     if any(part < 1 for part in parts):
         raise BalanceError(
             f"the balance {list(parts)} has a partition of less than one layer: give each at least "
@@ -83,12 +102,15 @@ def fit_balance(
     num_stages: int,
     *,
     is_launched: bool,
+    num_replicas: int = 1,
+    is_of_mesh: bool = False,
     partitions_per_stage: int | None = 1,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
 
     A script that no launcher started (``is_launched=False``) gets one stage, whatever the balance.
-    ``partitions_per_stage`` is None where the schedule decides that.
+    ``partitions_per_stage`` is None where the schedule decides that; ``is_of_mesh`` says whether
+    other ranks of the job make pipelines of their own.
 
     Raises:
         BalanceError: it does not fit the model, or it leaves processes without work.
@@ -100,10 +122,16 @@ def fit_balance(
     n = len(parts)
     if n == num_stages or partitions_per_stage != 1:
         return parts
+    num_ranks, fitting = num_stages * num_replicas, n * num_replicas
+    start, replicas = f"start {fitting} (torchrun --nproc_per_node={fitting})", ""
+    if is_of_mesh:
+        start = f"give a dimension of size {n}"
+    elif num_ranks > n and num_ranks % n == 0:
+        replicas = f"replicas={num_ranks // n}, or "
     fault = (
         f"balance {parts} makes {counted(n, 'partition')}, but the pipeline has "
-        f"{counted(num_stages, 'process')}, and each runs one: start {n} for each replica "
-        f"(torchrun --nproc_per_node={n}), or give a balance of {num_stages}"
+        f"{counted(num_stages, 'process')}, and each runs one: {start}, or give {replicas}a "
+        f"balance of {counted(num_stages, 'partition')}"
     )
     raise IndexError(fault) if n > num_stages else BalanceError(fault)
 

@@ -62,11 +62,7 @@ def materialize(
 def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) -> None:
     """Check that memory which was allocated for these places has been written to."""
     unwritten = {tensor for tensor in allocated if _is_unwritten(tensor)}
-    faults = [
-        f"{place.full_name} ({type(place.owner).__qualname__})"
-        for place in places
-        if place.value in unwritten
-    ]
+    faults = [place.fault for place in places if place.value in unwritten]
     if faults:
         raise ValueError(
             f"the model was built on the meta device, and nothing initialises {'; '.join(faults)}: "
@@ -88,6 +84,13 @@ class _Place:
         value = getattr(self.owner, self.key)
         assert isinstance(value, Tensor)
         return value
+
+    @property
+    def fault(self) -> str:
+        owner = type(self.owner).__qualname__
+        if _reset_function(self.owner) is None:
+            return f"{self.full_name} ({owner} has no reset_parameters())"
+        return f"{self.full_name} ({owner}.reset_parameters() leaves it unset)"
 
     def allocate(self, device: torch.device, memory: dict[Tensor, Tensor]) -> None:
         """Replace the tensor; memory is shared where the model shares the tensor."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
@@ -30,8 +31,12 @@ M = TypeVar("M", bound=nn.Module)
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
 
+#: Packages with skippables of their own, which a pipeline of procpipe cannot support.
+_OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
-class stash(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
+
+@dataclass(slots=True)
+class stash:  # noqa: N801 - a verb, as torchgpipe has it
     """Yield it from a forward to stash a tensor, or ``None``, under a declared name.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.stash``.
@@ -39,6 +44,13 @@ class stash(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
 
     name: str
     tensor: Tensor | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor | None):
+            raise TypeError(
+                f"skip {self.name!r} is stashed as {type(self.tensor).__name__}: stash a tensor or "
+                "None; several tensors have several names"
+            )
 
 
 class pop(NamedTuple):  # noqa: N801 - a verb, as torchgpipe has it
@@ -65,10 +77,22 @@ def skippable(
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
     """
+    if isinstance(stash, str | type) or isinstance(pop, str):
+        raise TypeError(
+            f"skippable got {stash if isinstance(stash, str | type) else pop!r}: names come as "
+            "lists, as in @skippable(stash=[...], pop=[...])"
+        )
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
     pops = tuple(pop)
+    for name, num_pops in stashes.items():
+        if num_pops < 1:
+            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: give at least 1")
 
     def declare(module_class: type[M]) -> type[M]:
+        if _STASHES in vars(module_class):
+            raise TypeError(
+                f"{module_class.__name__} is skippable already: declare other names of a subclass"
+            )
         original = getattr(module_class.forward, _ORIGINAL, module_class.forward)
 
         @wraps(original)
@@ -143,11 +167,28 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the full model.
 
     Raises:
-        TypeError: lists every skip tensor that does not match.
+        TypeError: not an ``nn.Sequential``; or lists every skip tensor that does not match, or
+            every layer that uses the skippables of another package.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
+    others = {
+        name: f"layer {name!r} ({type(layer).__name__}) is a skippable of {package}"
+        for name, layer in module.named_modules()
+        for of in type(layer).__mro__
+        for package in _OTHERS
+        if of.__module__.startswith(f"{package}.")
+    }
+    if others:
+        raise TypeError(
+            f"{'; '.join(others.values())}: a pipeline of procpipe carries the skip tensors of its "
+            "own skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
+            "these layers are defined"
+        )
     names: list[str] = []
+    faults: list[str] = []
     users: defaultdict[SkipKey, _Users] = defaultdict(lambda: _Users([], [], []))
     for number, (name, layer) in enumerate(_in_order(module)):
         names.append(name)
@@ -157,11 +198,13 @@ def verify_skippables(module: nn.Sequential) -> None:
                 users[key].declared.append(num_pops)
             for key in pops:
                 users[key].poppers.append(number)
+                if key in stashes:
+                    faults.append(f"\n  - layer {name!r} both stashes and pops {key}")
 
     def these(numbers: list[int]) -> str:
         return " and ".join(f"layer {names[number]!r}" for number in numbers) or "no layer"
 
-    faults = [
+    faults += [
         f"\n  - {key} is stashed by {these(of.stashers)} (pops declared: {sum(of.declared)}), and "
         f"popped by {these(of.poppers)}"
         for key, of in users.items()
@@ -191,13 +234,21 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Args:
         namespace: layers that share it, share the names.
-        only: names to isolate; all that the layer declares if left out. The latest namespace of a
-            name counts.
+        only: names to isolate, or one name; all that the layer declares if left out. The
+            latest namespace of a name counts.
+
+    Raises:
+        ValueError: a name that the layer does not declare.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
     """
-    names = [*getattr(self, _STASHES), *getattr(self, _POPS)] if only is None else only
-    self.__dict__.setdefault(_NAMESPACES, {}).update(dict.fromkeys(names, namespace))
+    names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
+    chosen = names if only is None else {only} if isinstance(only, str) else set(only)
+    if unknown := chosen - names:
+        raise ValueError(
+            f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
+        )
+    self.__dict__.setdefault(_NAMESPACES, {}).update(dict.fromkeys(chosen, namespace))
     return self
 
 
@@ -222,10 +273,10 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[st
                 )
             verb, name = type(asked).__name__, asked.name
             if (verb, name) not in to_do:
-                raise RuntimeError(
-                    f"the forward of {of} does {verb} {name!r} twice, or without declaring it: "
-                    f"write @skippable({verb}=[{name!r}])"
-                )
+                fault = f", which it does not declare: write @skippable({verb}=[{name!r}])"
+                if name in getattr(module, _STASHES if verb == "stash" else _POPS):
+                    fault = " twice"
+                raise RuntimeError(f"the forward of {of} does {verb} {name!r}{fault}")
             to_do.discard((verb, name))
             key = _key(module, name)
             if isinstance(asked, stash):

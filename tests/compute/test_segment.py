@@ -193,14 +193,19 @@ def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     assert segment.layers.where() == "layer 'add' (Do)"
 
 
-def test_a_change_between_forward_and_recomputation_is_an_error():
+@pytest.mark.parametrize("is_between", [True, False])
+def test_a_change_between_forward_and_recomputation_is_an_error(is_between):
+    """Between two programs by the user, or within one by a layer that keeps its last input."""
     segment = segment_of(nn.Linear(2, 2))
     inputs = received(torch.ones(3, 2))
     forward(segment, 4, inputs, keep=True, recompute=True)
-    segment.end()
+    if is_between:
+        segment.end()
     inputs.tensors[0].zero_()
-    with pytest.raises(RecomputeError, match="the input of micro-batch 4 was changed in place"):
+    if is_between:
         segment.resume()
+    with pytest.raises(RecomputeError, match="the input of micro-batch 4 was changed in place"):
+        segment.recompute(4)
 
 
 def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():

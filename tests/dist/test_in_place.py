@@ -243,7 +243,7 @@ def overwrite_before_backward(bare):
 
 def test_a_mini_batch_may_not_be_overwritten_before_its_backward(ranks):
     first, last = ranks(2).run(overwrite_before_backward, world=False)
-    message = "the input of micro-batch 0 was changed in place"
+    message = "the input of micro-batch 1 was changed in place"
     assert first.error is not None
     assert message in first.error.text
     # The last stage may have ended before the first one detects the change.

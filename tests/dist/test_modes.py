@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from procpipe import Remote, is_checkpointing, is_recomputing
 from tests.dist.stages import (
@@ -525,6 +526,8 @@ def save_wrongly(bare):
         for copied in (part.copy(), copy.copy(part), copy.deepcopy(part)):
             assert all(torch.equal(copied[key], part[key]) for key in part)
             assert copied._metadata == part._metadata
+        shapes = tree_map(lambda tensor: tensor.shape, part)
+        assert shapes == {key: value.shape for key, value in part.items()}
         for strict in (True, False):
             assert not stage.load_state_dict(copy.deepcopy(part), strict=strict).missing_keys
             assert not stage[:].load_state_dict(part, strict=strict).missing_keys

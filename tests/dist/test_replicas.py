@@ -591,11 +591,11 @@ def check_counts(bare):
     for replicas, kind, words in cases:
         with pytest.raises((kind, RemoteStageError), match=words):  # as it connects, another's
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
-    with pytest.raises(
-        (BalanceError, RemoteStageError),
-        match=r"start 2 for each replica .* or give a balance of 4",
-    ):
-        Stage(model, [2, 2], world=world_of(bare, "balance"))
+    for replicas, words in ((1, "start 2 .* give replicas=2, or a balance of 4"), (4, "start 8 ")):
+        with pytest.raises((IndexError, ValueError, RemoteStageError), match=words):
+            Stage(model, [2, 2], replicas=replicas, world=world_of(bare, words))
+    with pytest.raises((BalanceError, RemoteStageError), match="start fewer processes, or give"):
+        Stage(nn.Sequential(nn.Linear(2, 2)), world=world_of(bare, "few layers"))
     with pytest.raises((BalanceError, RemoteStageError), match="but schedule='zb-v' can run 8"):
         Stage(model, [2, 2], schedule="zb-v", world=world_of(bare, "schedule"))
 

@@ -36,12 +36,22 @@ def test_an_empty_model_is_legal() -> None:
     assert cut(nn.Sequential(), ()) == []
 
 
-def test_duplicate_children_are_refused() -> None:
+def test_duplicate_children_are_all_named() -> None:
     linear, relu = nn.Linear(1, 1), nn.ReLU()
     with pytest.raises(
-        ValueError, match="duplicate children: layers '0' and '2' are one Linear: build"
+        ValueError, match=r"duplicate children: .*'0' and '2' are one Linear; .*'1' and '4' are one"
     ):
         check_model(nn.Sequential(linear, relu, linear, nn.ReLU(), relu))
+
+
+def test_lazy_layers_must_have_been_called() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.raises(
+        ValueError, match=r"of '0' \(LazyLinear\), '2' \(Sequential\) have no shape"
+    ):
+        check_model(model)
+    model(torch.ones(3, 4))
+    check_model(model)
 
 
 @for_each(
@@ -54,10 +64,23 @@ def test_balance_becomes_plain_integers(balance: Any) -> None:
     assert all(type(part) is int for part in parts)
 
 
-@for_each("balance", [[1.0, 5], ["1", 5], [[1, 5]], [None, 6], torch.tensor([1.0, 5]), 6, None])
+@for_each(
+    "balance",
+    [
+        *([True, 5], [1.0, 5], ["1", 5], [[1, 5]], [None, 6]),
+        *(torch.tensor([1.0, 5]), torch.tensor([[6]]), torch.tensor([True]), np.array([True])),
+    ],
+    ids=repr,
+)
 def test_a_balance_of_other_types_is_refused(balance: Any) -> None:
-    with pytest.raises(TypeError, match=r"the balance is .*: pass .* balance=\[6\]"):
+    with pytest.raises(TypeError, match="holds more than integers: pass the number of layers"):
         check_balance(balance, 6)
+
+
+def test_a_balance_that_is_no_sequence_is_refused() -> None:
+    for balance in (6, None):
+        with pytest.raises(TypeError, match=rf"the balance is {balance}: .* balance=\[6\]"):
+            check_balance(balance, 6)  # type: ignore[arg-type]
 
 
 @for_each("balance", [[2, 3], [6, 1], [], [7]])

@@ -179,8 +179,9 @@ def test_tensors_that_nothing_initialises_are_named() -> None:
     with pytest.raises(ValueError, match="nothing initialises") as caught:
         materialize(layers, list(layers), CPU, seed=0)
     message = str(caught.value)
-    for layer in ("neck.1", "head"):
-        for name in ("scale", "places", "mask"):
-            assert f"{layer}.{name} (Scaled)" in message
+    for name in ("neck.1.scale", "neck.1.places", "neck.1.mask"):
+        assert f"{name} (Scaled has no reset_parameters())" in message
+    for name in ("head.scale", "head.places", "head.mask"):
+        assert f"{name} (Scaled.reset_parameters() leaves it unset)" in message
     assert "neck.0" not in message
     assert "give the layer a reset_parameters() that sets all" in message

@@ -139,11 +139,11 @@ def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tens
         (faulty(no_generator, stash=["a"]), "ended without what it declares: stash 'a'; yield it"),
         (faulty(yield_nothing, stash=["a"], pop=["b"]), "declares: pop 'b', stash 'a'; yield it"),
         (faulty(stash_a, stash=["a", "b"]), "declares: stash 'b'; yield it, and stash None if"),
-        (faulty(stash_a, stash=["b"]), r"does stash 'a' .*: write @skippable\(stash=\['a'\]\)"),
-        (faulty(stash_a, pop=["a"]), "does stash 'a' twice, or without declaring it"),
-        (faulty(pop_a), r"does pop 'a' .* without declaring it: write @skippable\(pop=\['a'\]\)"),
-        (faulty(stash_a_twice, stash=["a"]), "does stash 'a' twice"),
-        (faulty(pop_a_twice, pop=["a"]), "does pop 'a' twice"),
+        (faulty(stash_a, stash=["b"]), r"does stash 'a', which it .* @skippable\(stash=\['a'\]\)"),
+        (faulty(stash_a, pop=["a"]), r"does stash 'a', which it .* @skippable\(stash=\['a'\]\)"),
+        (faulty(pop_a), r"does pop 'a', which it does not declare: .* @skippable\(pop=\['a'\]\)"),
+        (faulty(stash_a_twice, stash=["a"]), "does stash 'a' twice$"),
+        (faulty(pop_a_twice, pop=["a"]), "does pop 'a' twice$"),
         (faulty(pop_a, pop=["a"], stash=["b"]), "declares: stash 'b'; yield it"),
     ],
 )
@@ -165,10 +165,31 @@ def test_a_tensor_is_popped_as_often_as_declared() -> None:
         model(ONE)
 
 
+def test_nothing_but_a_tensor_or_none_is_stashed() -> None:
+    with pytest.raises(TypeError, match="skip 'a' is stashed as tuple: stash a tensor or None"):
+        stash("a", (ONE, ONE))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"stash": "abc"}, {"pop": "abc"}])
+def test_names_come_as_lists(options: dict[str, str]) -> None:
+    with pytest.raises(TypeError, match="skippable got 'abc': names come as lists"):
+        skippable(**options)
+
+
+def test_the_decorator_takes_names() -> None:
+    with pytest.raises(TypeError, match=r"as in @skippable\(stash=\[...\], pop=\[...\]\)"):
+        skippable(nn.Identity)  # type: ignore[arg-type]
+
+
+def test_a_tensor_is_popped_at_least_once() -> None:
+    with pytest.raises(ValueError, match="skip 'a' is popped by 0 layers: give at least 1"):
+        skippable(stash={"a": 0})
+
+
 # -- classes --------------------------------------------------------------------------------------
 
 
-def test_a_subclass_declares_names_of_its_own() -> None:
+def test_a_class_declares_once_and_its_subclass_declares_names_of_its_own() -> None:
     class Named(nn.Module):
         def __init__(self, name: str) -> None:
             super().__init__()
@@ -179,6 +200,8 @@ def test_a_subclass_declares_names_of_its_own() -> None:
             return input
 
     stash_a = skippable(stash=["a"])(Named)
+    with pytest.raises(TypeError, match="Named is skippable already"):
+        skippable(stash=["b"])(Named)
     child: type[Named] = type("Child", (Named,), {})
     stash_b = skippable(stash=["b"])(child)
     model = nn.Sequential(stash_a("a"), stash_b("b"), popper("a", "b"))
@@ -199,6 +222,24 @@ def test_isolated_pairs_of_one_name() -> None:
     )
     verify_skippables(model)
     assert model(ONE).tolist() == [4 + 2 + 1]
+
+
+@for_each("only", ["ab", ["ab"], {"ab"}, iter(["ab"])])
+def test_isolate_only_some_names(only: Any) -> None:
+    namespace = Namespace()
+    popped_apart = isolated(popper("ab"), namespace)
+    model = nn.Sequential(
+        isolated(stasher("ab", "c"), namespace, only=only), popped_apart, popper("c")
+    )
+    verify_skippables(model)
+    assert model(ONE).tolist() == [4]
+
+
+def test_isolating_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"Stash declares the skip names \['a', 'b'\], not \['c', 'd'\]"
+    ):
+        isolated(stasher("a", "b"), Namespace(), only=["d", "a", "c"])
 
 
 def test_isolate_some_names_here_and_others_there() -> None:

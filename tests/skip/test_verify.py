@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from procpipe import Stage
 from procpipe.skip import Namespace, verify_skippables
 from tests.cases import for_each
 from tests.skip.layers import drawn
@@ -40,7 +41,6 @@ def faults_of(*layers: str | nn.Module) -> list[str]:
         ("+a +b", "-a", "-b"),
         ("+a", "+b", "-a -b"),
         ("+a", "-a +b", "-b"),
-        ("+a -a",),
         ("+a*2", "-a", "-a"),
         ("+a*3", "-a", "-a", "+b", "-a -b"),
     ],
@@ -72,6 +72,11 @@ def test_matching_pairs_are_accepted(actions: tuple[str, ...]) -> None:
         (("-a", "+a*2", "-a"), [
             "'a' is stashed by layer '1' (pops declared: 2), and popped by layer '0' and layer '2'"
         ]),
+        (("+a -a",), ["layer '0' both stashes and pops 'a'"]),
+        (("+a*2 -a", "-a", "+b"), [
+            "layer '0' both stashes and pops 'a'",
+            "'b' is stashed by layer '2' (pops declared: 1), and popped by no layer",
+        ]),
     ],
     ids=str,
 )  # fmt: skip
@@ -102,6 +107,10 @@ def test_modules_inside_a_layer_count() -> None:
     ]
 
 
+def test_a_module_inside_may_not_stash_and_pop_one_name_either() -> None:
+    assert faults_of(nn.Sequential(drawn("+a -a"))) == ["layer '0.0' both stashes and pops 'a'"]
+
+
 def test_layers_of_a_nested_sequential_are_in_order_and_have_its_name() -> None:
     verify(nn.Sequential(drawn("+a"), drawn("-a")))
     assert faults_of("", nn.Sequential(drawn("-a"), drawn("+a"))) == [
@@ -114,3 +123,31 @@ def test_a_layer_used_twice_stashes_twice() -> None:
     assert faults_of(twice, twice, "-a") == [
         "'a' is stashed by layer '0' and layer '1' (pops declared: 2), and popped by layer '2'"
     ]
+
+
+def test_only_a_sequential_can_be_verified() -> None:
+    with pytest.raises(TypeError, match=r"Linear is not an nn\.Sequential"):
+        verify_skippables(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+class OfTorchgpipe(nn.Module):
+    """The base class of torchgpipe's skippables."""
+
+    __module__ = "torchgpipe.skip.skippable"
+
+
+class OfOldTorch(nn.Module):
+    """That of torch's pipe, which torch has removed."""
+
+    __module__ = "torch.distributed.pipeline.sync.skip.skippable"
+
+
+def test_skippables_of_other_packages_are_refused() -> None:
+    theirs = type("Theirs", (OfTorchgpipe,), {})
+    with pytest.raises(TypeError) as info:
+        Stage(nn.Sequential(drawn("+a"), nn.Sequential(theirs()), OfOldTorch()), [3])
+    assert str(info.value).startswith(
+        "layer '1.0' (Theirs) is a skippable of torchgpipe.skip; layer '2' (OfOldTorch) is a "
+        "skippable of torch.distributed.pipeline.sync.skip: a pipeline of procpipe carries"
+    )
+    assert "write `from procpipe.skip import skippable, stash, pop`" in str(info.value)

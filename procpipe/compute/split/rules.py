@@ -25,7 +25,9 @@ def input_gradient(layer: nn.Module, x: Tensor, gradient: Tensor, weight: Tensor
     """Return the gradient of ``x``, whose values do not matter."""
     weight = weight.to(gradient.dtype)
     if isinstance(layer, nn.Linear):
-        return _rows(gradient).mm(weight).reshape(x.shape)
+        rows = _rows(gradient)
+        of_rows = weight.t().mm(rows.t()).t() if _is_by_columns(_rows(x)) else rows.mm(weight)
+        return of_rows.reshape(x.shape)
     of_x: Tensor = _of_convolution(layer, x, gradient, weight, None, (True, False, False))[0]
     return of_x
 
@@ -35,9 +37,14 @@ def weight_gradients(
 ) -> list[Tensor]:
     """Return the gradient of the weight and, if it is given, of the bias."""
     if isinstance(layer, nn.Linear):
-        rows = _rows(gradient)
-        of_weight = rows.t().mm(_rows(x))
-        return [of_weight] if bias is None else [of_weight, rows.sum(0)]
+        rows_in, rows = _rows(x), _rows(gradient)
+        is_usual = _is_by_columns(weight.t())
+        of_weight = rows.t().mm(rows_in) if is_usual else rows_in.t().mm(rows).t()
+        if bias is None:
+            return [of_weight]
+        # Autograd adds the bias to the rows, or else to a product of the output's shape.
+        is_of_rows = x.is_contiguous() or x.dim() <= 2
+        return [of_weight, rows.sum(0) if is_of_rows else gradient.sum(list(range(x.dim() - 1)))]
     mask = (False, True, bias is not None)
     weight = weight.to(gradient.dtype)
     return [
@@ -73,4 +80,11 @@ def _of_convolution(
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return a tensor as a matrix whose columns are its last dimension."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    matrix: Tensor = torch.atleast_2d(tensor).flatten(0, -2)
+    return matrix
+
+
+def _is_by_columns(matrix: Tensor) -> bool:
+    """Return whether autograd computes the gradient of a matrix by columns."""
+    of_row, of_column = matrix.stride()
+    return of_row == 1 and of_column == len(matrix)

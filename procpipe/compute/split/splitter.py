@@ -65,26 +65,27 @@ class PutOff:
     def run(self) -> None:
         """Add the gradients to the parameters, and release what they are computed from.
 
-        Each layer alone, so that one weight's gradient is in memory at a time. Autograd adds up
-        those of several calls of it first, so that hooks run once.
+        Each layer alone, in the order of the backward pass, so that one weight's gradient is in
+        memory at a time. Those of several calls of it are added up first, so that hooks run once.
         """
         while self._waiting:
-            layer, calls = self._waiting.popitem()
-            leaves: list[Tensor] = []
-            made: list[Tensor] = []
+            layer = next(iter(self._waiting))
+            calls = self._waiting.pop(layer)
+            totals: dict[Tensor, Tensor] = {}
             for call in calls:
                 if call.versions != (call.x._version, call.gradient._version):
                     raise RuntimeError(
                         "the input, or the gradient of the output, of a layer whose weight is "
                         f"{tuple(call.leaves[0].shape)} was changed in place before its weight "
                         "gradients were computed, which a backward pass in two tasks puts off: "
-                        "use a schedule that does not split backward"
+                        "let the layer have a tensor of its own for each micro-batch, or use a "
+                        "schedule that does not split backward"
                     )
                 of_leaves = weight_gradients(layer, call.x, call.gradient, *call.leaves)
                 for leaf, of_leaf in zip(call.leaves, of_leaves, strict=True):
-                    leaves.append(leaf)
-                    made.append(of_leaf.to(leaf.dtype))
-            run_backward(tuple(leaves), tuple(made))
+                    made = of_leaf.to(leaf.dtype)
+                    totals[leaf] = totals[leaf] + made if leaf in totals else made
+            run_backward(tuple(totals), tuple(totals.values()))
 
 
 @dataclass(slots=True)
@@ -204,6 +205,7 @@ def suited(layers: Iterable[nn.Module]) -> list[nn.Module]:
         module
         for module in modules
         if module not in inside
+        and are_functions_transformed is not None
         and has_rule(module)
         and _is_stock(module)
         and "weight" in module._parameters  # not computed from others, as by weight_norm

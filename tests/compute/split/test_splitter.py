@@ -205,6 +205,7 @@ def test_frozen_parameters_and_inputs(frozen, requires_grad, dtype):
 
 
 LAYOUTS = {
+    "transposed": lambda t: t.t(),
     "other dimensions first": lambda t: t.reshape(3, 11, 7).transpose(0, 1),
     "transposed each": lambda t: t.reshape(3, 7, 11).transpose(1, 2),
     "every second": lambda t: t[::2],
@@ -215,21 +216,40 @@ LAYOUTS = {
 @for_each(("layout", "bias", "dtype"), pairs(LAYOUTS, [True, False], DTYPES))
 def test_layouts_of_the_input_of_a_linear_layer(layout, bias, dtype):
     turn = LAYOUTS[layout]
+
+    def forward(layer, x):
+        return layer(turn(x)).transpose(0, 1)  # transposes the gradient of the layer's output, too
+
     x = ramp(33, 7, dtype=dtype)
     layer = nn.Linear(turn(x).shape[-1], 12, bias=bias, dtype=dtype)
-    check(Do(lambda layer, x: layer(turn(x)), layer), x, put_off=1 + bias)
+    check(Do(forward, layer), x, put_off=1 + bias)
+
+
+@FLOATS
+def test_a_weight_by_columns(dtype):
+    layer = nn.Linear(7, 12, dtype=dtype)
+    layer.weight = nn.Parameter(ramp(7, 12, dtype=dtype).t())
+    check(layer, ramp(33, 7, dtype=dtype), put_off=2)
+
+
+ROWS = [
+    *(ramp(33, 7).t(), ramp(7, 33), ramp(3, 7, 33), ramp(2, 3, 7, 33)),
+    *(ramp(3, 33, 7).transpose(1, 2), ramp(33, 7, 3).permute(2, 1, 0), ramp(33, 7).t()[None]),
+]
 
 
 @pytest.mark.parametrize("weight", [ramp(12, 33), ramp(33, 12).t()])
-@pytest.mark.parametrize("x", [ramp(33, 7).t(), ramp(3, 33, 7).transpose(1, 2)])
-def test_in_rare_layouts_only_the_last_digits_differ(x, weight):
+@pytest.mark.parametrize("x", ROWS, ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
+def test_the_layouts_of_gradients_are_autograds(x, weight):
     layer = nn.Linear(33, 12)
     layer.weight = nn.Parameter(weight)
-    output = layer(x.requires_grad_()).transpose(0, 1)
-    expected = torch.autograd.grad(output, (x, layer.weight, layer.bias), ramp(*output.shape))
-    given = layer, x.detach(), ramp(*output.shape).transpose(0, 1), weight
-    torch.testing.assert_close(input_gradient(*given), expected[0])
-    torch.testing.assert_close(tuple(weight_gradients(*given, layer.bias)), expected[1:])
+    output = layer(x.requires_grad_())
+    for gradient in (ramp(*output.shape), ramp(*output.mT.shape).mT):
+        wanted = x, layer.weight, layer.bias
+        expected = torch.autograd.grad(output, wanted, gradient, retain_graph=True)
+        given = layer, x.detach(), gradient, weight
+        found = input_gradient(*given), *weight_gradients(*given, layer.bias)
+        assert all(map(equal, found, expected))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
@@ -526,6 +546,16 @@ def test_hooks_run_once_a_micro_batch(linear):
         next(tasks)
         assert sorted(calls[3:]) == ["bias", "weight"]
         calls.clear()
+
+
+def test_hooks_run_in_the_order_of_the_backward_pass():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    calls: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: calls.append(name))
+    for _ in run_split(partition_of(model), ramp(3, 6)):
+        pass
+    assert calls == [f"{n}.{what}" for n in (2, 1, 0) for what in ("weight", "bias")]
 
 
 # -- layers that are not changed -----------------------------------------------------------------
