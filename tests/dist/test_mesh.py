@@ -414,7 +414,8 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
             "replicas, shards of 4": "give the pipeline one dimension of a DeviceMesh, as Stage(",
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
-            "balance": "IndexError: balance [1, 2, 3] makes 3 partitions, but the pipeline has 2",
+            "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
+            f"pipeline has 2 ranks, {pipeline}",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
@@ -425,6 +426,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
         }.items():
             assert words in found[name], (rank, name, found[name])
+        assert not any("give replicas=" in words for words in found.values()), found
 
 
 def fail_on_one_rank(bare):
