@@ -11,6 +11,7 @@ import io
 import json
 import time
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from procpipe import (
 from procpipe.losses import MaskedCrossEntropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
+from procpipe.timeline.idle import split
 from tests.dist.stages import assert_same, stage_of, world_of
 from tests.dist.test_failures import check_lost, kill
 
@@ -540,6 +542,71 @@ def test_a_loss_with_parameters_is_the_same_on_all_replicas(ranks):
 
 def test_replicas_start_with_the_values_of_the_first(ranks):
     ranks(4).run(check_different_start, world=False).values()
+
+
+def check_trace(bare, folder):
+    plain = make_model()
+    options = {"replicas": 2, "chunks": 3, "trace": f"{folder}/run.json", "loss_fn": mean_loss}
+    with stage_of(bare, "trace", plain, [3, 3], **options) as stage:
+        stage.step(*own(stage, *make_batch(11, 0)))
+        with stage.no_sync():
+            stage.step(*own(stage, *make_batch(5, 1)))
+        stage.step(*own(stage, *make_batch(2, 2)))
+        stage.eval()
+        stage.step(*own(stage, *make_batch(4, 3)))
+        stage.train()
+        stage.step(*own(stage, *make_batch(8, 4)))
+        report = stage.report()
+        found = stage.statistics()
+        num_bytes = sum(parameter.nbytes for parameter in stage.parameters())
+    return report, asdict(found), num_bytes
+
+
+def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
+    found = ranks(4).run(check_trace, str(tmp_path), world=False).values()
+    recording = from_chrome(json.loads((tmp_path / "run.json").read_text()))
+
+    assert recording.is_closed
+    assert [step.shares for step in recording.steps] == [
+        ((2, 2, 2), (2, 2, 1)),
+        ((1, 1, 1), (1, 1)),
+        ((1,), (1,)),
+        ((1, 1), (1, 1)),
+        ((2, 2), (2, 2)),
+    ]
+    last = recording.step()
+    assert (last.number, last.num_stages, last.num_replicas) == (4, 2, 2)
+    for step in recording.steps:
+        summed = {rank: [one.what for one in step.sums if one.rank == rank] for rank in range(4)}
+        trains, is_kept = step.number != 3, step.number == 1
+        for rank, names in summed.items():
+            gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
+            assert names == [*gradients, *["loss"] * trains], f"step {step.number} rank {rank}"
+        for one in step.sums:
+            times_s = one.start_s, one.end_s, one.asked_s, one.taken_s
+            start, end, asked, taken = (round(at_s * 1e9) for at_s in times_s)  # as in the file
+            assert start <= end <= taken, f"step {step.number}: {one}"
+            assert start <= asked <= taken, f"step {step.number}: {one}"
+        for hop in step.hops:
+            assert hop.source // 2 == hop.destination // 2, f"step {step.number}: {hop}"
+
+    (report, *_), *others = found
+    assert [other[0] for other in others] == [report] * 3
+    assert report.count("replica 1\n") == 2
+    for rank, (_, statistics, own_bytes) in enumerate(found):
+        assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
+        # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.
+        sums = statistics["all_reduce_bytes"]
+        assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
+        assert 0 < statistics["exposed_s"] <= statistics["step_s"]
+        assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
+        expected = split(last)[rank]
+        assert statistics["split"]["all_reduce_s"] == pytest.approx(
+            expected.all_reduce_s, abs=4 * recording.clock_error_s
+        )
+        parts = ("busy_s", "bubble_s", "imbalance_s", "communication_s", "all_reduce_s")
+        of_step = statistics["split"]
+        assert sum(of_step[part] for part in parts) == pytest.approx(of_step["step_s"])
 
 
 def step_with_one_micro_batch(bare, folder):
