@@ -126,7 +126,7 @@ class Stage(LocalLayers):
             ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
             ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
             micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning on each rank.
+            and gradients are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
@@ -315,7 +315,9 @@ class Stage(LocalLayers):
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             weight = order.count if batch.weight is None else batch.weight
-            return self._loss.note(batch.mean, weight, warns=self.rank == 0)  # step 10
+            counts = self._grid.stage == (0 if batch.weight is None else self.placement[-1])
+            warns = counts and (self.replica == 0 or not batch.is_shared)
+            return self._loss.note(batch.mean, weight, warns=warns)  # step 10
 
     @property
     def last_weight(self) -> Tensor:

@@ -144,9 +144,15 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
 
 
+def test_a_loss_of_a_target_needs_one(stage_of):
+    for loss_fn in (F.cross_entropy, nn.CrossEntropyLoss()):
+        with pytest.raises(TypeError, match=r"loss_fn needs a target \(missing a required"):
+            stage_of(make_model(), [4], loss_fn=loss_fn).step(batch()[0])
+
+
 def test_loss_weights_need_a_target(stage_of):
     stage = stage_of(make_model(), [4], loss_fn=torch.mean, loss_weight=len)
-    with pytest.raises(ValueError, match="counts in the target, but"):
+    with pytest.raises(ValueError, match="loss_weight needs a target"):
         stage.step(batch()[0])
 
 
