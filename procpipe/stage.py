@@ -281,9 +281,10 @@ class Stage(LocalLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
-                ``None`` for none. A model of several inputs needs it by name:
-                ``step(a, b, target=y)``. If only the last stage passes a target, that one is used.
+            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``, or
+                a key of the only positional value, a mapping; ``None`` for none. A model of several
+                inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
+                target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
                 from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
                 in eval mode; the first rank's counts, and in training all replicas need the same.

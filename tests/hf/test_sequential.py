@@ -167,6 +167,16 @@ def test_labels_that_are_missing_are_asked_for():
             stage.step(batch_given)
 
 
+def test_the_target_is_named_among_the_keys_of_one_value():
+    batch, labels = batch_of("GPT-2")
+    layers = hf.sequential(model_of("GPT-2"))
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+
+    found = stage.step({**batch, "labels": labels}, target="labels")
+
+    assert found == stage.step(**batch, labels=labels)
+
+
 def test_one_row_of_position_ids_is_for_all():
     batch, labels = batch_of("Llama")
     batch["position_ids"] = torch.arange(3, 12)[None]
