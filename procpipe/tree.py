@@ -168,7 +168,7 @@ def place_of(value: Any, number: int) -> str:
 
 def in_words(value: Any) -> str:
     """Describe a nested value by its tensors, for errors: "(float32 (4, 3), None)"."""
-    return str(pytree.tree_map(_leaf_in_words, value))
+    return repr(pytree.tree_map(_leaf_in_words, value))
 
 
 def _leaf_in_words(leaf: Any) -> Any:
