@@ -373,7 +373,8 @@ class Stage(LocalLayers):
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
-            return Remote(self._output_rank, "the output of stage(input)", may_follow)
+            what = "the output of stage(input)"
+            return Remote(self._output_rank, what, may_follow, here=self.rank)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
