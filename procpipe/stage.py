@@ -415,8 +415,9 @@ class Stage(LocalLayers):
             CallMismatchError: ``stop_on`` is not the same on all ranks, or ``same_data`` or the
                 mode is not on all replicas.
             DisagreementError: replicas have read the same.
-            TypeError: ``stop_on`` is no collection of signals.
-            ValueError: ``stop_on`` with ``mesh``, or in another thread than the main one.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
+            RuntimeError: ``stop_on`` in another thread than the main one.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(

@@ -33,7 +33,7 @@ from procpipe.run.coordinator import Coordinator
 from procpipe.run.loops import Loop
 from procpipe.run.order import BatchDetail, Order
 from procpipe.run.runner import Runner
-from procpipe.run.stops import Signals, Stops
+from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.torch_internals import pytree
 from procpipe.tree import TENSOR, Structure, flatten, is_plain, text_of, unflatten
 
@@ -89,7 +89,12 @@ class Batches:
     def read(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader, f"batches(None) on rank {self._first}, which reads the loader")
-        with self.stops.handling(stop_on) as names:
+        numbers = []
+        if stop_on != ():
+            with self._calls.together("batches"):  # so that an error ends all ranks
+                numbers = checked_signals(stop_on)
+        names = ", ".join(number.name for number in numbers)
+        with self.stops.handling(numbers):
             loop = Loop(self._grid, names, same_data, self._done)
             while True:
                 with self._calls.together("batches") as pipeline:
