@@ -207,7 +207,11 @@ class Stage(LocalLayers):
             self._schedule = schedule_of(schedule)
             self.schedule = self._schedule.name
             replicas = checked_replicas(
-                replicas, self._world.num_ranks, is_launched=self._world.is_launched
+                replicas,
+                self._world.num_ranks,
+                balance,
+                self._schedule.partitions_per_stage,
+                is_launched=self._world.is_launched,
             )
             self._grid = self._world.divide(replicas)
             self._coordinator = Coordinator(self._world.mesh, self._grid)

@@ -651,19 +651,26 @@ def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
 def check_counts(bare):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     cases: list[tuple[Any, type[Exception], str]] = [
-        (3, BalanceError, "but there are 4 processes.* replicas .*=6.*give replicas=1 or 2 or 4"),
+        (3, BalanceError, "but there are 4 processes.* start 6, for 2 stages .* give replicas=2"),
         (0, ValueError, "at least 1"),
         ("2", TypeError, "must be an int"),
     ]
     for replicas, kind, words in cases:
         with pytest.raises((kind, RemoteStageError), match=words):  # as it connects, another's
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
-    with pytest.raises((BalanceError, RemoteStageError), match="or give replicas=2, or a balance"):
-        Stage(model, [2, 2], world=world_of(bare, "balance"))
+    fitting: list[tuple[Any, dict[str, Any], str]] = [
+        ([2, 2], {}, "or give replicas=2, or a balance like"),
+        ([2, 2], {"schedule": "zb-v"}, "give replicas=4, or another balance"),
+        ([3, 1], {"schedule": "interleaved"}, "give replicas=2, or another balance"),
+    ]
+    for balance, options, words in fitting:
+        with pytest.raises((BalanceError, RemoteStageError), match=words):
+            Stage(model, balance, world=world_of(bare, words), **options)
     with pytest.raises(
-        (BalanceError, RemoteStageError), match="give replicas=4, or another balance"
+        (BalanceError, RemoteStageError),
+        match="there are 4 processes: start fewer, or give replicas=2",
     ):
-        Stage(model, [2, 2], schedule="zb-v", world=world_of(bare, "schedule"))
+        Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world=world_of(bare, "few layers"))
 
 
 def test_numbers_that_do_not_fit(ranks):
