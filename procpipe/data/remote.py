@@ -49,6 +49,11 @@ NAMES_OF_OPERATORS_IN_PLACE = frozenset(
 )
 
 
+#: Backward passes by their numbers, each in a list that all values of its output share, and that is
+#: empty once the pass has been run.
+_Passes = dict[int, list[Callable[[], None]]]
+
+
 def _refusing(how: str) -> Callable[..., NoReturn]:
     """Make a method of ``Remote`` that needs the value."""
 
@@ -69,7 +74,8 @@ class Remote:
         rank: the rank that holds the value; of several that do, one.
         what: what it is, for messages: "the output of stage(input)".
         backward: runs this rank's part of the backward pass, and may block until the other ranks
-            have done theirs; ``None`` if nothing requires grad.
+            have done theirs; ``None`` if nothing requires grad. It is called at most once, by
+            whichever of the values computed from this one is the first to have its backward called.
         others: further ranks that hold the value.
         here: this process's rank, for messages.
     """
@@ -90,7 +96,7 @@ class Remote:
         self.rank = rank
         self._ranks = frozenset([rank, *others])
         self._what, self._here = what, here
-        self._passes = {} if backward is None else {next(self._numbers): backward}
+        self._passes: _Passes = {} if backward is None else {next(self._numbers): [backward]}
 
     @property
     def requires_grad(self) -> bool:
@@ -120,8 +126,13 @@ class Remote:
                 "grad; compute it from an output of stage(input), do not detach that, and call "
                 "the stage with gradients enabled"
             )
-        for _, run in sorted(self._passes.items(), reverse=True):
-            run()
+        if not all(self._passes.values()):
+            raise RuntimeError(
+                f"backward() a second time for a value on rank {self.rank} ({self._what}): a "
+                "mini-batch has one backward pass; add up its losses and call backward() on the sum"
+            )
+        for number in sorted(self._passes, reverse=True):
+            self._passes[number].pop()()
 
     @classmethod
     def __torch_function__(
@@ -195,9 +206,8 @@ class Remote:
         grad = ", requires grad" if self._passes else ""
         return f"<Remote: {self._what}, on rank {self.rank}{grad}>"
 
-    def _with(
-        self, passes: dict[int, Callable[[], None]], ranks: Iterable[int] = (), what: str = ""
-    ) -> Remote:
+    def _with(self, passes: _Passes, ranks: Iterable[int] = (), what: str = "") -> Remote:
+        """Return a placeholder for what is computed from this one."""
         ranks = ranks or self._ranks
         other = Remote(min(ranks), what or self._what, None, others=ranks, here=self._here)
         other._passes = passes

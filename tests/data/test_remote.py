@@ -258,11 +258,16 @@ def test_a_remote_is_hashable_as_tensors_are() -> None:
     assert {remote: 1}[remote] == 1
 
 
-def test_all_values_of_an_output_have_its_backward() -> None:
+def test_backward_is_shared_and_runs_once() -> None:
     calls = Calls()
     output = a_remote(calls)
-    (output[0].sum() + (2 * output[1]).sum()).backward(torch.ones(()), retain_graph=True)
-    assert calls.count == 1  # ``Stage`` refuses a second
+    first, second = output[0].sum(), (2 * output[1]).sum()
+    first.backward(torch.ones(()), retain_graph=True)
+    assert calls.count == 1
+    for value in (first, second, output):
+        with pytest.raises(RuntimeError, match=r"second time .* on rank 3 .* on the sum"):
+            value.backward()
+    assert calls.count == 1
 
 
 def test_losses_of_several_outputs_go_backward_in_autograds_order() -> None:
