@@ -367,6 +367,7 @@ def ask_for_what_cannot_be(bare):
         found["balance"] = error_of(
             lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
         )
+        found["few layers"] = error_of(lambda: stage_in(bare, mesh, "few", make_model()[:1], None))
         found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
@@ -416,6 +417,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
             "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
             f"pipeline has 2 ranks, {pipeline}",
+            "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",

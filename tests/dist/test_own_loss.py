@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from procpipe import RemoteValueError, Stage
@@ -56,14 +58,31 @@ def flat_cross_entropy(output: Any, target: Any) -> Any:
     return F.cross_entropy(output.view(-1, output.size(-1)), target.to(output.device).view(-1))
 
 
+def masked_mean(output: Any, x: Any) -> Any:
+    losses = F.mse_loss(output, x, reduction="none").mean(output.dim() - 1)
+    mask = torch.arange(output.shape[0], device=output.device) < output.size(0) - 1
+    return (losses * mask.to(losses.dtype)).sum() / mask.sum()
+
+
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 Y = torch.tensor([0, 5, 2, 1, 3])
 
 #: A loader's item, its input, and the loss code of it.
 FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "tensor": (X, lambda b: b, lambda o, b: F.mse_loss(o, b)),
+    "tensor, masked": (X, lambda b: b, masked_mean),
+    "tuple of one": ((X,), lambda b: b[0], lambda o, b: F.mse_loss(o, b[0])),
+    "list of one": ([X], lambda b: b[0], lambda o, b: F.mse_loss(o, b[0].view(o.shape))),
     "tuple": ((X, Y), lambda b: b[0], lambda o, b: flat_cross_entropy(o, b[1])),
+    "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
     "named tuple": (Loaded(X, Y), lambda b: b.x, lambda o, b: flat_cross_entropy(o, b.y)),
     "dict": ({"x": X, "y": Y}, lambda b: b["x"], lambda o, b: flat_cross_entropy(o, b["y"])),
+    "dict, input": ({"x": X, "n": 3}, lambda b: b["x"], lambda o, b: F.mse_loss(o, b["x"])),
+    "OrderedDict": (
+        OrderedDict(y=Y, x=X),
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
     "dataclass": (
         Example(X, {"y": Y, "k": (None, X)}),
         lambda b: b.x,
@@ -71,6 +90,11 @@ FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = 
     ),
     "with what cannot travel": (
         {"x": X, "name": object(), "y": Y},
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
+    "with a tensor that cannot travel": (
+        {"x": X, "sparse": torch.eye(2).to_sparse(), "y": Y},
         lambda b: b["x"],
         lambda o, b: flat_cross_entropy(o, b["y"]),
     ),
@@ -132,19 +156,28 @@ def test_step_does_not_send_again_what_batches_has_sent(ranks: Any) -> None:
 # -- values that no rank has together -------------------------------------------------------------
 
 
-def use_the_first_entry(world: Any) -> str:
+def loss_of_first_entry(output: Any, x: Any, y: Any, how: str) -> Any:
+    if how == "input":
+        return F.mse_loss(output, x)
+    if how == "size":
+        return flat_cross_entropy(output, y) / x.size(0)
+    return (output - x).pow(2).mean()
+
+
+def use_the_first_entry(world: Any, how: str) -> str:
     """Return the error of such a loss; on rank 0, which cannot know of it, none."""
     stage, text = make_stage(world), ""
-    for x, _ in stage.batches([(X, Y)]):
+    for x, y in stage.batches([(X, Y)]):
         try:
-            F.mse_loss(stage(x), x)
+            loss_of_first_entry(stage(x), x, y, how)
         except RemoteValueError as error:
             text = str(error)
     return text
 
 
-def test_a_loss_of_the_first_entry_says_which_ranks_have_what(ranks: Any) -> None:
-    first, *others = ranks(3).run(use_the_first_entry).values()
+@pytest.mark.parametrize("how", ["input", "size", "operator"])
+def test_a_loss_of_the_first_entry_says_which_ranks_have_what(ranks: Any, how: str) -> None:
+    first, *others = ranks(3).run(use_the_first_entry, how).values()
     assert first == ""
     for error in others:
         assert "rank 0 (entry 0 of the mini-batch)" in error
@@ -218,7 +251,9 @@ def read_own(world: Any, what: str) -> int:
                 x = x.float()
             elif what == "nothing":
                 x = None
-        if what == "in evaluation":
+        if what == "by name":
+            stage(input=x)
+        elif what == "in evaluation":
             with torch.no_grad():
                 stage.eval()(x)
         elif what == "number":
@@ -238,6 +273,7 @@ OTHER = "float64 (4, 6) of other values"
     ("what", "how", "call"),
     [
         ("values", OTHER, 1),
+        ("by name", OTHER, 1),
         ("in evaluation", OTHER, 1),
         ("later", OTHER, 4),
         ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
@@ -256,6 +292,12 @@ def test_own_data_on_another_rank_is_an_error_on_every_rank(
         assert f"({how})" in error.text
         assert "read its own data" in error.text
         assert "stage.batches(loader)" in error.text
+
+
+def test_each_rank_with_other_data_is_named(ranks: Any) -> None:
+    for error in ranks(3).run(read_own, "values").errors():
+        assert "rank 1 passes another input than rank 0" in error.text
+        assert "rank 2 passes another input than rank 0" in error.text
 
 
 @pytest.mark.parametrize("what", ["equal", "nothing"])
@@ -283,3 +325,27 @@ def test_replicas_that_read_their_own_are_compared_with_their_first(ranks: Any) 
     for error in ranks(4).run(read_own_in_replicas, "own").errors():
         assert "rank 1 (stage 1 of replica 0) passes another input than rank 0 (" in error.text
         assert "rank 3 (stage 1 of replica 1) passes another input than rank 2 (" in error.text
+
+
+class CountCalls(TorchFunctionMode):
+    """Counts the calls of a torch function that only a checksum makes here."""
+
+    num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += func is Tensor.resolve_neg
+        return func(*args, **(kwargs or {}))
+
+
+def calls_with_checksums(world: Any) -> list[int]:
+    stage, found = make_stage(world), []
+    for k in range(1, 10):
+        with CountCalls() as counted:
+            stage(torch.ones(4, 6, dtype=torch.float64))
+        found += [k] if counted.num_calls else []
+    return found
+
+
+def test_inputs_are_read_in_few_calls_only(ranks: Any) -> None:
+    assert ranks(2).run(calls_with_checksums).values() == [[1, 2, 4, 8]] * 2
+    assert ranks(1).run(calls_with_checksums).values() == [[]]
