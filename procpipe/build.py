@@ -24,11 +24,14 @@ from procpipe.compute.segment import Segment
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
+from procpipe.errors import BalanceError
 from procpipe.job.world import World
 from procpipe.model.cut import (
+    check_enough_layers,
     cut,
     fit_balance,
     layer_facts,
+    replicas_for,
 )
 from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_shared, find_ties
@@ -82,10 +85,16 @@ def cut_model(
         grid.num_stages,
         is_launched=world.is_launched,
         num_replicas=grid.num_replicas,
-        is_of_mesh=grid.is_part,
         partitions_per_stage=schedule.partitions_per_stage,
+        of_mesh=grid.numbers if grid.is_part else None,
     )
-    placement = schedule.place(len(entries), grid.num_stages)
+    try:
+        placement = schedule.place(len(entries), grid.num_stages)
+    except BalanceError as error:
+        fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
+        if fits is None or grid.is_part:
+            raise
+        raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
     facts = layer_facts(module)
     parts = cut(module, entries)
     skips = SkipLayout.of(parts)
@@ -158,6 +167,9 @@ def found_balance(
     ):
         from procpipe.balance.agreed import agreed_balance
         from procpipe.balance.estimated import estimated_balance
+    if world.is_launched:
+        numbers = grid.numbers if grid.is_part else None
+        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
         return agreed_balance(
             name, module, sample, chunks, world, coordinator.agree, num_partitions

@@ -126,7 +126,7 @@ class Stage(LocalLayers):
             ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
             ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
             micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning on each rank.
+            and gradients are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
@@ -207,7 +207,11 @@ class Stage(LocalLayers):
             self._schedule = schedule_of(schedule)
             self.schedule = self._schedule.name
             replicas = checked_replicas(
-                replicas, self._world.num_ranks, is_launched=self._world.is_launched
+                replicas,
+                self._world.num_ranks,
+                balance,
+                self._schedule.partitions_per_stage,
+                is_launched=self._world.is_launched,
             )
             self._grid = self._world.divide(replicas)
             self._coordinator = Coordinator(self._world.mesh, self._grid)
@@ -281,9 +285,10 @@ class Stage(LocalLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``;
-                ``None`` for none. A model of several inputs needs it by name:
-                ``step(a, b, target=y)``. If only the last stage passes a target, that one is used.
+            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``, or
+                a key of the only positional value, a mapping; ``None`` for none. A model of several
+                inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
+                target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
                 from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
                 in eval mode; the first rank's counts, and in training all replicas need the same.
@@ -315,7 +320,9 @@ class Stage(LocalLayers):
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             weight = order.count if batch.weight is None else batch.weight
-            return self._loss.note(batch.mean, weight, warns=self.rank == 0)  # step 10
+            counts = self._grid.stage == (0 if batch.weight is None else self.placement[-1])
+            warns = counts and (self.replica == 0 or not batch.is_shared)
+            return self._loss.note(batch.mean, weight, warns=warns)  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -370,7 +377,8 @@ class Stage(LocalLayers):
 
         may_follow = run_backward if batch.keep else None
         if self.rank != self._output_rank:
-            return Remote(self._output_rank, "the output of stage(input)", may_follow)
+            what = "the output of stage(input)"
+            return Remote(self._output_rank, what, may_follow, here=self.rank)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
@@ -411,8 +419,9 @@ class Stage(LocalLayers):
             CallMismatchError: ``stop_on`` is not the same on all ranks, or ``same_data`` or the
                 mode is not on all replicas.
             DisagreementError: replicas have read the same.
-            TypeError: ``stop_on`` is no collection of signals.
-            ValueError: ``stop_on`` with ``mesh``, or in another thread than the main one.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
+            RuntimeError: ``stop_on`` in another thread than the main one.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(

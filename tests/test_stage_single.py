@@ -114,6 +114,7 @@ def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, er
         (lambda s: next(iter(s.batches(None))), TypeError, r"batches\(None\) on rank 0"),
         (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
         (lambda s: s.step(*batch(), torch.ones(10)), TypeError, r"step\(a, b, target=y\)"),
+        (lambda s: s.step(*batch(), 1, 2), TypeError, r"step\(a, b, c, target=y\)"),
     ],
 )
 def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):
@@ -144,9 +145,25 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
 
 
+def test_a_loss_of_a_target_needs_one(stage_of):
+    for loss_fn in (F.cross_entropy, nn.CrossEntropyLoss()):
+        with pytest.raises(TypeError, match=r"loss_fn needs a target \(missing a required"):
+            stage_of(make_model(), [4], loss_fn=loss_fn).step(batch()[0])
+
+
+def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
+    plain = make_model()
+    inputs, target = batch()[0], torch.randn(10, 3).double().requires_grad_()
+    stage = stage_of(copy.deepcopy(plain), [4], loss_fn=F.mse_loss)
+    (expected,) = torch.autograd.grad(F.mse_loss(plain(inputs), target), [target])
+    stage.step(inputs, target)
+    assert target.grad is not None
+    assert torch.equal(target.grad, expected)
+
+
 def test_loss_weights_need_a_target(stage_of):
     stage = stage_of(make_model(), [4], loss_fn=torch.mean, loss_weight=len)
-    with pytest.raises(ValueError, match="counts in the target, but"):
+    with pytest.raises(ValueError, match="loss_weight needs a target"):
         stage.step(batch()[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
-from procpipe.tree import in_words
+from procpipe.tree import flatten, in_words
 
 #: Whether a loss function is being called of which no one has said what it counts.
 _is_unweighted: ContextVar[bool] = ContextVar("is_unweighted", default=False)
@@ -55,6 +56,22 @@ class Loss:
                 "loss of its output backward"
             )
 
+    def check_takes_one(self) -> None:
+        """Check that the loss function can be called without a target."""
+        function = self.function
+        assert function is not None, "checked before the step"
+        try:
+            call = function.forward if isinstance(function, nn.Module) else function
+            inspect.signature(call).bind("the output")
+        except TypeError as error:
+            raise TypeError(
+                f"loss_fn needs a target ({error}), but step() was given none: call step(input, "
+                "target), step(…, target=y) or, for a batch of named values with labels, "
+                "step(**batch)"
+            ) from None
+        except ValueError:  # it has no signature
+            return
+
     def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Tensor:
         """Return the mean loss of one micro-batch, 0-dim.
 
@@ -83,8 +100,9 @@ class Loss:
             return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
-                f"the loss is {loss.item()}; the output is {in_words(output)}: lower the learning "
-                "rate, clip gradients, or look for the layer with torch.autograd.detect_anomaly()"
+                f"the loss is {loss.item()}; the output is {in_words(output)}, "
+                f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
+                "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
 
@@ -99,9 +117,8 @@ class Loss:
             return tuple(map(float, sizes))
         if targets is None:
             raise ValueError(
-                "loss_weight, or num_counted of loss_fn, counts in the target, but step() was "
-                "given none: call step(input, target), step(…, target=y) or, for a batch of named "
-                "values with labels, step(**batch)"
+                "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
+                "step() on the first or on the last stage, or leave loss_weight out"
             )
         found = tuple(float(self.weight(target)) for target in targets)
         total = sum(found)
@@ -204,3 +221,10 @@ def _zero_of(output: Any) -> Tensor:
             everything = torch.ones((), dtype=torch.bool, device=tensor.device)
             zero = zero + tensor.masked_fill(everything, 0).sum().real
     return zero
+
+
+def _share_not_finite(value: Any) -> str:
+    tensors, _ = flatten(value)
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    num_finite = sum(int(tensor.isfinite().sum()) for tensor in tensors)
+    return f"{1 - num_finite / max(1, num_elements):.1%}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -115,17 +116,18 @@ def gather(outputs: list[Any]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    forms = [(spec, [isinstance(leaf, Tensor) for leaf in leaves]) for leaves, spec in flat]
-    for i, form in enumerate(forms):
-        if form != forms[0]:
+    spec = pytree.tree_structure(outputs[0])
+    flat: list[list[Any]] = []
+    for i, output in enumerate(outputs):
+        with suppress(ValueError):  # it is built otherwise
+            flat.append(spec.flatten_up_to(output))
+        if len(flat) == i or [*map(_kind, flat[i])] != [*map(_kind, flat[0])]:
             raise ValueError(
-                f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(outputs[i])} "
+                f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(output)} "
                 f"in micro-batch {i}: let the last stage build its output alike for every "
                 "micro-batch"
             )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten(map(_merged, columns), forms[0][0])
+    return pytree.tree_unflatten(map(_merged, zip(*flat, strict=True)), spec)
 
 
 def _batch_size(inputs: Any) -> int:
@@ -185,6 +187,11 @@ def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
         return torch.split(leaf, list(sizes))
     return [leaf.tensor if type(leaf) is NoChunk else leaf] * len(sizes)
+
+
+def _kind(leaf: Any) -> bool | None:
+    """Return whether it is a tensor; None for a container, where another output has a leaf."""
+    return isinstance(leaf, Tensor) if pytree.tree_is_leaf(leaf) else None
 
 
 def _merged(leaves: tuple[Any, ...]) -> Any:

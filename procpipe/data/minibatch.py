@@ -49,9 +49,9 @@ def inputs_and_target(
 ) -> tuple[Inputs, Any]:
     """Return the inputs and the target of a ``step``, from what it was given.
 
-    The target is ``target``, or the named value that this names; if that is ``UNSET``, the named
-    value ``labels``, or the second of two positional ones. ``is_read``: whether this rank's inputs
-    count; others may give any values.
+    The target is ``target``, or the value that this names, among the named ones or in the only one,
+    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
+    ones. ``is_read``: whether this rank's inputs count; others may give any values.
 
     Raises:
         TypeError: more than two positional values, of which the last may be an input too; a target
@@ -66,11 +66,15 @@ def inputs_and_target(
                 f"{', '.join(named)}: give the name of one, or the target itself"
             )
         target = named.pop(target, None)
+    elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
+        others = dict(values[0])
+        values, target = (others,), others.pop(target, target)
     elif target is UNSET:
         if len(values) > 2 and is_read:
             raise TypeError(
                 f"step() was given {len(values)} positional values, which may all be inputs: name "
-                "the target, as in step(a, b, target=y), or target=None where the loss takes none"
+                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
+                "target=y), or target=None where the loss takes none"
             )
         target = None
         if len(values) == 2:
@@ -153,8 +157,8 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """Return a nested value, its tensors detached and on a device, for which no host waits."""
-    return map_tensors(lambda tensor: uploaded(tensor.detach(), device), value)
+    """Return a nested value with its tensors on a device; the host waits for no device."""
+    return map_tensors(lambda tensor: uploaded(tensor, device), value)
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:

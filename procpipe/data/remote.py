@@ -15,6 +15,8 @@ together. Does not communicate.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, NoReturn
@@ -31,11 +33,25 @@ VALUE_NAMES = frozenset(
     ["item", "tolist", "numpy", "grad", "grad_fn", "data_ptr", "untyped_storage"]
 )
 
+#: Attributes and methods that describe a tensor: placeholders without a backward pass, as ``data``.
+DESCRIBING_NAMES = frozenset(
+    [
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "data"),
+        *("dtype", "device", "layout", "nbytes", "itemsize", "element_size", "storage_offset"),
+        *("get_device", "is_cuda", "is_contiguous", "is_floating_point", "is_complex"),
+    ]
+)
+
 #: Torch's names of ``tensor += remote`` and the like. They rebind the name on the left to the
 #: result, so they are absorbed; ``tensor.add_(remote)`` cannot be distinguished from them.
 NAMES_OF_OPERATORS_IN_PLACE = frozenset(
     ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
 )
+
+
+#: Backward passes by their numbers, each in a list that all values of its output share, and that is
+#: empty once the pass has been run.
+_Passes = dict[int, list[Callable[[], None]]]
 
 
 def _refusing(how: str) -> Callable[..., NoReturn]:
@@ -58,11 +74,15 @@ class Remote:
         rank: the rank that holds the value; of several that do, one.
         what: what it is, for messages: "the output of stage(input)".
         backward: runs this rank's part of the backward pass, and may block until the other ranks
-            have done theirs; ``None`` if nothing requires grad.
+            have done theirs; ``None`` if nothing requires grad. It is called at most once, by
+            whichever of the values computed from this one is the first to have its backward called.
         others: further ranks that hold the value.
+        here: this process's rank, for messages.
     """
 
-    __slots__ = ("_backward", "_ranks", "_what", "rank")
+    __slots__ = ("_here", "_passes", "_ranks", "_what", "rank")
+
+    _numbers = itertools.count()  # of backward passes, in the order of their forward passes
 
     def __init__(
         self,
@@ -71,25 +91,27 @@ class Remote:
         backward: Callable[[], None] | None,
         *,
         others: Iterable[int] = (),
+        here: int | None = None,
     ) -> None:
         self.rank = rank
         self._ranks = frozenset([rank, *others])
-        self._what = what
-        self._backward = backward
+        self._what, self._here = what, here
+        self._passes: _Passes = {} if backward is None else {next(self._numbers): [backward]}
 
     @property
     def requires_grad(self) -> bool:
         """Whether :meth:`backward` has anything to run."""
-        return self._backward is not None
+        return bool(self._passes)
 
     def detach(self) -> Remote:
         """Return a placeholder of the same value without a backward pass."""
-        return Remote(self.rank, self._what, None, others=self._ranks)
+        return self._with({})
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Run this rank's part of the backward pass.
 
-        Every rank calls it; blocks as long as the pass does.
+        Every rank calls it; blocks as long as the pass does. What was computed from several
+        outputs runs the pass of each, the latest first, as autograd does on the rank of the value.
 
         Args:
             *args: ignored; they matter on the rank of the value only.
@@ -98,13 +120,19 @@ class Remote:
         Raises:
             RuntimeError: nothing requires grad, or the pass was run before.
         """
-        if self._backward is None:
+        if not self._passes:
             raise RuntimeError(
                 f"backward() of a value on rank {self.rank} ({self._what}): it does not require "
                 "grad; compute it from an output of stage(input), do not detach that, and call "
                 "the stage with gradients enabled"
             )
-        self._backward()
+        if not all(self._passes.values()):
+            raise RuntimeError(
+                f"backward() a second time for a value on rank {self.rank} ({self._what}): a "
+                "mini-batch has one backward pass; add up its losses and call backward() on the sum"
+            )
+        for number in sorted(self._passes, reverse=True):
+            self._passes[number].pop()()
 
     @classmethod
     def __torch_function__(
@@ -114,11 +142,13 @@ class Remote:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.autograd.backward:
+            return _backward_of_several(args[0])
         kwargs = kwargs or {}
         remote = _result(func, (args, kwargs))
         name = getattr(func, "__name__", str(func))
-        if func in (torch.autograd.grad, torch.autograd.backward):
-            raise remote._error(f"torch.autograd.{name} (not loss.backward())")
+        if func is torch.autograd.grad:
+            raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
         if isinstance(kwargs.get("out"), Tensor) or (
             args and isinstance(args[0], Tensor) and _only_writes_to_its_first(name)
         ):
@@ -151,7 +181,7 @@ class Remote:
             raise AttributeError(f"a placeholder for a value of another rank has no {name!r}")
         if name in VALUE_NAMES:
             raise self._error(f".{name}")
-        return self.detach() if name == "data" else self._absorb()
+        return self.detach() if name in DESCRIBING_NAMES else self._absorb()
 
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
@@ -173,8 +203,15 @@ class Remote:
         return repr(self)
 
     def __repr__(self) -> str:
-        grad = ", requires grad" if self._backward else ""
+        grad = ", requires grad" if self._passes else ""
         return f"<Remote: {self._what}, on rank {self.rank}{grad}>"
+
+    def _with(self, passes: _Passes, ranks: Iterable[int] = (), what: str = "") -> Remote:
+        """Return a placeholder for what is computed from this one."""
+        ranks = ranks or self._ranks
+        other = Remote(min(ranks), what or self._what, None, others=ranks, here=self._here)
+        other._passes = passes
+        return other
 
     def _error(self, how: str) -> RemoteValueError:
         return RemoteValueError(
@@ -213,9 +250,11 @@ def _result(func: Any, arguments: Any) -> Remote:
         return joined.detach()
     leaves = pytree.tree_leaves(arguments)
     requiring = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
-    if joined._backward is None and any(tensor.grad_fn for tensor in requiring):
-        here = "this rank (computed from the output of stage(input), as it requires grad)"
-        raise _no_rank_has_both(name, joined, here)
+    if not joined._passes and any(tensor.grad_fn for tensor in requiring):
+        here = "this rank" if joined._here is None else f"rank {joined._here}"
+        raise _no_rank_has_both(
+            name, joined, f"{here} (computed from the output of stage(input), as it requires grad)"
+        )
     if requiring:
         warn(
             f"{name} combines a tensor that requires grad on this rank "
@@ -231,7 +270,7 @@ def _joined(name: str, one: Remote, other: Remote) -> Remote:
     if not ranks:
         raise _no_rank_has_both(name, one, f"rank {other.rank} ({other._what})")
     what = one._what if len(one._ranks) <= len(other._ranks) else other._what
-    return Remote(min(ranks), what, one._backward or other._backward, others=ranks)
+    return one._with(one._passes | other._passes, ranks, what)
 
 
 def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
@@ -241,6 +280,16 @@ def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
         "output: have the loader yield what the loss needs after the input, as (input, target) or "
         "(x, x), or use loss_fn and step(input, target)"
     )
+
+
+def _backward_of_several(values: Any) -> None:
+    remotes = _remotes_in(values)
+    if num_here := len(pytree.tree_leaves(values)) - len(remotes):
+        raise RuntimeError(
+            f"torch.autograd.backward was given {num_here} tensors of this rank beside "
+            f"{len(remotes)} values that live on other ranks: call backward() on each"
+        )
+    remotes[0]._with(reduce(operator.or_, (each._passes for each in remotes))).backward()
 
 
 def _only_writes_to_its_first(name: str) -> bool:

@@ -30,8 +30,17 @@ def checked_checkpoint(checkpoint: str) -> str:
     return checkpoint
 
 
-def checked_replicas(replicas: int, num_ranks: int, *, is_launched: bool) -> int:
+def checked_replicas(
+    replicas: int,
+    num_ranks: int,
+    balance: object,
+    partitions_per_stage: int | None,
+    *,
+    is_launched: bool,
+) -> int:
     """Return the number of replicas; a script without a launcher is one stage of one replica.
+
+    ``balance``, as the user gave it, may show the number of stages, for an error.
 
     Raises:
         TypeError: not an int.
@@ -46,11 +55,19 @@ def checked_replicas(replicas: int, num_ranks: int, *, is_launched: bool) -> int
         return 1
     if num_ranks % replicas:
         fitting = -(-num_ranks // replicas) * replicas
-        others = [str(r) for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+        others = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
+        what = "a multiple of the replicas"
+        num_stages = 0
+        if isinstance(balance, (list, tuple)) and partitions_per_stage:
+            num_stages = len(balance) // partitions_per_stage
+        if num_stages:
+            fitting = num_stages * replicas
+            others = [r for r in others if num_ranks // r == num_stages]
+            what = f"{fitting}, for {num_stages} stages"
+        instead = f", or give replicas={' or '.join(map(str, others))}" if others else ""
         raise BalanceError(
             f"replicas={replicas}, but there are {num_ranks} processes: their number is that of "
-            "stages times replicas, so start a multiple of the replicas (torchrun "
-            f"--nproc_per_node={fitting}), or give replicas={' or '.join(others)}"
+            f"stages times replicas, so start {what} (torchrun --nproc_per_node={fitting}){instead}"
         )
     return replicas
 

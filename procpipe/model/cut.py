@@ -10,8 +10,8 @@ Independent of processes: every rank computes every partition.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice, pairwise
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -99,41 +99,93 @@ def check_balance(balance: Iterable[int], num_layers: int) -> tuple[int, ...]:
 def fit_balance(
     balance: Iterable[int],
     num_layers: int,
-    num_stages: int,
+    num_ranks: int,
     *,
     is_launched: bool,
     num_replicas: int = 1,
-    is_of_mesh: bool = False,
     partitions_per_stage: int | None = 1,
+    of_mesh: Sequence[int] | None = None,
 ) -> list[int]:
     """Check that a balance fits the model and the processes, and return it.
 
     A script that no launcher started (``is_launched=False``) gets one stage, whatever the balance.
-    ``partitions_per_stage`` is None where the schedule decides that; ``is_of_mesh`` says whether
-    other ranks of the job make pipelines of their own.
+    ``partitions_per_stage`` is None where the schedule decides that. ``of_mesh`` holds the ranks of
+    a pipeline that has others beside it.
 
     Raises:
         BalanceError: it does not fit the model, or it leaves processes without work.
-        IndexError: it makes more partitions than the pipeline has processes.
+        IndexError: it makes more partitions than there are processes.
     """
     parts = list(check_balance(balance, num_layers))
     if not is_launched:
         return [num_layers]
-    n = len(parts)
-    if n == num_stages or partitions_per_stage != 1:
+    if len(parts) == num_ranks or partitions_per_stage != 1:
         return parts
-    num_ranks, fitting = num_stages * num_replicas, n * num_replicas
-    start, replicas = f"start {fitting} (torchrun --nproc_per_node={fitting})", ""
-    if is_of_mesh:
-        start = f"give a dimension of size {n}"
-    elif num_ranks > n and num_ranks % n == 0:
-        replicas = f"replicas={num_ranks // n}, or "
+    n, all_ranks = len(parts), num_ranks * num_replicas
+    replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
+    others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
+    are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
+    makes = f"balance {parts} makes {counted(n, 'partition')}"
     fault = (
-        f"balance {parts} makes {counted(n, 'partition')}, but the pipeline has "
-        f"{counted(num_stages, 'process')}, and each runs one: {start}, or give {replicas}a "
-        f"balance of {counted(num_stages, 'partition')}"
+        f"{makes}, but there {are}{replicas}, and each runs one: "
+        f"start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
+        f"or give {others}a balance like {_even(num_layers, num_ranks)}"
     )
-    raise IndexError(fault) if n > num_stages else BalanceError(fault)
+    if of_mesh is not None:
+        fault = (
+            f"{makes}, but the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}, and "
+            f"each runs one: give a dimension of size {n}, or a balance like "
+            f"{_even(num_layers, num_ranks)}"
+        )
+    raise IndexError(fault) if len(parts) > num_ranks else BalanceError(fault)
+
+
+def replicas_for(
+    num_ranks: int, num_partitions: int, partitions_per_stage: int | None
+) -> int | None:
+    """Return the least number of replicas with which each stage gets its partitions, if any.
+
+    ``partitions_per_stage`` is None where any number is right that is the same for all.
+    """
+    for num_stages in range(num_ranks, 0, -1):
+        v, rest = divmod(num_partitions, num_stages)
+        fits = v > 0 and rest == 0 and partitions_per_stage in (None, v)
+        if fits and num_ranks % num_stages == 0:
+            return num_ranks // num_stages
+    return None
+
+
+def check_enough_layers(
+    num_layers: int,
+    num_ranks: int,
+    num_replicas: int,
+    count: Callable[[int], int],
+    of_mesh: Sequence[int] | None = None,
+) -> None:
+    """Check that each partition gets a layer; ``count`` returns how many there are for n stages.
+
+    ``of_mesh`` holds the ranks of a pipeline that has others beside it.
+
+    Raises:
+        BalanceError: there are too many processes; suggests replicas.
+    """
+    num_stages = num_ranks // num_replicas
+    if num_layers == 0 or count(num_stages) <= num_layers:
+        return
+    fits = next(
+        (n for n in range(num_stages, 0, -1) if num_ranks % n == 0 and count(n) <= num_layers), None
+    )
+    replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
+    are = "there is 1 process" if num_ranks == 1 else f"there are {num_ranks} processes{replicas}"
+    fewer = "start fewer, or " if num_ranks > 1 else ""
+    instead = "" if fits is None else f"give replicas={num_ranks // fits}, or "
+    if of_mesh is not None:
+        are = f"the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}"
+        fewer, instead = "" if fits is None else f"give a dimension of size {fits}, or ", ""
+    raise BalanceError(
+        f"cannot divide {counted(num_layers, 'layer')} into {count(num_stages)} partitions, each "
+        f"of at least one layer, as {are}: {fewer}{instead}divide the model into more layers"
+    )
 
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
@@ -149,6 +201,12 @@ def layer_facts(module: nn.Sequential) -> list[str]:
         f"{sum(parameter.numel() for parameter in layer.parameters()):,} parameters"
         for name, layer in _layers(module)
     ]
+
+
+def _even(num_layers: int, num_stages: int) -> list[int]:
+    """Return an even balance, as a suggestion."""
+    ends = [num_layers * j // num_stages for j in range(num_stages + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:

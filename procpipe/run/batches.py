@@ -17,7 +17,7 @@ import atexit
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from procpipe.run.coordinator import Coordinator
 from procpipe.run.loops import Loop
 from procpipe.run.order import BatchDetail, Order
 from procpipe.run.runner import Runner
-from procpipe.run.stops import Signals, Stops
+from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.torch_internals import pytree
 from procpipe.tree import TENSOR, Structure, flatten, is_plain, text_of, unflatten
 
@@ -53,8 +53,8 @@ class Batches:
         device: this stage's.
 
     Attributes:
-        delivered: the entries of the latest item that ``output_rank`` has, by their indices; as
-            they are on this rank.
+        delivered: the values in the latest item that ``output_rank`` has, as they are on this rank,
+            in the same order on both.
         stops: which signals have come, and whether the ranks have agreed to stop.
     """
 
@@ -67,9 +67,9 @@ class Batches:
         output_rank: int,
         device: torch.device,
     ) -> None:
-        self.delivered: dict[int, Any] = {}
-        self._contents: dict[int, _Contents] = {}  # of these, on the first rank
-        self._on_host: dict[int, Any] = {}  # these as the loader gave them, on an only stage's GPU
+        self.delivered: list[Any] = []
+        self._contents: list[_Contents] = []  # of these, on the first rank
+        self._on_host: list[Any] = []  # these as the loader gave them, on an only stage's GPU
         self._calls = calls
         self._begin = begin
         self._is_training = is_training
@@ -89,7 +89,12 @@ class Batches:
     def read(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader, f"batches(None) on rank {self._first}, which reads the loader")
-        with self.stops.handling(stop_on) as names:
+        numbers = []
+        if stop_on != ():
+            with self._calls.together("batches"):  # so that an error ends all ranks
+                numbers = checked_signals(stop_on)
+        names = ", ".join(number.name for number in numbers)
+        with self.stops.handling(numbers):
             loop = Loop(self._grid, names, same_data, self._done)
             while True:
                 with self._calls.together("batches") as pipeline:
@@ -153,21 +158,24 @@ class Batches:
     def _deliver(self, pipeline: Runner, item: Any, detail: BatchDetail) -> Any:
         """Bring what the last stage needs of an item there; return what this rank yields."""
         here, wires = self._grid.rank, pipeline.wires
-        self.delivered, self._contents, self._on_host = {}, {}, {}
+        self.delivered, self._contents, self._on_host = [], [], []
+        sent: dict[int, Any] = {}
         if here != self._first:
             if detail.delivered and here == self._output_rank:
-                self.delivered = wires.take_value(self._first)
-            return self._placeholders(detail)
+                sent = wires.take_value(self._first)
+                self.delivered = _all_in(sent)
+            return self._placeholders(detail, sent)
         if detail.delivered:
             entries, structure = _opened(item)
-            self.delivered = {k: entries[k] for k in detail.delivered}
+            sent = {k: entries[k] for k in detail.delivered}
             if here != self._output_rank:
-                wires.send_value(self._output_rank, self.delivered)
+                wires.send_value(self._output_rank, sent)
             elif self._device.type != "cpu":
-                self._on_host = self.delivered
-                self.delivered = on_device(self.delivered, self._device)
-                item = unflatten((dict(enumerate(entries)) | self.delivered).values(), structure)
-            self._contents = {k: _contents(entry) for k, entry in self.delivered.items()}
+                self._on_host = _all_in(sent)
+                sent = on_device(sent, self._device)
+                item = unflatten((dict(enumerate(entries)) | sent).values(), structure)
+            self.delivered = _all_in(sent)
+            self._contents = [*map(_contents, self.delivered)]
         return item
 
     def _begin_item(self, ours: BatchDetail) -> BatchDetail:
@@ -192,11 +200,11 @@ class Batches:
         atexit.register(setattr, self, "_unfinished", None)  # ends a DataLoader's workers
 
     def find_delivered(self, target: Any) -> int | None:
-        """Return, on the first rank, which delivered entry a target is; None if it is none.
+        """Return, on the first rank, which delivered value a target is; None if it is none.
 
         It is none if it has been changed.
         """
-        for k, before in self._contents.items():
+        for k, before in enumerate(self._contents):
             if target is self.delivered[k]:
                 now = _contents(target)
                 is_same = now[:2] == before[:2] and all(map(operator.is_, now[2], before[2]))
@@ -211,14 +219,14 @@ class Batches:
         k = self.find_delivered(target) if self._on_host else None
         return target if k is None else self._on_host[k]
 
-    def _placeholders(self, detail: BatchDetail) -> Any:
+    def _placeholders(self, detail: BatchDetail, sent: Mapping[int, Any]) -> Any:
         """Return an item with placeholders for all that was not delivered to this rank."""
-        structure, num_entries = detail.form
+        structure, names = detail.form
         entries: list[Any] = []
-        for k in range(num_entries):
+        for k, name in enumerate(names):
             others = [self._output_rank] if k in detail.delivered else []
-            placeholder = Remote(self._first, f"entry {k} of the mini-batch", None, others=others)
-            entries.append(self.delivered.get(k, placeholder))
+            placeholder = Remote(self._first, name, None, others=others, here=self._grid.rank)
+            entries.append(sent.get(k, placeholder))
         return unflatten(entries, tuple(structure))
 
 
@@ -249,20 +257,38 @@ def _opened(item: Any) -> tuple[list[Any], Structure]:
         item = dict(item)
     if pytree.tree_is_leaf(item):
         return [item], TENSOR
-    entries, spec = pytree.tree_flatten(item, is_leaf=lambda each: each is not item)
+    entries, spec = _entries_of(item)
     return entries, (text_of(spec), "")
+
+
+def _entries_of(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+
+
+def _all_in(value: Any) -> list[Any]:
+    """Return a nested value, and then all values in it, from left to right."""
+    children = [] if pytree.tree_is_leaf(value) else _entries_of(value)[0]
+    return [value, *chain.from_iterable(map(_all_in, children))]
 
 
 def _described(item: Any, detail: BatchDetail) -> BatchDetail:
     """Add what other ranks are sent of a loader's item, and which entries the last stage gets.
 
-    Plain JSON: the structure of a container of the entries, and their number. Entries that cannot
+    Plain JSON: the structure of a container of the entries, and what each is. Entries that cannot
     travel stay on the first rank.
     """
     entries, structure = _opened(item)
     first = 1 if isinstance(item, (tuple, list)) and len(item) > 1 else 0
     delivered = [k for k in range(first, len(entries)) if _can_travel(entries[k])]
-    return replace(detail, form=[structure, len(entries)], delivered=delivered)
+    of_item = " of the mini-batch"
+    names = [f"{key!r}{of_item}" for key in item] if isinstance(item, Mapping) else []
+    if len(names) != len(entries):
+        names = [f"entry {k}{of_item}" for k in range(len(entries))]
+    if structure == TENSOR:
+        names = ["the mini-batch"]
+    for k in {*range(first, len(entries))} - {*delivered}:
+        names[k] += ", which cannot travel to other ranks"
+    return replace(detail, form=[structure, names], delivered=delivered)
 
 
 def _can_travel(entry: Any) -> bool:

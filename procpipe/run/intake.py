@@ -126,6 +126,8 @@ class Intake:
             target = wires.take_target()
         elif order.target == DELIVERED:
             target = self._batches.delivered[order.delivered]
+        if target is None:
+            self._loss.check_takes_one()
         on_host = self._batches.on_host(target) if order.target == LOCAL else None
         self._loss.warn_of_ignored(on_host)
         weights = order.weights

@@ -45,7 +45,7 @@ class Log:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
-        self.all_reduce_bytes = self.exposed_ns = 0
+        self.all_reduce_bytes = self.all_reduce_ns = self.exposed_ns = 0
         self._board = board
         #: Writes which task runs, by its kind and micro-batch; its inputs may not have arrived yet.
         self.begin_task = board.start_task
@@ -83,9 +83,14 @@ class Log:
         for task, start_ns, end_ns in self._events:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns
-        for _, num_bytes, _, _, asked_ns, taken_ns in self._sums:
+        last_ns = 0
+        for _, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns in sorted(
+            self._sums, key=lambda one: one[2]
+        ):
             self.all_reduce_bytes += num_bytes
+            self.all_reduce_ns += max(0, ended_ns - max(begun_ns, last_ns))  # several at a time
             self.exposed_ns += taken_ns - asked_ns
+            last_ns = max(last_ns, ended_ns)
         self._write_sums(order)
 
     def _write_sums(self, order: Order) -> None:
@@ -170,6 +175,7 @@ class Log:
             "waiting_s": self.waiting_ns / 1e9,
             "step_s": self.step_ns / 1e9,
             "all_reduce_bytes": self.all_reduce_bytes,
+            "all_reduce_s": self.all_reduce_ns / 1e9,
             "exposed_s": self.exposed_ns / 1e9,
         }
 

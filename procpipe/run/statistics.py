@@ -69,7 +69,8 @@ class StageStatistics:
             last ``stage.report()``, which every rank calls; None before.
         replica: the replica that the stage belongs to.
         all_reduce_bytes: bytes of gradients and losses that it added up over replicas.
-        exposed_s: seconds of waiting for such sums.
+        all_reduce_s: seconds in which such a sum was under way, beside tasks or not.
+        exposed_s: seconds of waiting for one.
     """
 
     stage: int
@@ -83,6 +84,7 @@ class StageStatistics:
     split: Split | None = None
     replica: int = 0
     all_reduce_bytes: int = 0
+    all_reduce_s: float = 0.0
     exposed_s: float = 0.0
 
     @property
@@ -98,18 +100,18 @@ def table(stages: Sequence[StageStatistics]) -> str:
     """
     in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
     kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
-    has_replicas, has_sums = any(s.replica for s in stages), any(s.all_reduce_bytes for s in stages)
-    header = ["replica"] * has_replicas + ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
-    header += ["sent MiB", "messages"] + ["all-reduce MiB", "exposed s"] * has_sums
-    rows = [header]
+    header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
+    header += ["sent MiB", "messages"]
+    has_sums = any(s.all_reduce_bytes for s in stages)
+    header += ["all-reduce MiB", "all-reduce s", "exposed s"] * has_sums
+    rows = []
     for s in stages:
-        row = [f"{s.replica}"] * has_replicas + [f"{s.stage}", f"{s.num_steps}"]
-        row += [f"{s.num_tasks.get(kind, 0)}" for kind in kinds]
+        row = [f"{s.stage}", f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
         row += [f"{s.busy_s:.2f}", f"{s.waiting_s:.2f}", f"{s.bubble:.1%}"]
         row += [f"{sum(s.sent_bytes.values()) / 2**20:.2f}", f"{sum(s.num_messages.values())}"]
-        row += [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.exposed_s:.2f}"] * has_sums
-        rows.append(row)
-    lines = text_table(rows, 0)
+        sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.all_reduce_s:.2f}", f"{s.exposed_s:.2f}"]
+        rows.append(row + sums * has_sums)
+    lines = _in_blocks(header, rows, [s.replica for s in stages])
     if splits := [s.split for s in stages if s.split is not None]:
         lines += ["", "the last step:", split_table(splits)]
     return "\n".join(lines)
@@ -119,12 +121,21 @@ def split_table(splits: Sequence[Split]) -> str:
     """Lay out how the stages spent a step as a text table: milliseconds and shares."""
     has_replicas = any(one.replica for one in splits)
     names = ["busy", "bubble", "imbalance", "comm. etc.", *["all-reduce"] * has_replicas]
-    header = [*["replica"] * has_replicas, "stage"]
-    rows = [[*header, *(cell for name in names for cell in (f"{name} ms", "")), "step ms"]]
+    rows = []
     for one in splits:
-        row = [f"{one.replica}"] * has_replicas + [f"{one.stage}"]
         parts_s = [one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s]
+        row = [f"{one.stage}"]
         for part_s in parts_s + [one.all_reduce_s] * has_replicas:
             row += [f"{part_s * 1e3:.2f}", f"{part_s / one.step_s if one.step_s else 0.0:.1%}"]
         rows.append([*row, f"{one.step_s * 1e3:.2f}"])
-    return "\n".join(text_table(rows, 0))
+    header = ["stage", *(cell for name in names for cell in (f"{name} ms", "")), "step ms"]
+    return "\n".join(_in_blocks(header, rows, [one.replica for one in splits]))
+
+
+def _in_blocks(header: list[str], rows: list[list[str]], replicas: Sequence[int]) -> list[str]:
+    """Lay out a table as lines, the rows of each replica below its name if there are several."""
+    top, *lines = text_table([header, *rows], 0)
+    for k in reversed(range(len(lines) if any(replicas) else 0)):
+        if k == 0 or replicas[k] != replicas[k - 1]:
+            lines.insert(k, f"replica {replicas[k]}")
+    return [top, *lines]

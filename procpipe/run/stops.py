@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 #: What a user gives: signals such as ``signal.SIGTERM``.
 Signals = Collection[int]
+
+_ALL = frozenset(signal.Signals)
+_NEVER = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
 class Stops:
@@ -36,19 +40,16 @@ class Stops:
         self._before: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def handling(self, stop_on: Signals) -> Iterator[str]:
-        """Handle signals in the block, which gets their names; the main thread only.
+    def handling(self, numbers: Collection[int]) -> Iterator[None]:
+        """Handle signals in the block; after a signal, also behind it, until ``restore``.
 
-        After a signal, also behind it, until ``restore``: otherwise a second signal, which
-        launchers often send, would end the process in a save.
+        Otherwise a second signal, which launchers often send, would end the process in a save.
         """
-        numbers, added = _signals_of(stop_on), []
+        added = [number for number in numbers if number not in self._before]
+        for number in added:
+            self._before[number] = signal.signal(number, self._note)
         try:
-            for number in numbers:
-                if number not in self._before:
-                    self._before[number] = signal.signal(number, self._note)
-                    added.append(number)
-            yield ", ".join(number.name for number in numbers)
+            yield
         finally:
             if not (self.is_stopped or self.is_signalled):
                 self._restore(added)
@@ -57,7 +58,7 @@ class Stops:
         """Set the handlers that were there before."""
         self._restore(list(self._before))
 
-    def _restore(self, numbers: Collection[int]) -> None:
+    def _restore(self, numbers: list[int]) -> None:
         with contextlib.suppress(ValueError):  # collected in another thread, which may not
             for number in numbers:
                 before = self._before[number]
@@ -78,11 +79,31 @@ class Stops:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _signals_of(stop_on: Signals) -> list[signal.Signals]:
-    """Return the signals of ``batches(stop_on=…)``, in order."""
-    try:
-        return sorted({signal.Signals(number) for number in stop_on})
-    except (TypeError, ValueError) as error:
+def checked_signals(stop_on: Any) -> list[signal.Signals]:
+    """Return the signals of ``batches(stop_on=…)``, in order.
+
+    Raises:
+        TypeError: it is no collection of signals.
+        ValueError: one that no program can handle.
+        RuntimeError: this is not the main thread.
+    """
+    if not isinstance(stop_on, (tuple, list, set, frozenset)) or not all(
+        isinstance(number, int) and number in _ALL and not isinstance(number, bool)
+        for number in stop_on
+    ):
         raise TypeError(
             f"stop_on is {stop_on!r}, but must be a tuple of signals, such as (signal.SIGTERM,)"
-        ) from error
+        )
+    numbers = sorted(map(signal.Signals, set(stop_on)))
+    for number in numbers:
+        if number in _NEVER:
+            raise ValueError(
+                f"stop_on has {number.name}, on which a loop cannot end: use signal.SIGTERM or "
+                "signal.SIGINT"
+            )
+    if numbers and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"batches(…, stop_on=…) was called in thread {threading.current_thread().name!r}, but "
+            "Python handles signals in the main thread only: call it there"
+        )
+    return numbers

@@ -192,6 +192,10 @@ def test_outputs_built_differently(outputs: list[Any], message: str) -> None:
         gather(outputs)
 
 
+def test_dicts_in_another_order_are_alike() -> None:
+    assert gather([{"a": 1, 2: 0}, {2: 0, "a": 3}]) == {"a": [1, 3], 2: [0, 0]}
+
+
 @for_each(
     "weights",
     [[0, -1], [1, -1], [3, -1], [math.nan, 1], [math.inf, 1], [math.inf, -1], [1e308, 1e308]],

@@ -37,6 +37,53 @@ def a_remote(backward: Callable[[], None] | None = None) -> Remote:
     return Remote(3, "the output of stage(input)", backward)
 
 
+#: What loss code computes from sizes, and dtype and device, of a placeholder and of tensors here.
+DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda r: r.shape,
+    "item of the shape": lambda r: r.shape[0],
+    "part of the shape": lambda r: operator.add((1, 2), r.shape[:-1]),
+    "size": lambda r: r.size(),
+    "ndim": lambda r: r.ndim - 1,
+    "numel": lambda r: r.numel() // r.size(0),
+    "arithmetic": lambda r: 2 * r.size(0) % 3 - r.dim() // 2 + 7 // r.size(1) + 1.0 / r.size(0),
+    "quotient and remainder": lambda r: divmod(r.size(0), 2)[0] + divmod(7, r.size(1))[1],
+    "comparison": lambda r: r.size(0) > 3,
+    "view": lambda r: LABELS.view(-1, r.size(-1)),
+    "view, first": lambda r: LABELS.view(r.size(0), -1),
+    "reshape": lambda r: LABELS.reshape(r.shape),
+    "expand": lambda r: LABELS.expand(2, r.size(0)),
+    "expand, first": lambda r: LABELS.expand((r.size(0), 4)),
+    "repeat": lambda r: LABELS.repeat(r.size(0)),
+    "zeros": lambda r: torch.zeros(r.shape[0]),
+    "zeros of a shape": lambda r: torch.zeros(r.shape, device=r.device, dtype=r.dtype),
+    "zeros of two": lambda r: torch.zeros((r.shape[0], r.shape[1])),
+    "full": lambda r: torch.full((r.size(0), 2), 0.5, device=r.device),
+    "arange": lambda r: torch.arange(r.size(1)),
+    "arange, device": lambda r: torch.arange(r.size(1), device=r.device)[None] < LABELS[:, None],
+    "eye": lambda r: torch.eye(r.size(1))[LABELS],
+    "one_hot": lambda r: F.one_hot(LABELS, r.size(-1)).permute(1, 0).float(),
+    "pad": lambda r: F.pad(LABELS, (0, r.size(1)), value=-100),
+    "interpolate": lambda r: F.interpolate(T[None, None], size=r.shape[-2:], mode="nearest"),
+    "to the device": lambda r: LABELS.to(r.device),
+    "to device and dtype": lambda r: LABELS.to(device=r.device, dtype=r.dtype),
+    "type_as": lambda r: LABELS.type_as(r.detach()),
+    "divide by": lambda r: T.sum() / r.size(0),
+    "sum over": lambda r: T.sum(r.dim() - 1),
+    "flatten": lambda r: T.flatten(r.dim() - 2),
+    "constant": lambda r: torch.tensor(0.5, device=r.device),
+    "device type": lambda r: r.device.type,
+}
+
+
+def test_sizes_dtype_and_device_are_placeholders_without_backward() -> None:
+    for name, describe in DESCRIPTIONS.items():
+        with case(name):
+            result = describe(a_remote(Calls()))
+            assert type(result) is Remote
+            assert result.rank == 3
+            assert not result.requires_grad
+
+
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy": lambda r: F.cross_entropy(r, LABELS),
     "keyword": lambda r: F.mse_loss(input=T, target=r),
@@ -84,17 +131,6 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "mean by its size": lambda r: r.sum() / r.shape[0],
     "targets of its dtype": lambda r: F.mse_loss(r, T.to(r.dtype)),
     "stash the grad": lambda r: r.requires_grad_(),
-    # What loss code computes from sizes, dtype and device.
-    "shape": lambda r: r.shape,
-    "part of the shape": lambda r: operator.add((1, 2), r.shape[:-1]),
-    "arithmetic": lambda r: 2 * r.size(0) % 3 - r.dim() // 2 + 7 // r.size(1) + 1.0 / r.size(0),
-    "quotient and remainder": lambda r: divmod(r.size(0), 2)[0] + divmod(7, r.size(1))[1],
-    "view": lambda r: LABELS.view(-1, r.size(-1)),
-    "expand, first": lambda r: LABELS.expand((r.size(0), 4)),
-    "zeros of a shape": lambda r: torch.zeros(r.shape, device=r.device, dtype=r.dtype),
-    "one_hot": lambda r: F.one_hot(LABELS, r.size(-1)).permute(1, 0).float(),
-    "to device and dtype": lambda r: LABELS.to(device=r.device, dtype=r.dtype),
-    "device type": lambda r: r.device.type,
 }
 
 
@@ -192,7 +228,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
     "autograd.grad": lambda r: torch.autograd.grad(r, [T]),
-    "autograd.backward": torch.autograd.backward,
 }
 
 
@@ -223,16 +258,44 @@ def test_a_remote_is_hashable_as_tensors_are() -> None:
     assert {remote: 1}[remote] == 1
 
 
-def test_all_values_of_an_output_have_its_backward() -> None:
+def test_backward_is_shared_and_runs_once() -> None:
     calls = Calls()
     output = a_remote(calls)
-    (output[0].sum() + (2 * output[1]).sum()).backward(torch.ones(()), retain_graph=True)
-    assert calls.count == 1  # ``Stage`` refuses a second
+    first, second = output[0].sum(), (2 * output[1]).sum()
+    first.backward(torch.ones(()), retain_graph=True)
+    assert calls.count == 1
+    for value in (first, second, output):
+        with pytest.raises(RuntimeError, match=r"second time .* on rank 3 .* on the sum"):
+            value.backward()
+    assert calls.count == 1
+
+
+def test_losses_of_several_outputs_go_backward_in_autograds_order() -> None:
+    order: list[str] = []
+    early = Remote(1, "early", lambda: order.append("early"))
+    late = Remote(1, "late", lambda: order.append("late"))
+    (early.sum() + late.sum() + early.mean()).backward()
+    assert order == ["late", "early"]
+
+
+def test_torch_autograd_backward() -> None:
+    order: list[str] = []
+    early = Remote(1, "early", lambda: order.append("early"))
+    late = Remote(1, "late", lambda: order.append("late"))
+    torch.autograd.backward([early.sum(), late.sum()])  # type: ignore[arg-type]
+    assert order == ["late", "early"]
+
+    single: Any = a_remote(calls := Calls())
+    with torch.no_grad():
+        torch.autograd.backward(single)
+    assert calls.count == 1
+    with pytest.raises(RuntimeError, match=r"1 tensors of this rank .* call backward\(\) on each"):
+        torch.autograd.backward([a_remote(calls), T])  # type: ignore[arg-type]
 
 
 def test_values_that_no_rank_has_together() -> None:
     output: Any = a_remote(calls := Calls())
-    target: Any = Remote(0, "entry 1 of the mini-batch", None, others=[3])
+    target: Any = Remote(0, "entry 1 of the mini-batch", None, others=[3], here=1)
     results: Any = (F.mse_loss(output, target), F.mse_loss(target, output), target[output > 0])
     for result in results:
         assert result.rank == 3
@@ -241,7 +304,7 @@ def test_values_that_no_rank_has_together() -> None:
     assert calls.count == 1
     assert (target + target).rank == 0
 
-    input: Any = Remote(0, "entry 0 of the mini-batch", None)
+    input: Any = Remote(0, "entry 0 of the mini-batch", None, here=1)
     both = r"no rank has both\. .*\(x, x\), or use loss_fn"
     for combine in (
         lambda: F.mse_loss(output, input),
@@ -257,8 +320,8 @@ def test_values_that_no_rank_has_together() -> None:
         assert "rank 0 (entry 0 of the mini-batch)" in str(caught.value)
 
     real = nn.Linear(3, 3)(T)
-    here = r"rank 0 \(entry 0 of the mini-batch\) with one of this rank \(computed from the output"
-    with pytest.raises(RemoteValueError, match=here + f".*{both}"):
+    on_both = r"rank 0 \(entry 0 of the mini-batch\) with one of rank 1 \(computed from the output"
+    with pytest.raises(RemoteValueError, match=on_both + f".*{both}"):
         F.mse_loss(real, input)
     with torch.no_grad():
         F.mse_loss(real, input)

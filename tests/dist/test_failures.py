@@ -176,7 +176,7 @@ LAYER = ", layer 'l3' (Faulty)"
             *(3, 1, "output", torch.Tensor.double),
             *(2, "RuntimeError", "'l4' (Linear) was given float64 (2, 4)"),
         ),
-        (2, 1, "output", not_a_number, 1, "NonFiniteLossError", "the output is float32 ("),
+        (2, 1, "output", not_a_number, 1, "NonFiniteLossError", "100.0% of it not finite"),
     ],
 )
 def test_an_error_says_where_it_was(ranks, n, stage, where, act, origin, error, words):

@@ -368,6 +368,7 @@ def ask_for_what_cannot_be(bare):
         found["balance"] = error_of(
             lambda: stage_in(bare, mesh, "balance", make_model(), [1, 2, 3], loss_fn=mean_loss)
         )
+        found["few layers"] = error_of(lambda: stage_in(bare, mesh, "few", make_model()[:1], None))
         found["along the pipeline"] = error_of(lambda: shard(bare, mesh, "pp", "gpipe"))
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
@@ -416,8 +417,9 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
             "replicas, shards of 4": "give the pipeline one dimension of a DeviceMesh, as Stage(",
             "environment": f"ValueError: torch.distributed says that this is rank {rank}",
-            "balance": "makes 3 partitions, but the pipeline has 2 processes, and each runs one: "
-            "give a dimension of size 3, or give a balance of 2 partitions",
+            "balance": f"IndexError: balance [1, 2, 3] makes 3 partitions, but the mesh of this "
+            f"pipeline has 2 ranks, {pipeline}",
+            "few layers": f"as the mesh of this pipeline has 2 ranks, {pipeline}: give a dimension",
             "along the pipeline": f"is a DTensor, sharded over ranks {pipeline} of this pipeline",
             "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
@@ -428,6 +430,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
         }.items():
             assert words in found[name], (rank, name, found[name])
+        assert not any("give replicas=" in words for words in found.values()), found
 
 
 def fail_on_one_rank(bare):

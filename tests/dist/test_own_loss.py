@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from procpipe import RemoteValueError, Stage
@@ -56,14 +58,31 @@ def flat_cross_entropy(output: Any, target: Any) -> Any:
     return F.cross_entropy(output.view(-1, output.size(-1)), target.to(output.device).view(-1))
 
 
+def masked_mean(output: Any, x: Any) -> Any:
+    losses = F.mse_loss(output, x, reduction="none").mean(output.dim() - 1)
+    mask = torch.arange(output.shape[0], device=output.device) < output.size(0) - 1
+    return (losses * mask.to(losses.dtype)).sum() / mask.sum()
+
+
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 Y = torch.tensor([0, 5, 2, 1, 3])
 
 #: A loader's item, its input, and the loss code of it.
 FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "tensor": (X, lambda b: b, lambda o, b: F.mse_loss(o, b)),
+    "tensor, masked": (X, lambda b: b, masked_mean),
+    "tuple of one": ((X,), lambda b: b[0], lambda o, b: F.mse_loss(o, b[0])),
+    "list of one": ([X], lambda b: b[0], lambda o, b: F.mse_loss(o, b[0].view(o.shape))),
     "tuple": ((X, Y), lambda b: b[0], lambda o, b: flat_cross_entropy(o, b[1])),
+    "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
     "named tuple": (Loaded(X, Y), lambda b: b.x, lambda o, b: flat_cross_entropy(o, b.y)),
     "dict": ({"x": X, "y": Y}, lambda b: b["x"], lambda o, b: flat_cross_entropy(o, b["y"])),
+    "dict, input": ({"x": X, "n": 3}, lambda b: b["x"], lambda o, b: F.mse_loss(o, b["x"])),
+    "OrderedDict": (
+        OrderedDict(y=Y, x=X),
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
     "dataclass": (
         Example(X, {"y": Y, "k": (None, X)}),
         lambda b: b.x,
@@ -71,6 +90,11 @@ FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = 
     ),
     "with what cannot travel": (
         {"x": X, "name": object(), "y": Y},
+        lambda b: b["x"],
+        lambda o, b: flat_cross_entropy(o, b["y"]),
+    ),
+    "with a tensor that cannot travel": (
+        {"x": X, "sparse": torch.eye(2).to_sparse(), "y": Y},
         lambda b: b["x"],
         lambda o, b: flat_cross_entropy(o, b["y"]),
     ),
@@ -112,7 +136,7 @@ def count_targets(world: Any) -> dict[str, int]:
         "tuple": ((X, Y), lambda b: stage.step(*b)),
         "dict": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"])),
         "by name": ({"input": X, "labels": Y}, lambda b: stage.step(**b)),
-        "part of an entry": (Example(X, {"y": [Y]}), lambda b: stage.step(b.x, b.more["y"][0])),
+        "dataclass": (Example(X, {"y": [Y]}), lambda b: stage.step(b.x, b.more["y"][0])),
         "another": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"].clone())),
     }
     found, losses = {}, [stage.step(X, Y)]
@@ -126,31 +150,75 @@ def count_targets(world: Any) -> dict[str, int]:
 
 def test_step_does_not_send_again_what_batches_has_sent(ranks: Any) -> None:
     found = ranks(2).run(count_targets).values()[0]
-    assert found == {"tuple": 0, "dict": 0, "by name": 0, "part of an entry": 1, "another": 1}
+    assert found == {"tuple": 0, "dict": 0, "by name": 0, "dataclass": 0, "another": 1}
 
 
 # -- values that no rank has together -------------------------------------------------------------
 
 
-def use_the_first_entry(world: Any) -> str:
+def loss_of_first_entry(output: Any, x: Any, y: Any, how: str) -> Any:
+    if how == "input":
+        return F.mse_loss(output, x)
+    if how == "size":
+        return flat_cross_entropy(output, y) / x.size(0)
+    return (output - x).pow(2).mean()
+
+
+def use_the_first_entry(world: Any, how: str) -> str:
     """Return the error of such a loss; on rank 0, which cannot know of it, none."""
     stage, text = make_stage(world), ""
-    for x, _ in stage.batches([(X, Y)]):
+    for x, y in stage.batches([(X, Y)]):
         try:
-            F.mse_loss(stage(x), x)
+            loss_of_first_entry(stage(x), x, y, how)
         except RemoteValueError as error:
             text = str(error)
     return text
 
 
-def test_a_loss_of_the_first_entry_says_which_ranks_have_what(ranks: Any) -> None:
-    first, *others = ranks(3).run(use_the_first_entry).values()
+@pytest.mark.parametrize("how", ["input", "size", "operator"])
+def test_a_loss_of_the_first_entry_says_which_ranks_have_what(ranks: Any, how: str) -> None:
+    first, *others = ranks(3).run(use_the_first_entry, how).values()
     assert first == ""
-    for rank, error in enumerate(others, 1):
+    for error in others:
         assert "rank 0 (entry 0 of the mini-batch)" in error
-        assert ("this rank (" if rank == 2 else "rank 2 (") in error
+        assert "rank 2 (" in error
         assert "no rank has both" in error
         assert "(input, target) or (x, x), or use loss_fn" in error
+
+
+class Sample:
+    """An item that is no container."""
+
+    x, y = X, Y
+
+
+CANNOT_TRAVEL: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "entry 1 of the mini-batch": (
+        (X, {"y": Y, "n": object()}),
+        lambda b: b[0],
+        lambda b: b[1]["y"],
+    ),
+    "'y' of the mini-batch": ({"y": [Y, object()], "x": X}, lambda b: b["x"], lambda b: b["y"][0]),
+    "the mini-batch": (Sample(), lambda b: b.x, lambda b: b.y),
+}
+
+
+def use_what_cannot_travel(world: Any, name: str) -> str:
+    item, input_of, target_of = CANNOT_TRAVEL[name]
+    stage, text = make_stage(world), ""
+    for batch in stage.batches([item]):
+        try:
+            flat_cross_entropy(stage(input_of(batch)), target_of(batch))
+        except RemoteValueError as error:  # to the loop's end, as the other rank does
+            text = str(error)
+    return text
+
+
+@pytest.mark.parametrize("name", CANNOT_TRAVEL)
+def test_a_loss_of_what_cannot_travel_says_so(ranks: Any, name: str) -> None:
+    first, second = ranks(2).run(use_what_cannot_travel, name).values()
+    assert first == ""
+    assert f"rank 0 ({name}, which cannot travel to other ranks)" in second
 
 
 def run_backward_twice(world: Any, what: str) -> None:
@@ -183,7 +251,9 @@ def read_own(world: Any, what: str) -> int:
                 x = x.float()
             elif what == "nothing":
                 x = None
-        if what == "in evaluation":
+        if what == "by name":
+            stage(input=x)
+        elif what == "in evaluation":
             with torch.no_grad():
                 stage.eval()(x)
         elif what == "number":
@@ -203,6 +273,7 @@ OTHER = "float64 (4, 6) of other values"
     ("what", "how", "call"),
     [
         ("values", OTHER, 1),
+        ("by name", OTHER, 1),
         ("in evaluation", OTHER, 1),
         ("later", OTHER, 4),
         ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
@@ -221,6 +292,12 @@ def test_own_data_on_another_rank_is_an_error_on_every_rank(
         assert f"({how})" in error.text
         assert "read its own data" in error.text
         assert "stage.batches(loader)" in error.text
+
+
+def test_each_rank_with_other_data_is_named(ranks: Any) -> None:
+    for error in ranks(3).run(read_own, "values").errors():
+        assert "rank 1 passes another input than rank 0" in error.text
+        assert "rank 2 passes another input than rank 0" in error.text
 
 
 @pytest.mark.parametrize("what", ["equal", "nothing"])
@@ -248,3 +325,27 @@ def test_replicas_that_read_their_own_are_compared_with_their_first(ranks: Any) 
     for error in ranks(4).run(read_own_in_replicas, "own").errors():
         assert "rank 1 (stage 1 of replica 0) passes another input than rank 0 (" in error.text
         assert "rank 3 (stage 1 of replica 1) passes another input than rank 2 (" in error.text
+
+
+class CountCalls(TorchFunctionMode):
+    """Counts the calls of a torch function that only a checksum makes here."""
+
+    num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += func is Tensor.resolve_neg
+        return func(*args, **(kwargs or {}))
+
+
+def calls_with_checksums(world: Any) -> list[int]:
+    stage, found = make_stage(world), []
+    for k in range(1, 10):
+        with CountCalls() as counted:
+            stage(torch.ones(4, 6, dtype=torch.float64))
+        found += [k] if counted.num_calls else []
+    return found
+
+
+def test_inputs_are_read_in_few_calls_only(ranks: Any) -> None:
+    assert ranks(2).run(calls_with_checksums).values() == [[1, 2, 4, 8]] * 2
+    assert ranks(1).run(calls_with_checksums).values() == [[]]

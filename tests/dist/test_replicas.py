@@ -11,6 +11,7 @@ import io
 import json
 import time
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from procpipe import (
 from procpipe.losses import MaskedCrossEntropy
 from procpipe.skip import pop, skippable, stash
 from procpipe.timeline.chrome import from_chrome
+from procpipe.timeline.idle import split
 from tests.dist.stages import assert_same, stage_of, world_of
 from tests.dist.test_failures import check_lost, kill
 
@@ -256,7 +258,7 @@ def check_nothing_counts(bare):
                 warnings.simplefilter("always")
                 assert stage.step(input.clone(), no_tokens) == 0
             found = [str(warning.message) for warning in caught]
-            assert len(found) == (bare.rank == 0), found
+            assert len(found) == (bare.rank == 1), found
             assert all("its loss and its gradients are 0" in text for text in found), found
 
 
@@ -542,6 +544,71 @@ def test_replicas_start_with_the_values_of_the_first(ranks):
     ranks(4).run(check_different_start, world=False).values()
 
 
+def check_trace(bare, folder):
+    plain = make_model()
+    options = {"replicas": 2, "chunks": 3, "trace": f"{folder}/run.json", "loss_fn": mean_loss}
+    with stage_of(bare, "trace", plain, [3, 3], **options) as stage:
+        stage.step(*own(stage, *make_batch(11, 0)))
+        with stage.no_sync():
+            stage.step(*own(stage, *make_batch(5, 1)))
+        stage.step(*own(stage, *make_batch(2, 2)))
+        stage.eval()
+        stage.step(*own(stage, *make_batch(4, 3)))
+        stage.train()
+        stage.step(*own(stage, *make_batch(8, 4)))
+        report = stage.report()
+        found = stage.statistics()
+        num_bytes = sum(parameter.nbytes for parameter in stage.parameters())
+    return report, asdict(found), num_bytes
+
+
+def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
+    found = ranks(4).run(check_trace, str(tmp_path), world=False).values()
+    recording = from_chrome(json.loads((tmp_path / "run.json").read_text()))
+
+    assert recording.is_closed
+    assert [step.shares for step in recording.steps] == [
+        ((2, 2, 2), (2, 2, 1)),
+        ((1, 1, 1), (1, 1)),
+        ((1,), (1,)),
+        ((1, 1), (1, 1)),
+        ((2, 2), (2, 2)),
+    ]
+    last = recording.step()
+    assert (last.number, last.num_stages, last.num_replicas) == (4, 2, 2)
+    for step in recording.steps:
+        summed = {rank: [one.what for one in step.sums if one.rank == rank] for rank in range(4)}
+        trains, is_kept = step.number != 3, step.number == 1
+        for rank, names in summed.items():
+            gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
+            assert names == [*gradients, *["loss"] * trains], f"step {step.number} rank {rank}"
+        for one in step.sums:
+            times_s = one.start_s, one.end_s, one.asked_s, one.taken_s
+            start, end, asked, taken = (round(at_s * 1e9) for at_s in times_s)  # as in the file
+            assert start <= end <= taken, f"step {step.number}: {one}"
+            assert start <= asked <= taken, f"step {step.number}: {one}"
+        for hop in step.hops:
+            assert hop.source // 2 == hop.destination // 2, f"step {step.number}: {hop}"
+
+    (report, *_), *others = found
+    assert [other[0] for other in others] == [report] * 3
+    assert report.count("replica 1\n") == 2
+    for rank, (_, statistics, own_bytes) in enumerate(found):
+        assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
+        # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.
+        sums = statistics["all_reduce_bytes"]
+        assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
+        assert 0 < statistics["exposed_s"] <= statistics["step_s"]
+        assert 0 < statistics["all_reduce_s"] <= statistics["step_s"]
+        expected = split(last)[rank]
+        assert statistics["split"]["all_reduce_s"] == pytest.approx(
+            expected.all_reduce_s, abs=4 * recording.clock_error_s
+        )
+        parts = ("busy_s", "bubble_s", "imbalance_s", "communication_s", "all_reduce_s")
+        of_step = statistics["split"]
+        assert sum(of_step[part] for part in parts) == pytest.approx(of_step["step_s"])
+
+
 def step_with_one_micro_batch(bare, folder):
     options = {"replicas": 2, "trace": f"{folder}/run.json", "loss_fn": F.mse_loss}
     with stage_of(bare, "one", nn.Sequential(nn.Linear(3, 3)), [1], **options) as stage:
@@ -584,20 +651,27 @@ def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
 def check_counts(bare):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     cases: list[tuple[Any, type[Exception], str]] = [
-        (3, BalanceError, "but there are 4 processes.* replicas .*=6.*give replicas=1 or 2 or 4"),
+        (3, BalanceError, "but there are 4 processes.* start 6, for 2 stages .* give replicas=2"),
         (0, ValueError, "at least 1"),
         ("2", TypeError, "must be an int"),
     ]
     for replicas, kind, words in cases:
         with pytest.raises((kind, RemoteStageError), match=words):  # as it connects, another's
             Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
-    for replicas, words in ((1, "start 2 .* give replicas=2, or a balance of 4"), (4, "start 8 ")):
-        with pytest.raises((IndexError, ValueError, RemoteStageError), match=words):
-            Stage(model, [2, 2], replicas=replicas, world=world_of(bare, words))
-    with pytest.raises((BalanceError, RemoteStageError), match="start fewer processes, or give"):
-        Stage(nn.Sequential(nn.Linear(2, 2)), world=world_of(bare, "few layers"))
-    with pytest.raises((BalanceError, RemoteStageError), match="but schedule='zb-v' can run 8"):
-        Stage(model, [2, 2], schedule="zb-v", world=world_of(bare, "schedule"))
+    fitting: list[tuple[Any, dict[str, Any], str]] = [
+        ([2, 2], {}, "or give replicas=2, or a balance like"),
+        ([2, 2], {"schedule": "zb-v"}, "give replicas=4, or another balance"),
+        ([3, 1], {"schedule": "interleaved"}, "give replicas=2, or another balance"),
+        ([2, 2], {"replicas": 4}, "for 4 replicas, and each runs one: start 8 "),
+    ]
+    for balance, options, words in fitting:
+        with pytest.raises((IndexError, BalanceError, RemoteStageError), match=words):
+            Stage(model, balance, world=world_of(bare, words), **options)
+    with pytest.raises(
+        (BalanceError, RemoteStageError),
+        match="there are 4 processes: start fewer, or give replicas=2",
+    ):
+        Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world=world_of(bare, "few layers"))
 
 
 def test_numbers_that_do_not_fit(ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,25 @@ def test_ranks_with_other_signals(ranks):
 def check_refused(bare, stop_on, error, message):
     with (
         open_stage(bare, message, bare.num_ranks) as stage,
-        pytest.raises(error, match=message),
+        pytest.raises((error, RemoteStageError), match=message),
     ):
         list(stage.batches(ITEMS, stop_on=stop_on))
+
+
+def check_thread(bare):
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        with open_stage(bare, "thread", bare.num_ranks) as stage:
+            try:
+                list(stage.batches(ITEMS, stop_on=STOP_ON))
+            except (RuntimeError, RemoteStageError) as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "in the main thread only" in str(errors[0])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -137,9 +154,12 @@ def test_what_is_no_signal_to_stop_on(ranks, num_ranks):
     for stop_on, error, message in (
         (signal.SIGTERM, TypeError, "must be a tuple of signals"),
         ("SIGTERM", TypeError, "must be a tuple of signals"),
+        ((True,), TypeError, "must be a tuple of signals"),
         ((9999,), TypeError, "must be a tuple of signals"),
+        ((signal.SIGKILL,), ValueError, "stop_on has SIGKILL"),
     ):
         ranks(num_ranks).run(check_refused, stop_on, error, message, world=False).values()
+    ranks(num_ranks).run(check_thread, world=False).values()
 
 
 class Interrupting(Dataset[torch.Tensor]):

@@ -134,6 +134,10 @@ def one_step(stage, batch, **more):
 
 
 MISTAKES: dict[str, tuple[Any, Any]] = {
+    r"loss_fn needs a target .* step\(\) was given none": (
+        {"loss_fn": mean_of_tokens},
+        lambda stage, batch: one_step(stage, {**batch, "labels": None}),
+    ),
     "give Stage\\(…, loss_weight=masked_cross_entropy.num_counted\\)": (
         {"loss_fn": lambda output, target: masked_cross_entropy(output, target)},
         one_step,

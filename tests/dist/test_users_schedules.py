@@ -27,7 +27,7 @@ def check_misfits(bare: Any) -> None:
     for balance, schedule, message in (
         ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' can run 4"),
         ([9], "interleaved", "makes 1 partitions for 2 stages, but schedule='interleaved' can run"),
-        ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but the pipeline has 2"),
+        ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
         ([1, 2, 3, 3], two_at_a_time, "4 partitions for 2 stages, but schedule='a function' can"),
     ):
         with pytest.raises((ValueError, IndexError), match=message):

@@ -161,8 +161,20 @@ def test_labels_that_are_missing_are_asked_for():
     for batch_given in (batch, {**batch, "labels": labels}):  # labels in one value are an input
         layers = hf.sequential(model_of("Llama"))
         stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
-        with pytest.raises(ValueError, match=r"given none.* named values .*step\(\*\*batch\)"):
+        with pytest.raises(
+            TypeError, match=r"argument: 'labels'.*named values.* step\(\*\*batch\)"
+        ):
             stage.step(batch_given)
+
+
+def test_the_target_is_named_among_the_keys_of_one_value():
+    batch, labels = batch_of("GPT-2")
+    layers = hf.sequential(model_of("GPT-2"))
+    stage = Stage(layers, [len(layers)], loss_fn=hf.causal_lm_loss)
+
+    found = stage.step({**batch, "labels": labels}, target="labels")
+
+    assert found == stage.step(**batch, labels=labels)
 
 
 def test_one_row_of_position_ids_is_for_all():

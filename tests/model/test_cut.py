@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch import nn
 from procpipe.errors import BalanceError
 from procpipe.model.cut import (
     check_balance,
+    check_enough_layers,
     check_model,
     cut,
     layer_facts,
+    replicas_for,
 )
 from tests.cases import for_each
 from tests.model.layers import model_of_many_layers
@@ -114,3 +117,33 @@ def test_layer_facts_do_not_depend_on_the_device() -> None:
         "1: ReLU, 0 parameters",
         "2: Sequential, 3 parameters",
     ]
+
+
+def test_the_replicas_that_fit_are_the_fewest() -> None:
+    assert replicas_for(8, 4, 1) == 2
+    assert replicas_for(8, 4, 2) == 4
+    assert replicas_for(8, 4, None) == 2
+    assert replicas_for(8, 3, 1) is None
+    assert replicas_for(4, 8, 1) is None
+
+
+def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:
+    for num_replicas, words in (
+        (
+            1,
+            "cannot divide 5 layers into 8 .* 8 processes: start fewer, or give replicas=2, or",
+        ),
+        (2, None),
+    ):
+        with pytest.raises(BalanceError, match=words) if words else nullcontext():
+            check_enough_layers(5, 8, num_replicas, lambda num_stages: num_stages)
+    with pytest.raises(BalanceError, match=r"8 processes for 2 replicas: .* replicas=4, or"):
+        check_enough_layers(5, 8, 2, lambda num_stages: 2 * num_stages)
+    with pytest.raises(BalanceError, match=r"1 layer into .*: start fewer, or divide"):
+        check_enough_layers(1, 3, 1, lambda num_stages: 2 * num_stages)
+
+
+def test_more_partitions_than_layers_suggest_a_smaller_dimension_of_a_mesh() -> None:
+    words = r"the mesh of this pipeline has 4 ranks, \[4, 5, 6, 7\]: give a dimension of size 2, or"
+    with pytest.raises(BalanceError, match=words):
+        check_enough_layers(3, 4, 1, lambda num_stages: num_stages, range(4, 8))
