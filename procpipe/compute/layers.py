@@ -98,7 +98,12 @@ class Layers:
         else:
             value = self._run_layers(value, finish, watched)
         leaving = [flatten(each) for each in (value, *made)]
-        for tensors, _ in leaving:
+        for tensors, (containers, _) in leaving:
+            if '"procpipe.NoChunk"' in containers:
+                raise BoundaryError(
+                    f"{self.where()} returned, or a layer before it stashed, a NoChunk, which is "
+                    "for a mini-batch's inputs and target: return the tensor"
+                )
             for tensor in tensors:
                 self._check_can_leave(tensor)
         self._current = -1

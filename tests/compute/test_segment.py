@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from procpipe.compute.layers import Layers
 from procpipe.compute.recompute import is_recomputing
 from procpipe.compute.segment import Segment
+from procpipe.data.microbatch import NoChunk
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.torch_internals import run_backward
 from procpipe.tree import TENSOR, Flat, flatten, is_plain
@@ -357,6 +358,8 @@ def test_outputs_must_consist_of_plain_tensors_on_the_device():
         run(segment_of(Do(lambda t: t.to_sparse())), received(torch.ones(2)))
     with pytest.raises(BoundaryError, match=r"type builtins.set at \[1\] cannot travel"):
         run(segment_of(Do(lambda t: (t, {1}))), received(torch.ones(2)))
+    with pytest.raises(BoundaryError, match=r"layer '0' \(Do\) returned, .* a NoChunk"):
+        run(segment_of(Do(lambda t: (t, NoChunk(t)))), received(torch.ones(2)))
 
 
 def test_the_first_layer_takes_several_inputs_and_the_others_one():
