@@ -59,11 +59,17 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
     """Return the ranks of a pipeline, from what the user gave as ``mesh``; None for all.
 
     Raises:
+        TypeError: no ``DeviceMesh``.
         ValueError: it has several dimensions, or not this process; there are replicas, too; or the
             environment does not say, or says otherwise, which rank this process is.
     """
     if mesh is None:
         return None
+    if not all(hasattr(mesh, name) for name in ("mesh", "ndim", "mesh_dim_names", "get_rank")):
+        raise TypeError(
+            f"mesh is {mesh!r}, but must be a torch.distributed.device_mesh.DeviceMesh of one "
+            "dimension: mesh=device_mesh['pp']"
+        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         raise ValueError(

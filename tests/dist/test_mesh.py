@@ -355,6 +355,7 @@ def ask_for_what_cannot_be(bare):
         os.environ["RANK"] = str(bare.rank)  # as a launcher sets it
         wrong = {
             "two dimensions": {"mesh": mesh},
+            "no mesh": {"mesh": [0, 1]},
             "replicas": {"mesh": mesh["pp"], "replicas": 2},
             "another rank": {"mesh": DeviceMesh("cpu", [(bare.rank + 1) % 4])},
         }
@@ -409,6 +410,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
         pipeline = [0, 1] if rank < 2 else [2, 3]
         for name, words in {
             "two dimensions": "ValueError: mesh has 2 dimensions, ('dp', 'pp')",
+            "no mesh": "TypeError: mesh is [0, 1]",
             "replicas": "ValueError: replicas=2 and mesh are given",
             "another rank": f"ValueError: rank {rank} is not in the mesh of ranks",
             "replicas, shards of 1": "TypeError: replicas=2 and sharded layers (fully_shard, p",
