@@ -68,7 +68,7 @@ def test_gradients_of_tied_parameters_come_last() -> None:
 
 
 def test_the_seconds_of_several_ties_are_added_up_exactly() -> None:
-    ties = {(0, 1): 0.1, (0, 2): 0.2, (1, 3): 0.3}
+    ties: dict[tuple[int, ...], float] = {(0, 1): 0.1, (0, 2): 0.2, (1, 3): 0.3}
     costs = replace(Costs.uniform(4), tied_bytes=dict.fromkeys(ties, 8), tied_s=ties)
     plan = gpipe(1, 2, placement=(0, 1, 1, 0))
     assert costs.tied_into(0, plan) == {1: (24, 0.6)}
