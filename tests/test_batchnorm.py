@@ -102,6 +102,22 @@ def test_an_unfinished_mini_batch_is_forgotten() -> None:
     assert_same_state(deferred, plain)
 
 
+def test_processes_join_what_each_has_recorded() -> None:
+    """Also one without a sample."""
+    (batch,) = batches((10, 3), num=1)
+    plain, norms = nn.BatchNorm1d(3).double(), [DeferredBatchNorm(3).double() for _ in range(3)]
+    plain(batch)
+    for norm, part in zip(norms, batch.split([7, 3, 0]), strict=True):
+        norm.begin()
+        if len(part):
+            norm(part)
+    of_all = [norm.moments() for norm in norms]
+    for norm in norms:
+        norm.join_moments(of_all)
+        norm.commit()
+        assert_same_state(norm, plain)
+
+
 def test_recomputation_is_not_counted() -> None:
     (batch,) = batches((10, 3), num=1)
     plain, deferred = nn.BatchNorm1d(3).double(), DeferredBatchNorm(3).double()

@@ -294,12 +294,16 @@ def test_statistics_and_report(stage_of):
     assert 0 <= statistics.bubble < 1
     assert statistics.waiting_s == 0
     assert statistics.split is None
+    header, line, _, *table = stage.report().splitlines()
+    assert header.split()[:5] == ["stage", "steps", "F", "R", "B"]
+    assert line.split()[:5] == ["0", "2", "10", "8", "10"]
     # A single stage is idle neither for its plan nor for another stage.
-    assert stage.report().split()[:5] == ["stage", "steps", "F", "R", "B"]
     split = stage.statistics().split
     assert split is not None
     assert (split.bubble_s, split.imbalance_s) == (0, 0)
+    assert 0 < split.busy_s < split.step_s
     assert split.busy_s + split.communication_s == pytest.approx(split.step_s)
+    assert f"{split.busy_s * 1e3:.2f}" in table[-1]
 
 
 def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):

@@ -29,7 +29,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ class Plan:
         m, n = self.num_micro_batches, self.num_stages
         if m < 1 or n < 1:
             raise ValueError(f"a plan needs a micro-batch and a stage, but has m={m} and n={n}")
-        object.__setattr__(self, "cycles", tuple(self.cycles))
+        object.__setattr__(self, "cycles", tuple(map(tuple, self.cycles)))
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
 
     def row(self, stage: int) -> Row:
@@ -160,15 +160,22 @@ class Plan:
         """Read a plan from its text.
 
         Raises:
-            ValueError: the text is not a plan.
+            ValueError: the text is not a plan; names the line and the reason.
         """
-        header, *lines = text.removesuffix("\n").split("\n")
-        match = _HEADER.fullmatch(header)
-        if match is None:
-            raise ValueError(f"{header!r} is not a header; one reads like 'plan m=4 n=3'")
-        placement = tuple(map(int, match[3].split(","))) if match[3] else ()
-        cycles = tuple(tuple(map(Task.parse, line.split())) for line in lines)
-        return cls(int(match[1]), int(match[2]), cycles, placement)
+        number, (header, *lines) = 1, text.removesuffix("\n").split("\n")
+        try:
+            match = _HEADER.fullmatch(header)
+            if match is None:
+                raise ValueError(f"{header!r} is not a header; one reads like 'plan m=4 n=3'")
+            placement = tuple(map(int, match[3].split(","))) if match[3] else ()
+            empty = cls(int(match[1]), int(match[2]), (), placement)
+            cycles = []
+            for line in lines:
+                number += 1
+                cycles.append(tuple(map(Task.parse, line.split())))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        return replace(empty, cycles=cycles)
 
     @cached_property
     def digest(self) -> str:

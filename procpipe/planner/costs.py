@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,13 +150,18 @@ class Costs:
 
         They have the gradients of tied parameters, and follow a plan with backward tasks.
         """
-        found: dict[int, tuple[int, float]] = {}
-        for tie, num_bytes in self.tied_bytes.items() if plan.has_backward else ():
+        found: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for tie in self.tied_bytes if plan.has_backward else ():
             stages = {plan.placement[j] for j in tie}
             for other in stages - {stage} if stage in stages else ():
-                size, seconds = found.get(other, (0, 0.0))
-                found[other] = size + num_bytes, seconds + self.tied_s.get(tie, 0.0)
-        return found
+                found[other].append(tie)
+        return {
+            other: (
+                sum(self.tied_bytes[tie] for tie in ties),
+                math.fsum(self.tied_s.get(tie, 0.0) for tie in ties),
+            )
+            for other, ties in found.items()
+        }
 
     def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
         """List the seconds of a transfer across each boundary of a placement."""

@@ -69,6 +69,17 @@ def kinds_and_directions_are_independent(end: End) -> None:
     settle(end)
 
 
+def requires_grad_is_sent_though_nothing_else_changes(end: End) -> None:
+    for flags in ((True, False), (False, True), (False, False), (True, True)):
+        if end.rank == 0:
+            tensors = [torch.ones(3, device=end.device) for _ in flags]
+            end.sender().send(Flat(*flatten(tuple(tensors)), flags))
+        else:
+            end.receiver().expect()
+            assert end.receiver().take().requires_grad == flags
+    settle(end)
+
+
 def empty_and_dimensionless_tensors(end: End) -> None:
     empties = [torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, dtype=torch.int64)]
     transfer(end, [*empties, empties, torch.tensor(3.5), torch.tensor(True), [torch.tensor(7)] * 2])
@@ -173,6 +184,7 @@ def expect_may_run_ahead_and_forgo_undoes_it(end: End) -> None:
 CASES: tuple[Case, ...] = (
     sizes_around_the_inline_limit,
     kinds_and_directions_are_independent,
+    requires_grad_is_sent_though_nothing_else_changes,
     empty_and_dimensionless_tensors,
     every_dtype,
     non_contiguous_tensors,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
+from procpipe.channel.meta import dense
 from procpipe.errors import OverwrittenError, RemoteStageError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
@@ -98,6 +99,16 @@ def test_sent_tensors_are_released_as_transfers_end(meshes):
         sender.send(Flat.of(BIG.clone()))
 
     assert len(sender.in_flight) < 60
+
+
+def test_only_tensors_that_are_not_dense_are_copied():
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    for tensor in (x, x.permute(2, 0, 1), x[1:], x[:0]):
+        assert dense(tensor) is tensor
+    for tensor in (x[:, ::2], x[:1].expand(5, 3, 4), torch._neg_view(x)):
+        assert torch.equal(dense(tensor), tensor)
+        assert not dense(tensor).is_neg()
+        assert dense(tensor).untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):

@@ -58,8 +58,11 @@ def test_a_process_reads_what_is_written(board):
     assert new.where().startswith("between calls, in the user's code, for 0.")
     assert in_step.where().startswith("in step(), last active 0.")
     assert (in_layer.task, in_layer.layer, in_layer.micro_batch) == ("F3", "b", 3)
+    assert in_layer.where().startswith("in F3, b, for 0.")
     assert waiting.waits_for == "activation 3"
     assert 2 <= waiting.waited_s < 60
+    assert waiting.where().startswith("in F3, waiting ")
+    assert waiting.where().endswith(" s for activation 3")
     assert (done.waits_for, done.task, done.call) == ("", "", "")
     assert (done.num_steps, done.num_micro_batches) == (1, 8)
     assert (done.busy_s, done.device_bytes) == (3, 5)

@@ -50,7 +50,7 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
     assert Plan.from_text(plan.to_text()) == plan
     assert Plan.from_text(plan.to_text()).placement == (0, 1, 1, 0)
     assert Plan.from_text("plan m=1 n=3\n").placement == (0, 1, 2)
-    with pytest.raises(ValueError, match="'plan m=2 n=2 placement=0,x' is not a header"):
+    with pytest.raises(ValueError, match="line 1: 'plan m=2 n=2 placement=0,x' is not a header"):
         Plan.from_text("plan m=2 n=2 placement=0,x\n")
 
 

@@ -8,12 +8,13 @@ from procpipe.plan.program import (
     Program,
     Receive,
     Run,
+    last_additions,
     program,
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan
+from procpipe.plan.task import Plan, Task
 from tests.cases import for_each
 from tests.plan.proof import programs
 
@@ -80,6 +81,20 @@ def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: in
         for before, task in pairwise(runs):
             for transfer in routes.needed(task):
                 assert place[Receive(transfer)] < place[Run(before)]
+
+
+def test_the_last_additions_of_every_schedule_begin_with_the_last_of_all() -> None:
+    for name, schedule in SCHEDULES.items():
+        for m, n in ((1, 2), (4, 2), (5, 3)):
+            plan = schedule.plan(m, schedule.place(schedule.count(n), n), ())
+            for stage in range(n):
+                tasks, expected = plan.tasks_of(stage), dict[int, Task]()
+                for task in tasks:
+                    if task.kind in "BW":
+                        expected.pop(task.j, None)
+                        expected[task.j] = task
+                found = list(last_additions(tasks).items())
+                assert found == list(expected.items())[::-1], (name, m, n, stage)
 
 
 def test_a_program_marks_the_last_task_that_adds_to_gradients_and_the_forward_task_before_it() -> (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,21 +47,23 @@ def test_any_plan_is_read_from_its_text(m: int, n: int, cycles: tuple[tuple[Task
 @for_each(
     ("text", "fault"),
     [
-        ("", "'' is not a header; one reads like 'plan m=4 n=3'"),
-        ("plan m=2", "'plan m=2' is not a header"),
-        ("plan m=0 n=2", "a plan needs a micro-batch and a stage, but has m=0 and n=2"),
-        ("plan m=2 n=0\n", "a plan needs a micro-batch and a stage, but has m=2 and n=0"),
-        ("plan m=2 n=2\nF0@0\nF1@0 F0\n", "'F0' is not a task"),
+        ("", "line 1: '' is not a header; one reads like 'plan m=4 n=3'"),
+        ("plan m=2", "line 1: 'plan m=2' is not a header"),
+        ("plan m=0 n=2", "line 1: a plan needs a micro-batch and a stage, but has m=0 and n=2"),
+        ("plan m=2 n=0\n", "line 1: a plan needs a micro-batch and a stage, but has m=2 and n=0"),
+        ("plan m=2 n=2\nF0@0\nF1@0 F0\n", "line 3: 'F0' is not a task"),
     ],
 )
-def test_bad_text_is_refused(text: str, fault: str) -> None:
+def test_bad_text_is_refused_with_its_line(text: str, fault: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(fault)):
         Plan.from_text(text)
 
 
 def test_plans_with_equal_tasks_are_equal() -> None:
     plan = gpipe(3, 2)
-    assert plan == Plan(3, 2, list(plan.cycles))
+    lists: Any = [list(cycle) for cycle in plan.cycles]
+    assert plan == Plan(3, 2, lists)
+    assert hash(plan) == hash(Plan(3, 2, lists))
     assert plan != gpipe(3, 2, recompute={0})
     assert plan != gpipe(2, 3)
 

@@ -67,6 +67,14 @@ def test_gradients_of_tied_parameters_come_last() -> None:
     assert simulate(gpipe(2, 2), costs).exposed_s == 2
 
 
+def test_the_seconds_of_several_ties_are_added_up_exactly() -> None:
+    ties: dict[tuple[int, ...], float] = {(0, 1): 0.1, (0, 2): 0.2, (1, 3): 0.3}
+    costs = replace(Costs.uniform(4), tied_bytes=dict.fromkeys(ties, 8), tied_s=ties)
+    plan = gpipe(1, 2, placement=(0, 1, 1, 0))
+    assert costs.tied_into(0, plan) == {1: (24, 0.6)}
+    assert costs.tied_into(1, plan) == {0: (24, 0.6)}
+
+
 def test_a_call_without_backward_adds_up_nothing() -> None:
     costs = replace(Costs.uniform(2), buckets=((Bucket(1, 9.0, ((0, 1.0),)),), ()))
 

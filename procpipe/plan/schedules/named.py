@@ -100,8 +100,8 @@ def _checked(function: Callable[[int, int], Plan], m: int, n: int) -> Plan:
     faults = []
     if (plan.num_micro_batches, plan.num_stages) != (m, n):
         faults.append(f"of {plan.num_micro_batches} micro-batches and {plan.num_stages} stages")
-    if not (plan.has_forward and plan.has_backward):
-        faults.append("without forward or without backward tasks")
+    faults += [] if plan.has_forward else ["without forward tasks"]
+    faults += [] if plan.has_backward else ["without backward tasks"]
     if faults:
         raise PlanError([f"schedule({m}, {n}) returned a plan {fault}" for fault in faults])
     return plan
@@ -115,13 +115,14 @@ def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
             stages, whose plans include recomputations and a placement.
 
     Raises:
-        ValueError: neither such a name nor a function.
+        ValueError: the name is unknown.
+        TypeError: neither a name nor a function.
     """
     if callable(schedule):
         return _of_function(schedule)
-    if schedule not in [*SCHEDULES]:
-        names = ", ".join(map(repr, SCHEDULES))
-        raise ValueError(
-            f"schedule is {schedule!r}, but must be one of {names}, or a function (m, n) -> Plan"
-        )
+    wanted = f"one of {', '.join(map(repr, SCHEDULES))}, or a function (m, n) -> Plan"
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule is {schedule!r}, but must be {wanted}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}, but must be {wanted}")
     return SCHEDULES[schedule]
