@@ -18,8 +18,9 @@ higher ones; so no two wait for each other. Only where a rank listens differs:
 
 Over a unix socket both sides pass descriptors of their files: the board, and the shared memory of
 messages. An entry of the store may be older than this round of a restarted job: where it leads,
-nothing listens or another key is known. So whatever fails is tried again until the deadline, except
-with a key of the user's, and reports of the wait have the newest error.
+nothing listens or another key is known. So what fails is tried again until the deadline; reports of
+the wait have the newest error. A process of another user, another key than the user's and an
+address of another host are errors at once.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class Start:
         Raises:
             RemoteStageError: another rank failed.
             WaitTimeoutError: a rank did not come within the timeout.
-            ValueError: this rank's PROCPIPE_KEY is not that of a lower rank.
+            PermissionError: another user's process listens for a rank of this host.
+            ValueError: this rank's PROCPIPE_KEY is not that of a lower rank, or PROCPIPE_ADDRESS is
+                of another host.
         """
         self._mesh.monitor.start()
         try:
@@ -171,8 +174,17 @@ class Start:
     def _listen_on(self, family: socket.AddressFamily, address: Any) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         self._listeners.append(listener)
-        # An older process of this job may still have the name of a unix socket.
-        self._wait(partial(listener.bind, address), lambda: f"its address {address!r}")
+        if family == socket.AF_UNIX:  # an older process of this job may still have the name
+            self._wait(partial(listener.bind, address), lambda: f"its address {address!r}")
+        else:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                raise ValueError(
+                    f"{address[0]} is not an address of this host ({error}): set "
+                    f"{_ADDRESS_VARIABLE} to one that `ip address` lists and the other hosts can "
+                    "reach"
+                ) from error
         listener.listen(4 * self._grid.num_ranks)
         listener.setblocking(False)
         return listener
@@ -285,7 +297,10 @@ class Start:
     def _check_user(self, link: socket.socket) -> None:
         """Check that the process at the other end of a unix socket is of this one's user."""
         if link.family == socket.AF_UNIX and _other_end(link)[1] != os.geteuid():
-            raise PermissionError("it is another user's: run all ranks of a host as one user")
+            raise PermissionError(
+                f"a process of another user (number {_other_end(link)[1]}) has the socket of a "
+                "rank of this job: run all ranks of a host as one user"
+            )
 
     def _check_key(self, link: socket.socket, connector: int, acceptor: int) -> None:
         """Check that both sides of a TCP connection know the key."""
@@ -301,7 +316,7 @@ class Start:
         if not hmac.compare_digest(proof, self._proof(f"{text} {other}", challenge)):
             # A key that rank 0 made may be of an older round, one of the user's not.
             is_final = connector == self._grid.rank and (self._users_key or not self._key)
-            raise (ValueError if is_final else PermissionError)(
+            raise (ValueError if is_final else ConnectionRefusedError)(
                 f"what listens for rank {self._grid.numbers[other]} does not know the key of rank "
                 f"{self._grid.job_rank}: give every rank of the job the same {_KEY_VARIABLE}, or "
                 "none"
@@ -342,13 +357,18 @@ class Start:
         return data, files
 
     def _wait(self, attempt: Callable[[], bool | None], what: Callable[[], str]) -> None:
-        """Wait until an attempt neither returns False nor fails; reports have the newest error."""
+        """Wait until an attempt neither returns False nor fails; reports have the newest error.
+
+        ``PermissionError`` is raised.
+        """
         newest = ""
 
         def ready() -> bool:
             nonlocal newest
             try:
                 return attempt() is not False
+            except PermissionError:
+                raise
             except OSError as error:
                 newest = f" ({error})"
                 return False
