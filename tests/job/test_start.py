@@ -240,16 +240,14 @@ def test_a_rank_of_another_user_is_refused(job, monkeypatch, refuses):
     monkeypatch.setattr(os, "geteuid", lambda: ours + (threading.current_thread().name == other))
     ranks = [*job(["rank 0"], 2, meeting, timeout_s=0.3)]
     ranks += job(["rank 1"], 2, meeting, first=1, timeout_s=0.3)
-    errors = [rank.ended() for rank in ranks]
+    first, second = (rank.ended() for rank in ranks)
 
-    assert isinstance(errors[0], WaitTimeoutError)
+    assert isinstance(first, WaitTimeoutError)
     if refuses == "connector":
-        assert isinstance(errors[1], PermissionError)  # at once
-        assert f"a process of another user (number {ours}) has the socket of a rank" in str(
-            errors[1]
-        )
+        assert isinstance(second, PermissionError)  # at once
+        assert f"a process of another user (number {ours}) has the socket of a rank" in str(second)
     else:
-        assert isinstance(errors[1], WaitTimeoutError)
+        assert isinstance(second, WaitTimeoutError)
 
 
 def test_an_address_of_another_host_is_named(job, monkeypatch):
