@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.sizes import num_bytes
-from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.log import Log
@@ -168,7 +167,7 @@ class Recorder(Log):
 class _TimedBoard:
     """Writes the layer that begins on a board, and notes how long the one before it took."""
 
-    def __init__(self, board: Board, places: Sequence[str], passed: list[tuple[int, int]]) -> None:
+    def __init__(self, board: Any, places: Sequence[str], passed: list[tuple[int, int]]) -> None:
         self.page = self
         self._board = board
         self._index_of = {place: k for k, place in enumerate(places)}

@@ -269,7 +269,7 @@ def test_replicas_are_blocks_with_their_sums(tmp_path, monkeypatch, capsys):
     ]
     tops = [int(y) for _, y, _ in bars]
     assert tops == sorted(set(tops))  # a strip of its own on each rank
-    assert capsys.readouterr().out.splitlines()[2].startswith("replica  stage  busy ms")
+    assert "replica 1\n" in capsys.readouterr().out
 
 
 def chromium(folder, *options):
