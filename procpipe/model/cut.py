@@ -123,21 +123,21 @@ def fit_balance(
         return parts
     n, all_ranks = len(parts), num_ranks * num_replicas
     replicas = f" for {num_replicas} replicas" if num_replicas > 1 else ""
-    others = f"replicas={all_ranks // n}, or " if all_ranks > n and all_ranks % n == 0 else ""
-    are = "is 1 process" if all_ranks == 1 else f"are {all_ranks} processes"
-    makes = f"balance {parts} makes {counted(n, 'partition')}"
-    fault = (
-        f"{makes}, but there {are}{replicas}, and each runs one: "
-        f"start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas}), "
-        f"or give {others}a balance like {_even(num_layers, num_ranks)}"
-    )
+    are = "there is 1 process" if all_ranks == 1 else f"there are {all_ranks} processes{replicas}"
+    ways = [f"start {n * num_replicas} (torchrun --nproc_per_node={n * num_replicas})"]
+    instead = []
     if of_mesh is not None:
-        fault = (
-            f"{makes}, but the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}, and "
-            f"each runs one: give a dimension of size {n}, or a balance like "
-            f"{_even(num_layers, num_ranks)}"
-        )
-    raise IndexError(fault) if len(parts) > num_ranks else BalanceError(fault)
+        are, ways = f"the mesh of this pipeline has {num_ranks} ranks, {list(of_mesh)}", []
+        instead.append(f"a dimension of size {n}")
+    elif all_ranks > n and all_ranks % n == 0:
+        instead.append(f"replicas={all_ranks // n}")
+    if num_layers >= num_ranks:
+        instead.append(f"a balance like {_even(num_layers, num_ranks)}")
+    if instead:
+        ways.append(f"give {', or '.join(instead)}")
+    makes = f"balance {parts} makes {counted(n, 'partition')}"
+    fault = f"{makes}, but {are}, and each runs one: {', or '.join(ways)}"
+    raise IndexError(fault) if n > num_ranks else BalanceError(fault)
 
 
 def replicas_for(
