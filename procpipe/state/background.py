@@ -72,6 +72,8 @@ class Saving:
         calls = _calls_of(self._member.module)
         if calls is not None and calls.pipeline is None:  # the stage was closed
             self._join()
+            if self._member.rank == 0:
+                files.remove_old(self.path.parent, self._keep)  # the new one counts if it is whole
             return
         with self._member.call("Saving.wait") as agree:
             self.finish(agree, self._join)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import SavedStateError, Stage, state
 from procpipe.state import generators
+from procpipe.state.values import copied
 from tests.dist.script import run_forked
 
 # -- Resumable -----------------------------------------------------------------------------------
@@ -447,7 +448,16 @@ def test_the_code_of_the_documentation_runs(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_state_is_saved_and_resumed_on_a_gpu(tmp_path):
+def test_a_copy_of_a_gpus_tensor_is_pinned():
+    tensor = torch.arange(3.0, device="cuda")
+    [copy] = copied({"a": [tensor]})["a"]
+    assert copy.is_pinned()
+    assert copy.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_is_saved_and_resumed_on_a_gpu(tmp_path, asynchronous):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -459,7 +469,7 @@ def test_a_state_is_saved_and_resumed_on_a_gpu(tmp_path):
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     run(2)
-    saving = state.save(tmp_path, model, optimizer, asynchronous=True)
+    saving = state.save(tmp_path, model, optimizer, asynchronous=asynchronous)
     expected = run(2)
     saving.wait()
     torch.manual_seed(7)
@@ -467,3 +477,5 @@ def test_a_state_is_saved_and_resumed_on_a_gpu(tmp_path):
 
     for ours, truth in zip(run(2), expected, strict=True):
         assert torch.equal(ours, truth)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))  # on the CPU
+    state.load(tmp_path, plain, torch.optim.AdamW(plain.parameters()))
