@@ -95,14 +95,12 @@ class Saving:
             own_part()
         except BaseException as error:
             failed = error
-            if self._member.num_pipelines == 1:
-                raise
-        if self._member.num_pipelines > 1:  # the others must not wait for this one
-            some_failed = self._member.any_of(failed is not None, agree)
-            if failed is not None:
-                raise failed
-            if some_failed:
-                raise OSError(f"a pipeline that shares these layers has not written {self.path}")
+        # Before it is raised: other pipelines must not wait for this one.
+        some_failed = self._member.any_of(failed is not None, agree)
+        if failed is not None:
+            raise failed
+        if some_failed:
+            raise OSError(f"a pipeline that shares these layers has not written {self.path}")
         agree(None, lambda _: self._complete())
 
     def _complete(self) -> None:

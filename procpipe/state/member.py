@@ -76,10 +76,10 @@ class Member:
         return str(agree(own, lambda of_all: next(filter(None, of_all))))
 
     def any_of(self, flag: bool, agree: Agree) -> bool:
-        """Return whether a flag is set on any rank of any of these pipelines."""
-        flag = bool(agree(flag, any))
+        """Return whether a flag is set on any rank of these pipelines; of one, the own flag."""
         if self.num_pipelines == 1:
             return flag
+        flag = bool(agree(flag, any))
         return bool(agree(sharded.any_of(self.module, flag), any))
 
     def own_share(self, values: dict[str, Any]) -> dict[str, Any]:

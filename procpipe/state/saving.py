@@ -86,21 +86,9 @@ def save(
         faults: list[str] = []
         values = _gather(member, names, extra, faults)
 
-        def judge(of_ranks: list[Any]) -> list[str]:
-            _check_alike([asked_for for asked_for, *_ in of_ranks])
-            optimizers.check_shared([shared for _, shared, *_ in of_ranks])
-            if conflicts := groups.match([theirs for *_, theirs, _ in of_ranks])[1]:
-                raise ValueError("\n".join(conflicts))
-            _check_limits(keep, step)
-            return [
-                (f"rank {rank}: " if len(of_ranks) > 1 else "") + fault
-                for rank, (*_, theirs) in enumerate(of_ranks)
-                for fault in theirs
-            ]
-
         asked_for = [sorted(extra or ()), len(names.optimizers), bool(asynchronous)]
         facts = [optimizers.shared_options(names), groups.facts_of(names), faults]
-        faults = agree([asked_for, *facts], judge)  # 2
+        faults = agree([asked_for, *facts], lambda of_ranks: _judge(of_ranks, keep, step))  # 2
         if not member.any_of(bool(faults), agree):
 
             def begin(_: list[Any]) -> list[str]:
@@ -122,6 +110,24 @@ def save(
     raise TypeError("\n".join([*(faults or others), CAN_BE]))
 
 
+def _judge(of_ranks: list[Any], keep: int | None, step: int | None) -> list[str]:
+    """Check the calls of all ranks, on rank 0; return what cannot be saved."""
+    _check_alike([asked_for for asked_for, *_ in of_ranks])
+    optimizers.check_shared([shared for _, shared, *_ in of_ranks])
+    if conflicts := groups.match([theirs for *_, theirs, _ in of_ranks])[1]:
+        raise ValueError("\n".join(conflicts))
+    if keep is not None and (isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
+    # It becomes part of a name, by which load() must find it again.
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
+    return [
+        (f"rank {rank}: " if len(of_ranks) > 1 else "") + fault
+        for rank, (*_, theirs) in enumerate(of_ranks)
+        for fault in theirs
+    ]
+
+
 def _check_alike(asked_for: list[Any]) -> None:
     """Check, on rank 0, that all ranks save the same things in the same way."""
     ways = ("the names in extra", "the number of optimizers", "asynchronous")
@@ -132,14 +138,6 @@ def _check_alike(asked_for: list[Any]) -> None:
                     f"state.save() was called with other arguments on rank {rank} than on rank 0: "
                     f"{way}: {other!r}, not {one!r}"
                 )
-
-
-def _check_limits(keep: int | None, step: int | None) -> None:
-    if keep is not None and (isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
-    # It becomes part of a name, by which load() must find it again.
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
 
 
 def _gather(
