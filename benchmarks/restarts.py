@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ from typing import Any, BinaryIO, Protocol
 
 import psutil
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/train_digits.py"
@@ -154,9 +154,11 @@ class Run:
                 return
 
     def newest(self) -> int:
-        """Return the number of the newest saved state, or 0."""
-        names = [path.name for path in self.folder.glob("[0-9]*")] if self.folder.is_dir() else []
-        return max((int(name.partition("-")[0]) for name in names), default=0)
+        """Return the number of the newest saved state that is whole, or 0."""
+        files = [*self.folder.glob("[0-9]*/stage-*.pt")] if self.folder.is_dir() else []
+        num_files = Counter(file.parent.name for file in files)
+        whole = [f for f in files if num_files[f.parent.name] == int(f.stem.rpartition("-")[2])]
+        return max((int(file.parent.name.partition("-")[0]) for file in whole), default=0)
 
     def _tree(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -245,11 +247,15 @@ def differences(folder: Path, expected: Path) -> tuple[str, ...]:
 
 def _contents(folder: Path) -> dict[str, Any]:
     """Return weights and optimizer state of the newest saved state, read by plain PyTorch."""
-    newest = max(folder.glob("[0-9]*"))
-    with tempfile.TemporaryDirectory() as place:
-        dcp_to_torch_save(newest, f"{place}/all.pt")
-        nested = torch.load(f"{place}/all.pt", weights_only=False)
-    return {f"{part}.{k}": v for part in ("model", "optimizer") for k, v in nested[part].items()}
+    values: dict[str, Any] = {}
+    for file in max(folder.glob("[0-9]*")).glob("*.pt"):
+        saved = torch.load(file, weights_only=True)
+        values |= {f"model.{name}": value for name, value in saved["model"].items()}
+        for name, parts in saved["optimizer"]["state"].items():
+            values |= {f"optimizer.state.{name}.{part}": value for part, value in parts.items()}
+        for group in (group for groups in saved["optimizer"]["groups"] for group in groups):
+            values |= {f"optimizer.options.{name}": group["options"] for name in group["params"]}
+    return values
 
 
 def _is_same(one: Any, other: Any) -> bool:

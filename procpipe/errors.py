@@ -52,7 +52,7 @@ class PlanError(ProcpipeError, ValueError):
 
 
 class SavedStateError(ProcpipeError, ValueError):
-    """A file of a saved state or of weights is damaged, contradicts itself or is of another kind.
+    """A file of a saved state or of weights is damaged, of another kind, or of another save.
 
     Names the file. Nothing in the file has been executed.
     """

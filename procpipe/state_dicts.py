@@ -1,12 +1,35 @@
-"""A state dict with one stage's part of the model's values: everything but pickling works."""
+"""What a stage has of the model's values: a state dict of a part, and a record for saved state."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torch import Tensor
+
+from procpipe.run.calls import Calls
+from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What ``procpipe.state`` needs to know of a stage, beside what an nn.Module has."""
+
+    stage: int  # its number in its pipeline: the rank of replica 0 with the same layers
+    cut: dict[str, list[int]]  # balance and placement, as plain JSON
+    calls: Calls
+    call: Callable[[str], AbstractContextManager[Agree]]  # makes a call of all ranks
+    is_part: bool  # whether its pipeline is one of several, which may shard its layers
+    keys: Any  # the attribute ``keys`` of the model that it was built from; None if there is none
+    stand_in: Sequence[Tensor]  # what an optimizer has on a stage with nothing to train
+    #: Of each parameter that other stages have, too, by its first name: the first of these stages.
+    shared: Mapping[str, int]
+    all_names: Sequence[tuple[str, ...]]  # of each tensor that several stages have
 
 
 class PartOfStateDict(OrderedDict[str, Any]):

@@ -138,7 +138,6 @@ PURE = (
     "procpipe.timeline.recording",
     "procpipe.planner",
     "procpipe.balance.blocks",
-    "procpipe.state.pickles",
 )
 
 #: Modules that may import torch.distributed; benchmarks compare with peers in it.

@@ -63,12 +63,6 @@ NAMES = {
     "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
     "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
     "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
-    # Names in the index of a saved state.
-    "_StorageInfo": (lambda: checkpoint("filesystem"), TESTED),
-    "_MEM_FORMAT_ENCODING": (lambda: checkpoint("metadata"), TESTED),
-    "_get_layout": (lambda: torch.serialization, TESTED),
-    "_rebuild_tensor_v2": (lambda: torch._utils, TESTED),
-    "_rebuild_parameter": (lambda: torch._utils, TESTED),
 }
 
 
@@ -95,10 +89,6 @@ def launch_config() -> Any:
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig
-
-
-def checkpoint(name: str) -> Any:
-    return importlib.import_module(f"torch.distributed.checkpoint.{name}")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,8 +15,8 @@ from procpipe.hf.weights import is_of_adapter, make_folder, read_into
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.pieces import write_safetensors
 from procpipe.state.sources import open_source
+from procpipe.state.weights import write_safetensors
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

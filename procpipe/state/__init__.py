@@ -4,20 +4,21 @@ resumed = state.load("runs/digits", stage, optimizer, extra=progress, missing_ok
 …
 state.save("runs/digits", stage, optimizer, extra=progress, step=step)
 
+files.py         the files of saved states: one a rank; whole when all are there
+mapped.py        files in memory: a tensor is read when it is copied
+values.py        what can be saved
 saving.py        save()                    ┐ what each rank does, and when all have
 background.py    Saving, asynchronous=True │ done it
 loading.py       load()                    ┘
 weights.py       load_weights(), export()  without optimizer or progress
+sources.py       what files of weights hold, of every kind
 keys.py          what values are called in files of other programs
-sources.py       what such files hold; tensors are read and written in pieces (pieces.py)
 optimizers.py    optimizer state under the names of parameters
+groups.py        parameter groups that are empty on some stages
 extras.py        what else a user saves
 generators.py    random number generators
 resumable.py     Resumable: the position in a data loader
-folders.py       which saved state is the newest; publishing one by a rename
-files.py         the files, in the format of torch.distributed.checkpoint
-archives.py      what torch.save has written, read without unpickling (pickles.py)
-index.py         where each value is
+sharded.py       DTensors
 member.py        the same call on every rank; faults of all ranks in one error
 """
 

@@ -1,335 +1,207 @@
-"""The files of a saved state: the format of ``torch.distributed.checkpoint``, read without torch.
+"""The files of a run's saved states: one a rank. A state is whole when all of them are there.
 
-    stage-0/__0_0.distcp  procpipe.json    written by rank 0: its values
-    stage-1/__0_0.distcp  procpipe.json    written by rank 1
-    procpipe.json                          both together, which rank 0 makes of the two
-    .metadata                              the same for torch, to which it is a checkpoint
+    runs/digits/
+      000007-step-120/   stage-0-of-2.pt   stage-1-of-2.pt            whole
+      000009-step-140/   stage-0-of-2.pt   stage-1-of-2.pt.ab12.tmp   being written, or left
 
-Each rank writes and reads its own values alone: torch's savers and loaders communicate over a
-process group, and unpickle. A value is written by ``torch.save`` and has a CRC-32, which is checked
-whenever it is read. Where there is no procpipe.json, as in a checkpoint that torch wrote, .metadata
-is read instead, without checksums.
+Each rank writes its own file by ``torch.save``, and gives it its name by a rename, once it is on
+the disk. Files are added to a folder and never replaced, so whatever is killed when, a folder
+either lacks a file or is whole.
+
+A process of an earlier attempt may have been stopped while it saved, and go on when the job has
+been restarted. It cannot harm a newer state:
+
+1  A new number is higher than that of any folder, also of one that is not whole, and only a newer
+   folder lets an older one be removed. So no number is used twice, and the old process finds its
+   folder gone.
+2  Each file has the nonce of its save. Files of several saves in a folder are no whole state.
+
+What a rank's file holds, read by ``torch.load(weights_only=True)``:
+
+    save          the nonce
+    about         version of procpipe and torch, step, num_stages, balance, placement
+    model         values by their names in the full model
+    optimizer     state by the names of parameters, and groups (optimizers.py)
+    extra         the rank's own values (extras.py)
+    generators    its random number generators
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
-import functools
-import math
-import operator
 import os
-import stat
-import zlib
-from collections.abc import Iterable, Iterator
-from io import BufferedReader
+import re
+import shutil
+import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from procpipe.errors import SavedStateError
-from procpipe.state.archives import read_archive
-from procpipe.state.folders import METADATA, sync_folder
-from procpipe.state.index import (
-    Chunk,
-    IndexEntry,
-    from_json,
-    from_metadata,
-    to_json,
-    to_metadata,
-)
+from procpipe.state.mapped import Mapped
 
-INDEX = "procpipe.json"
-_VALUES = "__0_0.distcp"
+_FOLDER = re.compile(r"(\d{6,})(?:-step-(\d+))?")
+_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.pt")
 
-#: An index is read as a whole; 100 bytes or so are one value.
-_MAX_INDEX_BYTES = 1 << 30
-
-#: Errors of a missing file: it or a folder is missing, or a link points nowhere.
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-
-_ADVICE = "restore the folder from a copy, or load an older saved state"
+#: What a rank's file holds, and of which type.
+_PARTS = {
+    "save": str,
+    "about": dict,
+    "model": dict,
+    "optimizer": dict,
+    "extra": dict,
+    "generators": dict,
+}
 
 
-# -- writing -------------------------------------------------------------------------------------
+@dataclass(frozen=True, order=True)
+class SavedState:
+    """One saved state; later ones are larger."""
+
+    number: int
+    step: int | None
+    path: Path
 
 
-def write_part(folder: Path, values: dict[str, Any]) -> None:
-    """Write values into a new folder of their own; all is on the disk when its index appears.
+# -- folders -------------------------------------------------------------------------------------
+
+
+def saved_in(root: Path) -> list[SavedState]:
+    """Return the saved states of a run that have all their files, oldest first."""
+    return [entry for entry in _folders(root) if files_of(entry.path)]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a saved state by rank; none if one of them is missing."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := _FILE.fullmatch(path.name)) and path.is_file():
+            found[tuple(map(int, match.groups()))] = path
+    number = max((of for _, of in found), default=0)
+    ranks = [(rank, number) for rank in range(number)]
+    return [found[rank] for rank in ranks] if found.keys() >= set(ranks) else []
+
+
+def find(path: Path, step: int | None = None) -> SavedState | None:
+    """Return the newest whole state of a run; or ``path`` itself, if it is a saved state.
 
     Raises:
-        TypeError: a tensor that is not dense.
+        SavedStateError: a file of the newest is damaged.
     """
-    folder.mkdir()
-    entries: dict[str, IndexEntry] = {}
-    with open(folder / _VALUES, "wb") as file:
-        for key, value in values.items():
-            sink, offset = _Sink(file), file.tell()
-            value = _plain(key, value) if isinstance(value, Tensor) else value
-            torch.save(value, sink)  # type: ignore[arg-type]
-            dtype = value.dtype if isinstance(value, Tensor) else None
-            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-            chunk = Chunk((0,) * len(shape), shape, _VALUES, offset, sink.length, sink.crc32)
-            entries[key] = IndexEntry(dtype, shape, (chunk,))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary = folder / f"{INDEX}.tmp"
-    _write_synced(temporary, to_json(entries))
-    os.rename(temporary, folder / INDEX)
-    sync_folder(folder)
+    if step is None and files_of(path):
+        return SavedState(0, None, path)
+    for entry in reversed(saved_in(path)):
+        if step in (None, entry.step):
+            is_alone = len(files_of(entry.path)) == 1
+            if is_alone or _is_of_one_save(_contents(entry.path, Mapped())):
+                return entry
+    return None
 
 
-class _Sink:
-    """Passes bytes on to a file; counts them and updates their CRC-32."""
+def begin(root: Path, step: int | None) -> Path:
+    """Make the folder of a new saved state, on rank 0; remove what crashes have left.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.length = self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.length += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        pass
-
-
-def _plain(key: str, value: Tensor) -> Tensor:
-    """Return a tensor on the CPU that holds no more memory than its own elements."""
-    value = value.detach()
-    if (
-        type(value) not in (Tensor, nn.Parameter)
-        or value.layout != torch.strided
-        or value.is_quantized
-    ):
-        raise TypeError(
-            f"{key} is a {type(value).__name__} of {value.layout}: only ordinary dense tensors can "
-            "be saved"
-        )
-    value = value.cpu().resolve_conj().resolve_neg()
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    No rank of this job may be writing into another folder there.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    earlier = _folders(root)
+    number = max((entry.number for entry in earlier), default=0) + 1
+    path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
+    path.mkdir()  # on the disk with the first file in it
+    for entry in earlier:
+        if not files_of(entry.path):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    return path
 
 
-def merge_parts(folder: Path, names: Iterable[str]) -> None:
-    """Join the parts in these sub-folders into one saved state."""
-    entries: dict[str, IndexEntry] = {}
-    for name in names:
-        for key, entry in read_index(folder / name).entries.items():
-            [chunk] = entry.chunks
-            chunk = dataclasses.replace(chunk, file=f"{name}/{chunk.file}")
-            entries[key] = dataclasses.replace(entry, chunks=(chunk,))
-    metadata = to_metadata(entries)
-    _write_synced(folder / METADATA, metadata)
-    _write_synced(folder / INDEX, to_json(entries, zlib.crc32(metadata)))
-    sync_folder(folder)
+def remove_old(root: Path, keep: int | None) -> None:
+    """Remove all saved states but the newest ``keep``, on rank 0; None keeps all."""
+    for entry in saved_in(root)[:-keep] if keep is not None else ():
+        shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def not_shared(rank: int, path: Path, where_it_is: str, do: str) -> FileNotFoundError:
+    """Return the error of a rank that does not find what another rank has made or found."""
+    return FileNotFoundError(
+        f"rank {rank} does not find {path} on {socket.gethostname()}, {where_it_is}: {do} a file "
+        "system that all ranks share"
+    )
 
 
-# -- reading -------------------------------------------------------------------------------------
+def name_of(rank: int, num_ranks: int) -> str:
+    """Return the name of a rank's file."""
+    return f"stage-{rank}-of-{num_ranks}.pt"
 
 
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """What a saved state holds."""
+def _folders(root: Path) -> list[SavedState]:
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        if match := _FOLDER.fullmatch(path.name):
+            number, step = match.groups()
+            found.append(SavedState(int(number), None if step is None else int(step), path))
+    return sorted(found, key=lambda entry: (entry.number, entry.path.name))
 
-    folder: Path  # where it is
-    entries: dict[str, IndexEntry]  # its values by key
 
-    @functools.cached_property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None] | None]:
-        """Return by key the shape and dtype of a tensor; None for any other value."""
-        return {
-            key: None if entry.dtype is None else (entry.shape, entry.dtype)
-            for key, entry in self.entries.items()
-        }
+# -- files ---------------------------------------------------------------------------------------
 
-    def read(self, keys: Iterable[str], into: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Read values; a tensor into the one that ``into`` has for it, of the same shape.
 
-        Raises:
-            SavedStateError: a file is missing, not inside of the folder, damaged, or holds
-                something else than the index says. Tensors of ``into`` may then be half read.
-        """
-        entries = {key: self.entries[key] for key in keys}
-        wanted = [(chunk, key) for key in entries for chunk in entries[key].chunks]
-        wanted.sort(key=lambda pair: (pair[0].file, pair[0].offset))
-        with contextlib.ExitStack() as opened, torch.no_grad():
-            # Checked before anything is allocated or changed.
-            files = self._open_checked(wanted, opened)
-            tensors = {key: entry for key, entry in entries.items() if entry.dtype is not None}
-            found: dict[str, Any] = {
-                key: self._empty(key) if (made := (into or {}).get(key)) is None else made
-                for key in tensors
-            }
-            scratch = _memory(max((c.length for c, key in wanted if key in tensors), default=0))
-            for chunk, key in wanted:
-                with naming(self.folder / chunk.file, key):
-                    # Values other than tensors may keep their memory.
-                    memory = scratch[: chunk.length] if key in tensors else _memory(chunk.length)
-                    value = read_archive(_bytes_of(chunk, files[chunk.file], memory))
-                    if key in tensors:
-                        ends = map(operator.add, chunk.offsets, chunk.sizes)
-                        box = tuple(map(slice, chunk.offsets, ends))
-                        found[key][box].copy_(_tensor(entries[key], chunk, value))
-                    else:
-                        found[key] = value
-        return found
+def write(path: Path, values: dict[str, Any], nonce: str) -> None:
+    """Write a file by ``torch.save``; it has its name when it is on the disk.
 
-    def _open_checked(
-        self, wanted: Iterable[tuple[Chunk, str]], opened: contextlib.ExitStack
-    ) -> dict[str, BufferedReader]:
-        """Open the files of chunks, each once, and check that they hold them."""
-        files: dict[str, BufferedReader] = {}
-        for chunk, key in wanted:
-            if chunk.file not in files:
-                files[chunk.file] = opened.enter_context(open_inside(self.folder, chunk.file))
-            with naming(self.folder / chunk.file, key):
-                _check_length(self.entries[key], chunk, files[chunk.file])
-        return files
-
-    def _empty(self, key: str) -> Tensor:
-        entry = self.entries[key]
+    Raises:
+        OSError: it could not be written; the disk is full, say.
+    """
+    temporary = path.with_name(f"{path.name}.{nonce}.tmp")
+    with open(temporary, "wb") as file:
         try:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        except RuntimeError as error:  # it has no elements, or there is no memory for them
-            raise SavedStateError(
-                f"{self.folder}: {key}: {entry.dtype} {entry.shape} cannot be made: {error}"
-            ) from None
-
-
-def read_index(folder: Path) -> Index:
-    """Read what a saved state holds, also one that plain PyTorch has written.
-
-    Raises:
-        SavedStateError: it is missing, damaged, or contradicts itself.
-    """
-    if not os.path.lexists(folder / INDEX):
-        with naming(folder / METADATA):
-            return Index(folder, from_metadata(_all_of(folder, METADATA)))
-    with naming(folder / INDEX):
-        entries, crc32 = from_json(_all_of(folder, INDEX))
-    with naming(folder / METADATA):
-        if crc32 is not None and zlib.crc32(_all_of(folder, METADATA)) != crc32:
-            raise SavedStateError(
-                f"it is not the one that was saved with {INDEX}; if you have written it anew with "
-                f"torch, remove {INDEX}"
-            )
-    return Index(folder, entries)
-
-
-def open_inside(folder: Path, name: str) -> BufferedReader:
-    """Open a regular file in the folder that an index names.
-
-    Raises:
-        SavedStateError: it is another kind of file, or elsewhere, or missing.
-    """
-    inside = os.path.realpath(folder)
-    try:
-        real = os.path.realpath(folder / name)
-    except ValueError:  # no file can have this name
-        real = "/"
-    if ".." in Path(name).parts or not real.startswith(f"{inside.rstrip('/')}/"):
-        raise SavedStateError(f"{folder} names the file {name!r}, which is outside of it")
-    return open_regular(Path(real))
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file; neither a FIFO, which might block for ever, nor a device.
-
-    Raises:
-        SavedStateError: it is another kind of file, or missing.
-    """
-    try:
-        # Checked before, as opening a device may have effects, and after, as it may be replaced.
-        if stat.S_ISREG(os.stat(path).st_mode):
-            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file
-            file.close()
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            torch.save(values, file)
+        except RuntimeError as error:  # torch's writer, after the file's own error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-        raise SavedStateError(f"{path} is missing: was the folder copied as a whole?") from None
-    raise SavedStateError(f"{path} is not a regular file")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    for folder in (path.parent, path.parent.parent):
+        _sync(folder)
 
 
-def _all_of(folder: Path, name: str) -> bytes:
-    with open_inside(folder, name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MAX_INDEX_BYTES:
-            raise SavedStateError(f"it has {size} bytes, but {_MAX_INDEX_BYTES} is the most")
-        return bytes(filled(file, memoryview(bytearray(size))))
-
-
-def _check_length(entry: IndexEntry, chunk: Chunk, file: BufferedReader) -> None:
-    size = os.fstat(file.fileno()).st_size
-    if chunk.offset + chunk.length > size:
-        raise SavedStateError(
-            f"the index says bytes {chunk.offset} to {chunk.offset + chunk.length}, but the file "
-            f"has {size}: {_ADVICE}"
-        )
-    if entry.dtype is not None and math.prod(chunk.sizes) * entry.dtype.itemsize > chunk.length:
-        raise SavedStateError(
-            f"the index says {chunk.sizes} of {entry.dtype}, but {chunk.length} bytes: {_ADVICE}"
-        )
-
-
-def _bytes_of(chunk: Chunk, file: BufferedReader, memory: memoryview) -> memoryview:
-    """Return the bytes of a chunk, in this memory, compared with their checksum."""
-    file.seek(chunk.offset)
-    data = filled(file, memory)
-    if chunk.crc32 is not None and zlib.crc32(data) != chunk.crc32:
-        raise SavedStateError(
-            f"bytes {chunk.offset} to {chunk.offset + chunk.length} of the file are not those that "
-            f"were saved (their CRC-32 is {zlib.crc32(data):08x}, it was {chunk.crc32:08x}): "
-            + _ADVICE
-        )
-    return data
-
-
-def _memory(size: int) -> memoryview:
-    try:
-        return memoryview(bytearray(size))
-    except MemoryError:
-        raise SavedStateError(f"there is no memory for a value of {size} bytes") from None
-
-
-def filled(file: BufferedReader, data: memoryview) -> memoryview:
-    """Read from a file until this memory is full, and return it.
+def read(folder: Path, mapped: Mapped) -> list[dict[str, Any]]:
+    """Return what each rank has saved. Tensors are mapped: those that are not used are not read.
 
     Raises:
-        SavedStateError: the file ends before.
+        SavedStateError: a file is damaged, or of another kind, or of another save.
     """
-    if file.readinto(data) < len(data):
-        raise SavedStateError("the file has become shorter while it was read")
-    return data
+    found = _contents(folder, mapped)
+    if found and not _is_of_one_save(found):
+        raise SavedStateError(f"{folder} has files of several saves: load an older saved state")
+    return found
 
 
-def _tensor(entry: IndexEntry, chunk: Chunk, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise SavedStateError(f"the file holds a {type(value).__name__}, but the index a tensor")
-    if value.dtype != entry.dtype or tuple(value.shape) != chunk.sizes:
-        raise SavedStateError(
-            f"the file holds {value.dtype} {tuple(value.shape)}, but the index says "
-            f"{entry.dtype} {chunk.sizes}: {_ADVICE}"
-        )
-    return value
+def _contents(folder: Path, mapped: Mapped) -> list[dict[str, Any]]:
+    found = []
+    for path in files_of(folder):
+        contents = mapped.open_torch(path)
+        if not isinstance(contents, dict) or any(
+            not isinstance(contents.get(part), kind) for part, kind in _PARTS.items()
+        ):
+            raise SavedStateError(
+                f"{path}: it was not written by state.save: it holds a {type(contents).__name__}, "
+                f"but no dict of {', '.join(_PARTS)}"
+            )
+        found.append(contents)
+    return found
 
 
-@contextlib.contextmanager
-def naming(path: Path, key: str | None = None) -> Iterator[None]:
-    """Name the file, and the key, in an error."""
+def _is_of_one_save(contents: list[dict[str, Any]]) -> bool:
+    return len({of_rank["save"] for of_rank in contents}) == 1
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield
-    except SavedStateError as error:
-        raise SavedStateError(f"{path}: {'' if key is None else f'{key}: '}{error}") from None
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,11 +8,6 @@ from typing import Any
 
 import torch
 
-from procpipe.errors import SavedStateError
-
-#: Of numpy's global generator, MT19937.
-_NUM_WORDS = 624
-
 
 def states(device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of torch's generators, Python's, and numpy's where it is in use.
@@ -38,12 +33,4 @@ def restore(saved: dict[str, Any], device: torch.device | None = None) -> None:
     if "numpy" in saved:
         import numpy as np
 
-        np.random.set_state(_checked(saved["numpy"]))
-
-
-def _checked(state: Any) -> Any:
-    """Return numpy's state: with a position beyond its words numpy would read other memory."""
-    position = state[2] if type(state) is tuple and len(state) > 2 else None
-    if type(position) is not int or not 0 <= position <= _NUM_WORDS:
-        raise SavedStateError(f"numpy's generator is at none of its {_NUM_WORDS} words")
-    return state
+        np.random.set_state(saved["numpy"])

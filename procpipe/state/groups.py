@@ -12,11 +12,11 @@ saved for the group.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from procpipe.state.optimizers import GROUPS, Names, options_of, texts_of
+from procpipe.state.optimizers import Names, texts_of
 
 #: Of a rank's groups, by place ("<optimizer>.<index>"): a parameter, or None; its options as text.
 Facts = Mapping[str, tuple[str | None, dict[str, str]]]
@@ -84,12 +84,3 @@ def _differences(
                 "parameter on some rank, groups are matched by index: give each the same options "
                 "on all ranks"
             )
-
-
-def options_to_save(names: Names, places: Container[str]) -> dict[str, Any]:
-    """Return the options of groups at these places, by key."""
-    return {
-        f"{GROUPS}.{k}.{g}": options_of(group)
-        for k, g, group in names.groups()
-        if f"{k}.{g}" in places
-    }

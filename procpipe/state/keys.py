@@ -10,8 +10,7 @@ writing does likewise. Independent of files.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from procpipe.stage import Stage
 
-#: From a key of the full model to the key in the files: a function; or pairs of a regular
-#: expression and a replacement, each of which ``re.sub`` applies to the result of the one before.
-Keys = Callable[[str], str] | Iterable[tuple[str, str]]
+#: From a key of the full model to the key in the files.
+Keys = Callable[[str], str]
 
 #: A message names at most so many keys of a kind.
 MOST_SHOWN = 5
@@ -38,14 +36,14 @@ class FileKeys:
     to_file: Callable[[str], str]  # from any key of the full model to the key in the file
 
     @classmethod
-    def of(cls, module: nn.Module, keys: Keys | None = ()) -> FileKeys:
+    def of(cls, module: nn.Module, keys: Keys | None = str) -> FileKeys:
         """Apply a map, by default none, to a module's keys; None for the one that its model has.
 
         Raises:
-            TypeError: the map is neither a function nor pairs, or it returns no str.
-            ValueError: a pair is not a regular expression and a replacement.
+            TypeError: the map is no function, or it returns no str.
+            ValueError: it returns what names no tensor in a file.
         """
-        to_file = _function(_of_model(module) if keys is None else keys)
+        to_file = _checked(_of_model(module) if keys is None else keys)
         state = module.state_dict(keep_vars=True)
         return cls({key: to_file(key) for key in state}, _names(module, state), to_file)
 
@@ -94,37 +92,6 @@ def collisions(facts: Iterable[list[str]]) -> list[str]:
     )
 
 
-def advice(facts: Iterable[list[str]], saved: Collection[str]) -> list[str]:
-    """Describe the one difference between all keys of a model and those of a file, if it is one."""
-    facts = list(facts)
-    of_tensors: dict[str, list[str]] = {}
-    for _, name, first in facts:
-        of_tensors.setdefault(first, []).append(name)
-    tensors = list(of_tensors.values())
-
-    def is_saved(names: Iterable[str]) -> bool:
-        return any(name in saved for name in names)
-
-    if not tensors or all(map(is_saved, tensors)):
-        return []
-    if all(key in saved for key, _, _ in facts):
-        return ["the file has the model's own keys: give keys=[] to read them without a map"]
-    for before, after in _exchanges(tensors[0][0], saved):
-        renamed = (
-            [after + name[len(before) :] for name in names if name.startswith(before)]
-            for names in tensors
-        )
-        if all(map(is_saved, renamed)):
-            pair = f"^{re.escape(before)}", after.replace("\\", r"\\")
-            is_mapped = any(key != name for key, name, _ in facts)
-            give = f"add {pair!r} to the end of keys=" if is_mapped else f"give keys=[{pair!r}]"
-            return [
-                f"all keys differ only by a prefix, which is {after!r} in the file and "
-                f"{before!r} in the model: {give}"
-            ]
-    return []
-
-
 def few(faults: Iterable[str]) -> list[str]:
     """Return the first faults of a kind, and how many more there are."""
     faults = list(faults)
@@ -136,50 +103,33 @@ def _of_model(module: nn.Module) -> Any:
     """Return the map that a model has as its attribute ``keys``; no map if it has none."""
     keys = None
     if isinstance(module, Stage):
-        keys = module._cut.keys
+        keys = module._record().keys
     elif isinstance(module, nn.Sequential):
         keys = getattr(module, "keys", None)
-    return () if keys is None or isinstance(keys, nn.Module) else keys  # a layer of this name
+    return str if keys is None or isinstance(keys, nn.Module) else keys  # a layer of this name
 
 
-def _function(keys: Any) -> Callable[[str], str]:
-    if callable(keys):
-        return lambda key: _checked(key, keys(key))
-    if isinstance(keys, Mapping):
-        raise TypeError(f"keys={keys!r} is a mapping: {_EXPECTED}")
-    try:
-        keys = list(keys)
-        if any(isinstance(pair, str) for pair in keys):
-            raise TypeError("a str is not a pair")
-        pairs = [(re.compile(pattern), replacement) for pattern, replacement in keys]
-        is_text = all(isinstance(replacement, str) for _, replacement in pairs)
-    except (TypeError, ValueError, re.error) as error:
-        raise ValueError(f"keys={keys!r}: {error}: {_EXPECTED}") from None
-    if not is_text:
-        raise TypeError(f"keys={keys!r}: a replacement is not a str: {_EXPECTED}")
+def _checked(keys: Any) -> Callable[[str], str]:
+    """Return a map that checks what it returns."""
+    if not callable(keys):
+        raise TypeError(
+            f"keys={keys!r} is no function: pass one that returns for each key of the model the "
+            'key in the file, as lambda key: f"model.{key}"'
+        )
 
-    def replace(key: str) -> str:
-        for pattern, replacement in pairs:
-            try:
-                key = pattern.sub(replacement, key)
-            except (re.error, IndexError) as error:
-                raise ValueError(
-                    f"keys={keys!r}: the replacement {replacement!r}: {error}"
-                ) from None
-        return _checked(key, key)
+    def to_file(key: str) -> str:
+        name = keys(key)
+        if not isinstance(name, str):
+            raise TypeError(
+                f"keys= returned {name!r} for {key!r}, but must return the key in the file"
+            )
+        if name == "__metadata__":
+            raise ValueError(
+                f"keys= returned {name!r} for {key!r}, which names no tensor in a file"
+            )
+        return name
 
-    return replace
-
-
-_EXPECTED = 'pass a function, or pairs of a regular expression and a replacement: [("^", "model.")]'
-
-
-def _checked(key: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"keys= returned {name!r} for {key!r}, but must return the key in the file")
-    if name == "__metadata__":
-        raise ValueError(f"keys= returned {name!r} for {key!r}, which names no tensor in a file")
-    return name
+    return to_file
 
 
 def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -190,18 +140,6 @@ def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, 
             of_tensor.setdefault(id(value), []).append(key)
     names = {key: tuple(keys) for keys in of_tensor.values() if len(keys) > 1 for key in keys}
     if isinstance(module, Stage):  # and those on other stages
-        for all_names in module._tied.all_names():
+        for all_names in module._record().all_names:
             names |= dict.fromkeys(all_names, all_names)
     return names
-
-
-def _exchanges(name: str, saved: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield what to put in the place of which beginning of a name to get one in a file."""
-    parts = name.split(".")
-    for at in range(len(parts)):
-        rest = ".".join(parts[at:])
-        before = name[: len(name) - len(rest)]
-        for other in saved:
-            after = other[: len(other) - len(rest)]
-            if other.endswith(rest) and (not after or after.endswith(".")) and after != before:
-                yield before, after

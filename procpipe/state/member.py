@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from procpipe.run.calls import Calls
+from procpipe.run import coordinator
 from procpipe.stage import Stage
 from procpipe.state import sharded
 
-#: ``agree(ours, combine)`` brings every rank's value, plain JSON, to rank 0, calls ``combine`` with
-#: the list of them there, and returns its result, again plain JSON, on every rank.
-Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
+#: ``agree(ours, combine)``: see there.
+Agree = coordinator.Agree
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,7 @@ class Member:
     device: torch.device
     rank: int = 0
     num_ranks: int = 1
-    stage: int = 0  # the rank of replica 0 with the same layers
     cut: dict[str, list[int]] | None = None  # a stage's balance and placement, as plain JSON
-    calls: Calls | None = None  # of a stage's pipeline
-    timeout_s: float = math.inf  # how long to wait for another rank
     replica: int = 0  # which of the processes with the same layers this is
     num_replicas: int = 1  # how many of them there are
     shares: bool = False  # whether its layers may be sharded over other pipelines
@@ -51,12 +46,10 @@ class Member:
         if not isinstance(module, Stage):
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
-        cut = {"balance": module.balance, "placement": module.placement}
-        place = module.device, module.rank, len(module.devices), module._grid.stage
-        timeout_s = module._world.mesh.timeout_s
+        record, num_ranks = module._record(), len(module.devices)
         replicas = module.replica, module.replicas
-        shares = module._grid.is_part
-        return cls(module, *place, cut, module._calls, timeout_s, *replicas, shares=shares)
+        place = module.device, module.rank, num_ranks, record.cut
+        return cls(module, *place, *replicas, shares=record.is_part)
 
     def among(self, agree: Agree) -> Member:
         """Return this member with its number among the ranks of all pipelines that share layers.
@@ -82,12 +75,25 @@ class Member:
         own = sharded.from_first(self.module, text)
         return str(agree(own, lambda of_all: next(filter(None, of_all))))
 
+    def any_of(self, flag: bool, agree: Agree) -> bool:
+        """Return whether a flag is set on any rank of these pipelines; of one, the own flag."""
+        if self.num_pipelines == 1:
+            return flag
+        flag = bool(agree(flag, any))
+        return bool(agree(sharded.any_of(self.module, flag), any))
+
     def own_share(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what this one writes of values that all replicas have: each is written once."""
+        """Return what this one writes of whole values that all replicas have: each once."""
         if self.shares:
             values = sharded.whole(values, keeps=self.pipeline == 0)
         if self.pipeline > 0:
             return {}
+        return dict(islice(values.items(), self.replica, None, self.num_replicas))
+
+    def own_shards(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what this one saves of values that all replicas have: each shard once."""
+        if self.shares:
+            values = sharded.share_of(values, keeps=self.pipeline == 0)
         return dict(islice(values.items(), self.replica, None, self.num_replicas))
 
     @contextmanager
@@ -96,7 +102,7 @@ class Member:
         if not isinstance(self.module, Stage):
             yield lambda ours, combine: combine([ours])
             return
-        with self.module._agreement(name) as agree:
+        with self.module._record().call(name) as agree:
             yield agree
 
 

@@ -1,35 +1,33 @@
 """The state of optimizers under the names of parameters in the full model.
 
-An optimizer numbers its parameters, and the numbers depend on the number of stages. So the form is
-that of torch's ``StateDictOptions(flatten_optimizer_state_dict=True)``:
+An optimizer numbers its parameters, and the numbers depend on the number of stages. So a rank saves
 
-    optimizer.state.<parameter>.<name>              step, exp_avg, momentum_buffer, …
-    optimizer.param_groups.<parameter>.<option>     lr, betas, initial_lr, …
-    optimizer.groups.<optimizer>.<index>            all options of a group, once (groups.py)
+    state      by parameter: step, exp_avg, momentum_buffer, …, nested as the optimizer has it
+    groups     by optimizer and index: the group's options, and by parameter the names of its state
 
-torch's own function is not used: it runs a step of an optimizer without a state, and refuses the
-parameter that stands in for those of a stage with none to train.
+and loads for each parameter the options of the group that had it (groups.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from procpipe.errors import SavedStateError
 from procpipe.stage import Stage
 from procpipe.state import sharded
-from procpipe.state.files import Index
-
-STATE, OPTIONS = "optimizer.state", "optimizer.param_groups"
-GROUPS = "optimizer.groups"
+from procpipe.state.mapped import Mapped
+from procpipe.state.sharded import Shards
 
 #: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
+
+#: An entry of a parameter's state that torch leaves on the CPU, but where it must be elsewhere.
+_STEP = "step"
 
 
 class Names:
@@ -53,10 +51,10 @@ class Names:
         self.saved_elsewhere: set[str] = set()
         stand_in: Sequence[Tensor] = ()
         if isinstance(module, Stage):
-            stand_in = module._stand_in
-            copies, stage = module._tied.parameters, module._grid.stage
-            self.shared = tuple(copy.name for copy in copies)
-            self.saved_elsewhere = {copy.name for copy in copies if copy.stages[0] != stage}
+            record = module._record()
+            stand_in, self.shared = record.stand_in, tuple(record.shared)
+            firsts = record.shared.items()
+            self.saved_elsewhere = {name for name, first in firsts if first != record.stage}
         self._check_parameters(stand_in)
 
     def _check_parameters(self, stand_in: Sequence[Tensor]) -> None:
@@ -98,19 +96,29 @@ class Names:
         return [self._of.get(parameter) for parameter in group["params"]]
 
 
-def values_of(names: Names) -> dict[str, Any]:
-    """Return all state and options by key; tensors are the optimizer's own."""
-    found: dict[str, Any] = {}
+# -- to files ------------------------------------------------------------------------------------
+
+
+def state_of(names: Names) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter that this stage saves; tensors are the optimizer's own."""
+    found = {}
     for optimizer in names.optimizers:
         packed = optimizer.state_dict()
         for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for number, name in zip(numbered["params"], names.in_group(group), strict=True):
-                if name is None or name in names.saved_elsewhere:
-                    continue
-                found |= _flat(f"{STATE}.{name}", packed["state"].get(number, {}))
-                options = options_of(numbered)
-                found |= {f"{OPTIONS}.{name}.{option}": v for option, v in options.items()}
+                if name is not None and name not in names.saved_elsewhere:
+                    found[name] = dict(packed["state"].get(number, {}))
     return found
+
+
+def groups_of(names: Names, state: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the groups of each optimizer: ``params``, with their parts in ``state``; options."""
+    groups: list[list[dict[str, Any]]] = [[] for _ in names.optimizers]
+    for k, _, group in names.groups():
+        members = [name for name in names.in_group(group) if name is not None]
+        params = {name: list(state.get(name, ())) for name in members}
+        groups[k].append({"params": params, "options": options_of(group)})
+    return groups
 
 
 def shared_options(names: Names) -> dict[str, dict[str, str]]:
@@ -159,75 +167,75 @@ def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
                     )
 
 
-def saved_keys(
-    parameters: Iterable[str], part: str, saved: Iterable[str]
-) -> dict[str, dict[str, str]]:
-    """Return the keys of a part of the saved state (STATE or OPTIONS), by parameter.
-
-    Those of a parameter by what follows its name in them.
-    """
-    found: dict[str, dict[str, str]] = {name: {} for name in parameters}
-    for key in sorted(key for key in saved if key.startswith(f"{part}.")):
-        name, _, rest = key.removeprefix(f"{part}.").rpartition(".")
-        while name and name not in found:
-            name, _, more = name.rpartition(".")
-            rest = f"{more}.{rest}"
-        if name:
-            found[name][rest] = key
-    return found
+# -- from files ----------------------------------------------------------------------------------
 
 
-def read_options(parameters: Iterable[str], index: Index) -> dict[str, dict[str, Any]]:
-    """Return the saved options of parameters, by name."""
-    keys = saved_keys(parameters, OPTIONS, index.shapes)
-    read = index.read(key for of_one in keys.values() for key in of_one.values())
-    return {
-        name: options_of({option: read[key] for option, key in of_one.items()})
-        for name, of_one in keys.items()
-    }
+@dataclass(frozen=True)
+class SavedOptimizers:
+    """What all ranks have saved of their optimizers."""
+
+    state: dict[str, dict[str, Any]]  # by parameter
+    parts: dict[str, set[str]]  # by parameter: what of its state was saved
+    options: dict[str, dict[str, Any]]  # by parameter
+    of_groups: dict[str, dict[str, Any]]  # by place ("<optimizer>.<index>"), of empty groups, too
+
+    @classmethod
+    def of(cls, contents: Sequence[Mapping[str, Any]]) -> SavedOptimizers:
+        """Merge what the files of all ranks hold as ``optimizer``."""
+        found = cls(sharded.merged(of_rank["state"] for of_rank in contents), {}, {}, {})
+        having: set[str] = set()
+        for of_rank in contents:
+            for k, groups in enumerate(of_rank["groups"]):
+                for g, group in enumerate(groups):
+                    place, options = f"{k}.{g}", group["options"]
+                    if place not in found.of_groups or (group["params"] and place not in having):
+                        found.of_groups[place] = options
+                    if group["params"]:
+                        having.add(place)
+                    for name, parts in group["params"].items():
+                        found.options[name] = options
+                        found.parts.setdefault(name, set()).update(parts)
+        return found
+
+    def options_by_name(self, names: Names) -> dict[str, dict[str, Any]]:
+        """Return the options of this rank's parameters; none of those that were not saved."""
+        return {name: self.options.get(name, {}) for name in names.all()}
 
 
-def state_faults(names: Names, index: Index, *, strict: bool) -> list[str]:
-    """Find tensors of the saved state whose shape or dtype does not fit."""
-    faults = []
-    keys = saved_keys(names.all(), STATE, index.shapes)
-    for optimizer, parameter, name in names.named():
-        for part, key in keys[name].items():
-            needed, found = _shape_of_state(optimizer, parameter, part), index.shapes[key]
-            now = optimizer.state.get(parameter, {}).get(part)
-            dtype = (now if isinstance(now, Tensor) else parameter).dtype
-            if needed is None or (found is None and needed == ()):
-                continue
-            if found is None:
-                if index.read([key])[key] is not None:
-                    faults.append(f"{key} is not a tensor, but must be one")
-            elif found[0] != needed and not (needed == () and found[0] == (1,)):
-                faults.append(f"{key} has shape {found[0]} there, but must have {needed}")
-            elif found[1] not in (None, dtype, parameter.dtype) and (
-                (strict and needed != ()) or not torch.can_cast(found[1], dtype)
-            ):
-                faults.append(f"{key} has dtype {found[1]}, but must have {dtype}")
+def faults_of(names: Names, saved: SavedOptimizers, *, strict: bool) -> list[str]:
+    """Return what the saved state lacks, contradicts, and has of another dtype."""
+    if not saved.of_groups:
+        return ["no optimizer was saved, so load without one"] if strict else []
+    faults = conflicts(names, saved.options_by_name(names)) + _dtype_faults(names, saved, strict)
+    for name in names.all() if strict else ():
+        missing = saved.parts.get(name, set()) - saved.state.get(name, {}).keys()
+        if name not in saved.options:
+            faults.append(f"the optimizer's state of {name} is not in it")
+        elif missing:
+            faults.append(f"the optimizer's state of {name} lacks {', '.join(sorted(missing))}")
     return faults
 
 
-def _shape_of_state(optimizer: Optimizer, parameter: Tensor, part: str) -> tuple[int, ...] | None:
-    """Return the shape of a tensor of a parameter's state; None if it is unknown.
-
-    Known are those of torch's own optimizers, and what any other holds already.
-    """
-    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
-        now = optimizer.state.get(parameter, {}).get(part)
-        return tuple(now.shape) if isinstance(now, Tensor) else None
-    shape = tuple(parameter.shape)
-    if isinstance(optimizer, torch.optim.LBFGS):  # the real numbers of all parameters together
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        num_numbers = sum((2 if p.is_complex() else 1) * p.numel() for p in parameters)
-        return (num_numbers,) if part in ("d", "prev_flat_grad") else None
-    if part == "row_var":
-        return (*shape[:-1], 1)
-    if part == "col_var":
-        return (*shape[:-2], 1, *shape[-1:])
-    return () if part in ("step", "eta", "mu", "mu_product") else shape
+def _dtype_faults(names: Names, saved: SavedOptimizers, strict: bool) -> list[str]:
+    """Find tensors that the optimizer would convert to another dtype."""
+    faults = []
+    for optimizer, parameter, name in names.named():
+        is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        for part, value in saved.state.get(name, {}).items():
+            now = optimizer.state.get(parameter, {}).get(part)
+            is_known = is_torchs or isinstance(now, Tensor)
+            if not is_known or not isinstance(value, (Tensor, Shards)):
+                continue
+            dtype = (now if isinstance(now, Tensor) else parameter).dtype
+            is_exact = strict and len(value.shape) > 0
+            if value.dtype not in (dtype, parameter.dtype) and (
+                is_exact or not torch.can_cast(value.dtype, dtype)
+            ):
+                faults.append(
+                    f"{part} of the optimizer's state of {name} has dtype {value.dtype}, but must "
+                    f"have {dtype}"
+                )
+    return faults
 
 
 def conflicts(names: Names, saved: dict[str, dict[str, Any]]) -> list[str]:
@@ -261,72 +269,60 @@ def conflicts(names: Names, saved: dict[str, dict[str, Any]]) -> list[str]:
 
 def load_into(
     names: Names,
-    index: Index,
-    options: dict[str, dict[str, Any]],
+    saved: SavedOptimizers,
     sources: Mapping[str, tuple[int, str | None]],
+    mapped: Mapped,
 ) -> None:
-    """Load what :func:`values_of` returned, perhaps saved with other groups and another balance.
+    """Load what was saved, perhaps with other groups and another balance.
 
-    ``options`` are those of :func:`read_options` for this rank's parameters; ``sources`` is the
-    result of ``groups.match``.
+    ``sources`` is the result of ``groups.match``. Beside the state that the optimizers get, no more
+    than one tensor is in memory.
     """
-    keys = saved_keys(names.all(), STATE, index.shapes)
-    read = index.read(key for of_one in keys.values() for key in of_one.values())
     for k, optimizer in enumerate(names.optimizers):
-        packed = optimizer.state_dict()
+        groups = optimizer.state_dict()["param_groups"]
         state: dict[int, Any] = {}
-        groups = zip(optimizer.param_groups, packed["param_groups"], strict=True)
-        for g, (group, numbered) in enumerate(groups):
+        for g, (group, numbered) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             members = names.in_group(group)
             numbers = zip(numbered["params"], members, group["params"], strict=True)
             for number, name, parameter in numbers:
-                if name is not None and keys[name]:
-                    state[number] = {
-                        part: sharded.like(value, parameter)
-                        for part, value in _nested(keys[name], read).items()
-                    }
-            saved = (options[name] for name in members if name is not None and options[name])
-            numbered |= next(saved, None) or _of_other_ranks(index, f"{k}.{g}", sources)
-        optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+                if name is not None and (values := saved.state.get(name)):
+                    now = optimizer.state.get(parameter, {})
+                    state[number] = _own(values, parameter, mapped, now)
+            known = (saved.options[name] for name in members if name in saved.options)
+            numbered |= next(known, None) or _of_other_ranks(saved, f"{k}.{g}", sources)
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _of_other_ranks(
-    index: Index, place: str, sources: Mapping[str, tuple[int, str | None]]
+    saved: SavedOptimizers, place: str, sources: Mapping[str, tuple[int, str | None]]
 ) -> dict[str, Any]:
     """Return the options of a group that has no saved parameter on this rank."""
     _, name = sources[place]
-    if name is not None:
-        return read_options([name], index)[name]
-    key = f"{GROUPS}.{place}"
-    return dict(index.read([key])[key]) if key in index.shapes else {}
+    found = saved.of_groups.get(place, {}) if name is None else saved.options.get(name, {})
+    return dict(found)
 
 
-def _flat(prefix: str, state: dict[Any, Any]) -> dict[str, Any]:
-    """Return a nested state by key."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if not isinstance(name, str) or "." in name:
-            raise TypeError(
-                f"the optimizer calls a part of its state {name!r}: only names without a dot can "
-                "be saved by parameter; save its state_dict() in extra instead"
-            )
-        key = f"{prefix}.{name}"
-        found |= _flat(key, value) if isinstance(value, dict) else {key: value}
-    return found
+def _own(value: Any, parameter: Tensor, mapped: Mapped, now: Any, part: str = "") -> Any:
+    """Return a saved value, with copies of its tensors where the parameter is.
 
-
-def _nested(keys: dict[str, str], read: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`_flat` made flat."""
-    state: dict[str, Any] = {}
-    for path, key in keys.items():
-        *outer, last = path.split(".")
-        inner = state
-        for name in outer:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise SavedStateError(f"{key} is a part of {name}, which is a value of its own")
-        inner[last] = read[key]
-    return state
+    ``now`` is what the optimizer has in its place; its memory is used where it fits.
+    """
+    if isinstance(value, (Tensor, Shards)):
+        on = torch.device("cpu") if part == _STEP else parameter.device
+        form = torch.Size(value.shape), value.dtype, on
+        is_fit = type(now) is Tensor and (now.shape, now.dtype, now.device) == form
+        own = now if is_fit else torch.empty(value.shape, dtype=value.dtype, device=on)
+        if isinstance(value, Shards):
+            value.copy_into(own, mapped)
+        else:
+            mapped.copy(value, own)
+        return sharded.like(own, parameter)
+    if isinstance(value, dict):
+        now = now if isinstance(now, dict) else {}
+        return {k: _own(item, parameter, mapped, now.get(k), k) for k, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_own(item, parameter, mapped, None) for item in value)
+    return value
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -12,13 +12,11 @@ A shuffled loader draws its order from the generators as an epoch begins, so thi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from procpipe.state import generators
 
@@ -33,8 +31,7 @@ class Resumable:
     (``persistent_workers=True``). Rank 0's counts, so on other ranks any loader will do. Does not
     communicate.
 
-    Items given before are read again and skipped, except from a ``DataLoader`` of a dataset with
-    indices and no worker processes, where only their indices are skipped.
+    Items of the epoch that were given before are read again and skipped.
 
     Args:
         loader: yields the mini-batches of an epoch each time it is iterated over.
@@ -115,42 +112,14 @@ class Resumable:
 
 def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
     """Begin an epoch of a loader, and skip the items already given."""
-    items: Iterator[Any]
-    if (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.num_workers == 0
-    ):
-        # A copy that differs in the sampler only; a DataLoader refuses to replace it.
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        spied = _Spied(vars(loader)[name])
-        copied = copy.copy(loader)
-        vars(copied)[name] = spied
-        # In this order: the loader draws a seed for its workers before the sampler draws its own.
-        items = iter(copied)
-        num_passed = sum(1 for _ in islice(spied.iterator, given))
-    else:
-        items = iter(loader)
-        num_passed = sum(1 for _ in islice(items, given))
+    items = iter(loader)
+    num_passed = sum(1 for _ in islice(items, given))
     if num_passed < given:
         raise ValueError(
             f"the run was interrupted after {given} mini-batches of an epoch, but now the loader "
             f"ends after {num_passed}: build the loader as it was"
         )
     return items
-
-
-class _Spied:
-    """A sampler that keeps its latest iterator, so that items can be skipped without reading."""
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
-        self.iterator: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        self.iterator = iter(self._sampler)
-        return self.iterator
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

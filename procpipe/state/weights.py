@@ -1,7 +1,7 @@
 """Reads and writes parameters and buffers alone, in formats that other programs share.
 
-No process holds more than its own stage and a few MiB: tensors are read and written in pieces. Of
-what ``save`` wrote, and where elements have another order in memory, it holds one tensor more.
+No process holds more than its own stage and one tensor, but for ``export`` from a GPU, which holds
+the stage's weights once in host memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.state import sharded
-from procpipe.state.keys import FileKeys, Keys, advice, collisions, few
+from procpipe.state.keys import FileKeys, Keys, collisions, few
+from procpipe.state.mapped import Mapped, safetensors
 from procpipe.state.member import Agree, Member, raise_faults
-from procpipe.state.pieces import write_safetensors
 from procpipe.state.sources import INDEX, SINGLE, Shapes, Source, open_source
+
+#: How the names of files of ``torch.save`` end.
+_ONE_FILE = (".pt", ".pth", ".bin")
+
+#: Dtypes of torch for which the format has no name.
+_NOT_IN_SAFETENSORS = (torch.complex128, torch.complex32)
 
 
 def load_weights(
@@ -40,20 +46,19 @@ def load_weights(
             :func:`export` and Hugging Face make it, or its index (of several files of
             ``torch.save``, too); or what ``save`` wrote.
         module: the stage; or any module with these keys.
-        keys: what each key of the full model is called in the file: a function ``str -> str``; or
-            pairs of a regular expression and a replacement, which ``re.sub`` applies one after the
-            other (``[("^", "model.")]``). By default the attribute ``keys`` of the
-            ``nn.Sequential`` (that the stage was built from), if it has one; ``[]`` for the model's
-            own keys. What ``save`` wrote has the model's own keys by default.
+        keys: returns for each key of the full model the key in the file. By default the attribute
+            ``keys`` of the ``nn.Sequential`` (that the stage was built from), if it has one;
+            ``str`` for the model's own keys. What ``save`` wrote has the model's own keys by
+            default.
         strict: refuse keys that are missing or left over. A parameter that the model has under
             several names is not missing if the file has one of them.
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.
-        TypeError: ``keys`` is neither of these, or returns no str.
+        ModuleNotFoundError: files of safetensors need the package safetensors.
+        TypeError: ``keys`` is no function, or returns no str.
         ValueError: lists the faults on every rank, the first of each kind: missing and unexpected
-            keys, other shapes, a key in the file for two tensors. If all keys differ only by a
-            prefix, it says which. Or ``keys`` holds an invalid regular expression.
+            keys, other shapes, a key in the file for two tensors.
         SavedStateError: a file is damaged, of another kind, or names files outside of its folder.
         RemoteStageError: another rank failed.
 
@@ -63,12 +68,11 @@ def load_weights(
     with Member.of(module).call("state.load_weights") as agree:
         source = open_source(Path(path))
         if keys is None and source.is_own:
-            file_keys = FileKeys.of(module, ())
+            file_keys = FileKeys.of(module)
 
-        def all_faults_and_advice(facts: list[dict[str, Any]]) -> list[str]:
+        def judge(facts: list[dict[str, Any]]) -> list[str]:
             named = [value for of_rank in facts for value in of_rank["keys"]]
-            faults = collisions(named) + all_faults(facts, source.shapes, strict=strict)
-            return (advice(named, source.shapes) if faults else []) + faults
+            return collisions(named) + all_faults(facts, source.shapes, strict=strict)
 
         faults = weights_faults(
             module.state_dict(),
@@ -77,7 +81,7 @@ def load_weights(
             strict=strict,
             layers=module.named_children(),
         )
-        faults = agree({"keys": file_keys.facts(), "faults": faults}, all_faults_and_advice)
+        faults = agree({"keys": file_keys.facts(), "faults": faults}, judge)
         if not faults:
             read_weights(module, file_keys, source)
             agree(None, lambda _: None)  # no rank goes on before all have read
@@ -85,20 +89,23 @@ def load_weights(
 
 
 def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None = None) -> None:
-    """Write parameters and buffers as safetensors, in the full model's keys or in others.
+    """Write parameters and buffers, in the full model's keys or in others.
 
-    Every rank calls it, and returns once all have written. The folder is laid out as Hugging Face
-    does it: several stages make ``model-00001-of-00003.safetensors``, …, and
-    ``model.safetensors.index.json``; one makes ``model.safetensors``.
+    Every rank calls it, and returns once all have written. A folder of safetensors is laid out as
+    Hugging Face does it: several stages make ``model-00001-of-00003.safetensors``, …, and
+    ``model.safetensors.index.json``; one makes ``model.safetensors``. A file gets the state dict of
+    the whole model, as ``torch.save`` of plain PyTorch writes it.
 
     Args:
-        path: a folder that is empty, or not there yet; shared by all ranks.
+        path: a folder that is empty, or not there yet; or a file that is not there yet, whose name
+            ends in ``.pt``, ``.pth`` or ``.bin``. Shared by all ranks.
         module: the stage; or any module.
         keys: what each key of the full model is to be called; see :func:`load_weights`, which reads
             the files again with the same ``keys``. Names of one parameter may become one key.
 
     Raises:
-        FileExistsError: the folder is not empty.
+        FileExistsError: the folder is not empty, or the file is there.
+        ModuleNotFoundError: files of safetensors need the package safetensors.
         ValueError: different tensors would get one key.
         TypeError: the module's state dict holds more than dense tensors of safetensors' dtypes.
         RemoteStageError: another rank failed.
@@ -110,23 +117,43 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
     with one_pipeline.call("state.export") as agree:
         member = one_pipeline.among(agree)
 
-        def make_folder(facts: list[Any]) -> dict[str, Any]:
-            faults = collisions(chain.from_iterable(facts))
-            folder = Path(path).absolute()
+        def make_place(facts: list[Any]) -> dict[str, Any]:
+            faults, place = collisions(chain.from_iterable(facts)), Path(path).absolute()
             if not faults and member.pipeline == 0:
+                folder = place.parent if place.suffix in _ONE_FILE else place
                 folder.mkdir(parents=True, exist_ok=True)
-                if any(folder.iterdir()):
-                    raise FileExistsError(f"{folder} is not empty: export to a new folder")
-            return {"faults": faults, "folder": str(folder)}
+                if place.is_file() or (folder == place and any(folder.iterdir())):
+                    raise FileExistsError(f"{place} is not empty: export to a new place")
+            return {"faults": faults, "place": str(place)}
 
-        agreed = agree(file_keys.facts(), make_folder)
-        folder = Path(agreed["folder"])
+        agreed = agree(file_keys.facts(), make_place)
+        place = Path(agreed["place"])
         if not agreed["faults"]:
             tensors = member.own_share(_tensors(module, file_keys))
             if member.pipeline == 0:
-                write_files(folder, tensors, one_pipeline, agree)
+                write = _write_one_file if place.suffix in _ONE_FILE else write_files
+                write(place, tensors, one_pipeline, agree)
             member.from_first("written", agree)
     raise_faults(f"nothing was written to {path}", agreed["faults"])
+
+
+def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
+    """Write a file a rank, which rank 0 then maps and joins."""
+    ours = [path.with_name(f"{path.name}.{rank}.tmp") for rank in range(member.num_ranks)]
+    torch.save({key: value.detach().cpu() for key, value in tensors.items()}, ours[member.rank])
+
+    def join(_: list[Any]) -> None:
+        mapped = Mapped()
+        whole: dict[str, Any] = {}
+        for part in ours:
+            whole |= mapped.open_torch(part)
+        joined = path.with_name(f"{path.name}.tmp")
+        torch.save(whole, joined)
+        os.rename(joined, path)
+        for part in ours:
+            part.unlink()
+
+    agree(None, join)
 
 
 def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
@@ -136,12 +163,13 @@ def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree:
     """
     last = f"{member.num_ranks:05d}.safetensors"
     name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-    num_bytes = write_safetensors(folder / name, tensors)
+    write_safetensors(folder / name, tensors)
+    num_bytes = sum(value.nbytes for value in tensors.values())
 
     def write_index(parts: list[Any]) -> None:
         if member.num_ranks > 1:
             weight_map = {key: file for file, keys, _ in parts for key in keys}
-            size = sum(num_bytes for _, _, num_bytes in parts)
+            size = sum(own for _, _, own in parts)
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / f"{INDEX}.tmp").write_text(json.dumps(index, indent=2))
             os.rename(folder / f"{INDEX}.tmp", folder / INDEX)
@@ -149,19 +177,36 @@ def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree:
     agree([name, list(tensors), num_bytes], write_index)
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any device to a file.
+
+    Raises:
+        ModuleNotFoundError: the package safetensors is missing.
+        TypeError: one is not dense, or has a dtype that the format lacks.
+    """
+    seen: set[int] = set()
+    ours: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        if value.layout != torch.strided or value.dtype in _NOT_IN_SAFETENSORS:
+            raise TypeError(
+                f"{key} is a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
+            )
+        own = value.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        ours[key] = own.clone() if storage in seen else own  # the package refuses shared memory
+        seen.add(storage)
+    safetensors().torch.save_file(ours, path, metadata={"format": "pt"})
+
+
 def read_weights(module: nn.Module, keys: FileKeys, source: Source) -> None:
     """Read a module's values, straight into the memory that its state dict shares."""
-    ours, names = module.state_dict(), keys.to_read(source.shapes)
-    into = {
-        names[key]: ours[key]
-        for key in names
-        if isinstance(ours[key], Tensor) and not sharded.is_sharded(ours[key])
-    }
+    ours = module.state_dict()
     with torch.no_grad():
-        read = source.read(into)
-        for key, name in names.items():
-            value = read[name] if name in read else source.read({name: None})[name]
-            ours[key] = sharded.like(value, ours[key])
+        for key, name in keys.to_read(source.values).items():
+            own = ours[key]
+            is_direct = isinstance(own, Tensor) and not sharded.is_sharded(own)
+            value = source.read({name: own if is_direct else None})[name]
+            ours[key] = sharded.like(value, own) if isinstance(value, Tensor) else value
     module.load_state_dict(ours)
 
 

@@ -56,11 +56,11 @@ OF_HF = (
 )
 
 #: What takes long to import. The first optimizer of a process imports the second; launchers import
-#: the third; all files of tests import the sixth, and most the seventh; some examples import the
+#: the third; all files of tests import the fifth, and most the sixth; some examples import the
 #: last, which may not be installed.
 IMPORTS = (
     *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api"),
-    *("torch.distributed.checkpoint", "procpipe.state", "pytest", "tests.dist.stages"),
+    *("procpipe.state", "pytest", "tests.dist.stages"),
     *("sklearn.datasets",),
 )
 

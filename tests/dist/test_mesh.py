@@ -266,7 +266,8 @@ def save_and_load(bare, folder):
             with failing_all(stage, name):
                 if name != "saves":
                     kind = "sharded" if "FSDP" in name else "plain"
-                    found.append(state.load(f"{folder}/{kind}", stage, optimizer).step)
+                    saved = state.load(f"{folder}/{kind}", stage, optimizer)
+                    found.append(saved is not None and saved.step)
                 for step in (0, 1) if name == "saves" else (2,):
                     stage.step(*make_batch(4, 10 * step + dp))
                     optimizer.step()
@@ -298,6 +299,13 @@ def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
     outcome = ranks(4).run(save_and_load, str(tmp_path), world=False)
 
     assert outcome.values() == [[True, True, 2, 2]] * 4
+    files = (tmp_path / "sharded/000001-step-2").glob("stage-*-of-4.pt")
+    found = [torch.load(file, weights_only=True)["model"] for file in files]
+    for name, parameter in plain.named_parameters():
+        shards = [values[name] for values in found if name in values]
+        assert len(shards) == 2, "each process saves its own"
+        assert sum(shard["procpipe.shard"].numel() for shard in shards) == parameter.numel()
+        assert {tuple(shard["shape"]) for shard in shards} == {tuple(parameter.shape)}
     for name in ("sharded", "later"):
         loaded = make_model()
         of_loaded = make_optimizer(loaded)

@@ -83,7 +83,7 @@ def test_wrong_losses_and_values_are_noticed(saved):
 
 def test_a_saved_state_that_does_not_load_is_noticed(saved):
     round_, folder, *_ = saved
-    next(folder.glob("state/*/*/*.distcp")).write_bytes(b"")
+    next(folder.glob("state/*/*.pt")).write_bytes(b"")
     step, wrong = runner._compare(round_, folder)
 
     assert step == 0

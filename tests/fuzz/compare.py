@@ -222,6 +222,7 @@ class Comparison:
         """Resume what the run before this has saved; ``drawn`` are numbers drawn after that."""
         extra = {**self._training.state, "progress": {}}
         saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
+        assert saved is not None
         assert saved.step == r - 1, saved
         assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
         num_ranks, *before = drawn or [0]
