@@ -121,27 +121,21 @@ def _shrunk(config: Any, num_blocks: int, factor: int) -> Any:
 
 
 def _num_blocks(config: Any, blocks: Sequence[nn.Module]) -> int:
-    """Return how many of the first blocks have all kinds of them, at least two where there are."""
-    kinds = [repr((of_block(config, k), _kind(block))) for k, block in enumerate(blocks)]
+    """Return how many of the first blocks have all kinds of them, at least two where there are.
+
+    Of one kind are those with equal modules, shapes of parameters, and values in lists of the
+    configuration that have one for each block (its type of attention).
+    """
+    lists = [each for each in vars(config).values() if isinstance(each, list)]
+    kinds = []
+    for k, block in enumerate(blocks):
+        modules = [(name, type(module).__name__) for name, module in block.named_modules()]
+        shapes = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
+        kinds.append(
+            repr(([each[k] for each in lists if len(each) == len(blocks)], modules, shapes))
+        )
     last = max(kinds.index(kind) for kind in kinds)
     return min(max(last + 1, 2), len(blocks), _MOST_BLOCKS)
-
-
-def of_block(config: Any, k: int) -> dict[str, Any]:
-    """Return what a configuration says for block ``k`` alone, by name: its type of attention."""
-    return {
-        name: value[k]
-        for name, value in vars(config).items()
-        if isinstance(value, list)
-        and len(value) == config.num_hidden_layers
-        and name != "architectures"
-    }
-
-
-def _kind(block: nn.Module) -> list[Any]:
-    """Return the classes of a block's modules, and the shapes of its parameters."""
-    shapes = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
-    return [*((name, type(module).__name__) for name, module in block.named_modules()), *shapes]
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@
     ├─ norm             ├─ Passing          ├─ Passing        ├─ norm
     └─ rotary_emb       └─ Passing          └─ rotary_emb     └─ Passing
 
-Each is transformers' own forward on a copy of the model's module tree. The blocks are notes: they
-write on the copy's tape what transformers calls each block with. ``before`` gives the hidden states
-that the first block gets. ``calls`` gives masks and rotary tables of all blocks, and has no
-parameters. In ``after`` the first note returns the hidden states of the last block.
+Each is transformers' own forward on a copy of the model's module tree, with notes in place of the
+blocks. ``before`` gives the hidden states that the first block gets. ``calls`` gives what all are
+called with, masks and rotary tables, and has no parameters. In ``after`` the first note returns
+the hidden states of the last block.
 """
 
 from __future__ import annotations
@@ -43,51 +43,16 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 Modules = dict[str, nn.Module | None]
 
 
-class Tape:
-    """What the notes of a forward have been called with, and what they return."""
-
-    def __init__(self, num_results: int) -> None:
-        self.num_results = num_results
-        self.begin()
-
-    def begin(self, left: Tensor | None = None) -> None:
-        """Begin a forward, in which the first note returns ``left``, or else what it gets."""
-        self.given: list[Given] = []
-        self.entered: Any = None  # the hidden states that the first block is called with
-        self.left = left
-        self._result: Any = None
-
-    @property
-    def is_after(self) -> bool:
-        """Whether the forward has reached the blocks."""
-        return bool(self.given)
-
-    def note(self, states: Any, given: Given) -> Any:
-        """Note the call of a block, and return what it returns.
-
-        Raises:
-            LookupError: it is not called with the result of the block before.
-        """
-        if not self.given:
-            self.entered = states
-            self._result = states if self.left is None else self.left
-        elif states is not self._result:
-            raise LookupError("it changes the hidden states between them")
-        self.given.append(given)
-        nothing = (None,) * (self.num_results - 1)
-        return (self._result, *nothing) if self.num_results else self._result
-
-
 class Note:
     """Stands in for a block: notes what it is called with. It has the block's other attributes."""
 
-    def __init__(self, block: nn.Module, tape: Tape) -> None:
-        self._block, self._tape = _bare(block), tape
+    def __init__(self, block: nn.Module, part: Part) -> None:
+        self._block, self._part = _bare(block), part
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Note the call, and return hidden states as the block does."""
         states, args = (args[0], args[1:]) if args else (named.pop("hidden_states"), ())
-        return self._tape.note(states, (args, named))
+        return self._part.note(states, (args, named))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_block":  # not there yet, in a copy
@@ -104,15 +69,15 @@ class Passing(nn.Module):
         called: when it was called: before the blocks, after them.
     """
 
-    def __init__(self, tape: Tape, module: Any) -> None:
+    def __init__(self, part: Part, module: Any) -> None:
         super().__init__()
-        self._tape, self.called = tape, set[str]()
+        self._part, self.called = part, set[str]()
         module = getattr(module, "base_layer", getattr(module, "original_module", module))
         self._is_added = isinstance(module, nn.Embedding)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return ``inputs_embeds``, or else the first value."""
-        self.called.add("after" if self._tape.is_after else "before")
+        self.called.add("after" if self._part.is_after else "before")
         value = named.get("inputs_embeds")
         if value is None:
             value = next(iter((*inputs, *named.values())), None)
@@ -124,20 +89,53 @@ class Passing(nn.Module):
 class During(nn.Module):
     """A module without state that a forward calls before and after the blocks; runs once."""
 
-    def __init__(self, tape: Tape, module: nn.Module, when: str) -> None:
+    def __init__(self, part: Part, module: nn.Module, when: str) -> None:
         super().__init__()
-        self.module, self._tape, self._is_after = module, tape, when == "after"
+        self.module, self._part, self._is_after = module, part, when == "after"
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the module where it is this part's turn."""
-        return self.module(input) if self._tape.is_after == self._is_after else input
+        return self.module(input) if self._part.is_after == self._is_after else input
 
 
 class Part:
-    """A forward of a stack without its blocks; see the top of this file."""
+    """A forward of a stack without its blocks; see the top of this file.
 
-    def __init__(self, shell: Any, tape: Tape) -> None:
-        self.shell, self._tape = shell, tape
+    Attributes:
+        shell: the copy of the stack that runs.
+        num_results: how many values a block returns in a tuple; 0 for hidden states alone.
+    """
+
+    shell: Any
+
+    def __init__(self, num_results: int) -> None:
+        self.num_results = num_results
+        self._begin()
+
+    def _begin(self, left: Tensor | None = None) -> None:
+        """Begin a forward, in which the first note returns ``left``, or else what it gets."""
+        self._given: list[Given] = []
+        self._entered: Any = None
+        self._left: Any = left
+
+    @property
+    def is_after(self) -> bool:
+        """Whether the forward has reached the blocks."""
+        return bool(self._given)
+
+    def note(self, states: Any, given: Given) -> Any:
+        """Note the call of a block, and return what it returns.
+
+        Raises:
+            LookupError: it is not called with the result of the block before.
+        """
+        if not self._given:
+            self._entered = states
+            self._left = states if self._left is None else self._left
+        elif states is not self._left:
+            raise LookupError("it changes the hidden states between them")
+        self._given.append(given)
+        return (self._left, *[None] * (self.num_results - 1)) if self.num_results else self._left
 
     def entered(self, **inputs: Any) -> Tensor:
         """Return the hidden states that the first block is called with."""
@@ -146,23 +144,23 @@ class Part:
 
     def given(self, **inputs: Any) -> list[Given]:
         """Return what each block is called with."""
-        return self._run({"use_cache": False, **inputs})[1]
+        return self._run(inputs)[1]
 
     def left(self, states: Tensor, forward: Callable[..., Any], **inputs: Any) -> Any:
         """Call a forward that runs this one, whose last block returns these hidden states."""
-        self._tape.begin(states)
+        self._begin(states)
         try:
             return forward(**inputs)
         finally:
-            self._tape.begin()
+            self._begin()
 
     def _run(self, inputs: dict[str, Any]) -> tuple[Any, list[Given]]:
-        self._tape.begin()
+        self._begin()
         try:
             self.shell(**{"use_cache": False, **inputs})
-            return self._tape.entered, self._tape.given
+            return self._entered, self._given
         finally:
-            self._tape.begin()  # keeps no tensors
+            self._begin()  # keeps no tensors
 
 
 class Stack:
@@ -191,17 +189,17 @@ class Stack:
     def part(self, when: str) -> Part:
         """Return the forward with the modules that run ``"before"`` or ``"after"`` the blocks."""
 
-        def pick(tape: Tape, name: str, module: nn.Module) -> nn.Module:
+        def pick(part: Part, name: str, module: nn.Module) -> nn.Module:
             if when not in self._when[name]:
-                return Passing(tape, module)
-            return module if len(self._when[name]) == 1 else During(tape, module, when)
+                return Passing(part, module)
+            return module if len(self._when[name]) == 1 else During(part, module, when)
 
         return self._without_blocks(pick)
 
     def calls(self, tables: Mapping[str, nn.Module]) -> Part:
         """Return the forward without parameters; it uses these modules, by name."""
         part = self._without_blocks(
-            lambda tape, name, module: tables[name] if name in tables else Passing(tape, module)
+            lambda part, name, module: tables[name] if name in tables else Passing(part, module)
         )
         part.shell.eval()
         return part
@@ -239,7 +237,7 @@ class Stack:
             states = torch.zeros(2, 3, self.config.hidden_size)
             for num, takes_mask in product(_NUMS_RESULTS, takes_masks):
                 self._num_results = num
-                part = self._without_blocks(lambda tape, _, module: Passing(tape, module))
+                part = self._without_blocks(lambda part, _, module: Passing(part, module))
                 mask = {"attention_mask": no_mask(states)} if takes_mask else {}
                 try:
                     num_called = len(part.given(inputs_embeds=states, **mask))
@@ -273,9 +271,9 @@ class Stack:
             at, prefix = at.get_submodule(part), f"{prefix}{part}."
         return found
 
-    def _without_blocks(self, pick: Callable[[Tape, str, nn.Module], nn.Module]) -> Part:
+    def _without_blocks(self, pick: Callable[[Part, str, nn.Module], nn.Module]) -> Part:
         """Return the forward on notes, and for every other module what ``pick`` returns."""
-        tape = Tape(self._num_results)
+        part = Part(self._num_results)
 
         def level(module: nn.Module, depth: int) -> Any:
             children: Modules = {}
@@ -285,15 +283,16 @@ class Stack:
             for name, child in module._modules.items():
                 if name != self.path[depth]:
                     full = ".".join((*self.path[:depth], name))
-                    children[name] = child and pick(tape, full, child)
+                    children[name] = child and pick(part, full, child)
                 elif depth + 1 < len(self.path):
                     assert child is not None, "it is on the path"
                     children[name] = level(child, depth + 1)
                 else:
-                    made.__dict__[name] = [Note(block, tape) for block in self.blocks]
+                    made.__dict__[name] = [Note(block, part) for block in self.blocks]
             return made
 
-        return Part(level(self.module, 0), tape)
+        part.shell = level(self.module, 0)
+        return part
 
 
 def no_mask(like: Tensor) -> Tensor:

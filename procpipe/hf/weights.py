@@ -67,8 +67,10 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         parts = {name: part for each in to_read for name, part in each.parts.items()}
         faults = faults_of(parts, source, agree, saved, strict=strict, known=keys.facts())
         if not faults:
+            there = source.shapes.keys()
             for each in to_read:
-                each.read(model, source)
+                if all(name in there for name in each.parts):
+                    each.read(model, source)
             _start_adapters(stage)
             agree(None, lambda _: None)  # no rank goes on before all have read
         if not faults and (Path(folder) / _GENERATION).is_file():
@@ -246,9 +248,7 @@ class _ToRead:
 
     @torch.no_grad()
     def read(self, model: Any, source: Source) -> None:
-        """Read the parts, if all are there; holds one tensor beside the stage's own."""
-        if any(name not in source.shapes for name in self.parts):
-            return
+        """Read the parts; holds no more than one tensor beside the stage's own."""
         if self.is_joined:
             self.memory.copy_(_joined(model, source.read(dict.fromkeys(self.parts))))
         else:
