@@ -1,13 +1,14 @@
 """Models of Hugging Face's transformers as pipelines: in, trained, out.
 
 sequential.py       sequential(): an nn.Sequential over a model's own modules
-families.py         the classes of models that are supported, and in what some differ
+families.py         the classes of models that were compared, and what few of them need
+compared.py         the others: a small copy is compared with transformers at the start
+stack.py            a model's forward without its blocks: what they are called with
 layers.py           its layers: embeddings, blocks, head
 encoder_decoder.py  the layers of a model with an encoder
-shells.py           copies of a model's module tree that hold one layer's modules only
 weights.py          load_pretrained(), save_pretrained()
 lora.py             load_adapter(), save_adapter()
-generation.py       generate()
+generation.py       generate(): transformers' own, over the stages
 """
 
 from procpipe.hf.generation import generate

@@ -1,64 +1,57 @@
-"""Sampling from a causal language model, with key-value caches that stay on their stages.
+"""``generate`` of transformers, on a model whose forward runs the pipeline.
 
-first rank ── prompts ──> all ranks       each token: one stage(...), whose micro-batches are
-stage(...) ── logits ──> last stage       some of the sequences each; then the last stage
-next tokens ── fetch ──> all ranks        chooses, and all ranks get what it chose
+rank 0      transformers' generate ── forward ──> order ══> stage(…) ══> logits ── forward ──> …
+others                                  follow the order: stage(…), give or pass on the logits
 
-Each replica has sequences of its own, and their caches.
+Only the first rank of a replica chooses tokens and calls the user's code, so criteria of time,
+streamers and processors cannot make ranks differ. Caches of keys and values stay on their stages.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.hf.layers import Block, Head, model_of
+from procpipe.hf.layers import Block, Embed, Head, model_of
 from procpipe.stage import Stage
+
+#: Options of transformers for the caches, which are here on the stages.
+_OF_CACHES = ("cache_implementation", "past_key_values", "cache_params", "prefill_chunk_size")
 
 
 @torch.no_grad()
-def generate(
-    stage: Stage,
-    input_ids: Any = None,
-    *,
-    max_new_tokens: int = 20,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    eos_token_id: int | Sequence[int] | Tensor | None = None,
-    attention_mask: Any = None,
-) -> Tensor:
-    """Continue sequences of tokens; all of them at once, as micro-batches of the stage's chunks.
+def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
+    """Continue sequences of tokens by transformers' own ``generate``, run on rank 0.
 
-    Every rank calls it; the first rank's arguments are the ones that count, so the others may pass
-    nothing. Each replica continues sequences of its own. The stage is in eval mode meanwhile.
+    Every rank calls it; the arguments of the first rank (of each replica) are the ones that count,
+    so the others may pass nothing. Each forward pass runs all sequences, as micro-batches of the
+    stage's chunks. Each replica continues sequences of its own. The stage is in eval mode
+    meanwhile.
 
     Args:
         stage: of a causal language model by ``hf.sequential``.
         input_ids: prompts ``(batch, length)``, int64; shorter ones padded on the left.
-        max_new_tokens: the most tokens to add to each sequence.
-        do_sample: draw tokens by their probabilities; otherwise take the most probable one. The
-            first rank's default generator (``torch.manual_seed``) determines the samples, for any
-            number of stages. Penalties of repetitions, tokens that are left out, ``top_k``,
-            ``top_p`` and so on are those that the model's ``generation_config`` names, and of no
-            other default.
-        temperature: divides the logits before tokens are drawn; above 0.
-        eos_token_id: the token, or tokens, after which a sequence ends; by default that of the
-            model's ``generation_config``. The rest of its row is filled with the padding token.
-        attention_mask: ``(batch, length)``, 0 where a prompt is padded, 1 elsewhere; by default 0
-            at tokens that are the model's padding token, unless that also ends sequences.
+        options: what ``generate`` of transformers takes: ``attention_mask``, ``max_new_tokens``,
+            ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``max_time``,
+            ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``streamer`` and so
+            on. By default those of the model's ``generation_config``. The first rank's default
+            generator (``torch.manual_seed``) determines samples, for any number of stages.
 
     Returns:
-        Prompts and new tokens ``(batch, length + new)``, int64, on every rank, on its device; it
-        ends where all sequences have.
+        Prompts and new tokens ``(batch, length + new)``, int64, on every rank, on its device.
 
     Raises:
         TypeError: the model is not a causal language model of ``hf.sequential``.
-        ValueError: no prompts, or another wrong argument on rank 0.
+        ValueError: no prompts, or an option that cannot work here (beams, assistants, results
+            other than tokens); or logits are NaN. On the first rank also what transformers or the
+            user's code raises, on the others then a ``ValueError`` that names it. The stage can
+            still be used.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.GenerationMixin.generate``.
@@ -69,146 +62,127 @@ def generate(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    job: dict[str, Any] = {}
-    if stage._grid.stage == 0:
+    with _caching(stage) as begin:
+        if stage._grid.stage != 0:
+            return _follow(stage, begin)
+        lead = _Lead(stage, begin)
         try:
-            given = input_ids, attention_mask, max_new_tokens
-            job = _job(model, *given, temperature if do_sample else None, eos_token_id)
-        except (TypeError, ValueError) as error:
-            job = {"fault": str(error)}
-    job = stage.fetch(job)
-    if "fault" in job:  # of the first rank, on every rank
-        raise ValueError(job["fault"])
-    return _continued(stage, **job)
+            _check(model, input_ids, options)
+            tokens = _on_stages(model, lead).generate(input_ids.to(stage.device), **options)
+        except BaseException as error:
+            if not lead.is_in_call:  # otherwise all ranks have failed
+                stage.fetch({"fault": f"{type(error).__name__}: {error}"})
+            raise
+        return stage.fetch({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
 
 
-def _continued(
-    stage: Stage,
-    tokens: Tensor,
-    mask: Tensor,
-    max_new_tokens: int,
-    temperature: float | None,
-    seed: int,
-    ends: list[int],
-    padding: int,
-) -> Tensor:
-    """Return the sequences with what is generated; the same arguments on every rank."""
-    generator = torch.Generator(stage.device).manual_seed(seed)
-    is_open = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    inputs, processors = tokens, _processors(stage, mask, ends, temperature)
-    with _caching(stage) as caches:
-        for _ in range(max_new_tokens):
-            for cache in caches:
-                cache.begin()
-            output = stage(input_ids=inputs, attention_mask=mask, position_ids=positions)
-            if stage._grid.stage == stage.placement[-1]:
-                logits = output[0] if isinstance(output, tuple) else output
-                logits = processors(tokens, logits[:, -1].float())
-                output = _chosen(logits, None if temperature is None else generator)
-            chosen = stage.fetch(output)
-            if (is_open & (chosen < 0)).any():
-                raise ValueError(
-                    f"the logits of sequence {int(chosen.argmin())} are NaN after "
-                    f"{tokens.shape[1]} tokens, so there is no next one: look for NaN in the "
-                    "weights; some models give it for prompts that are padded on the left"
-                )
-            chosen = torch.where(is_open, chosen, padding)
-            inputs = chosen[:, None]
-            tokens = torch.cat((tokens, inputs), dim=1)
-            mask = torch.cat((mask, torch.ones_like(inputs)), dim=1)
-            positions = positions[:, -1:] + 1
-            for end in ends:
-                is_open = is_open & (chosen != end)
-            if ends and not is_open.any():
-                break
-    return tokens
+def _follow(stage: Stage, begin: Callable[[bool], None]) -> Tensor:
+    """Run the forward passes that the first rank orders, until it gives the tokens."""
+    while True:
+        order = stage.fetch(None)
+        if "tokens" in order:
+            tokens: Tensor = order["tokens"]
+            return tokens
+        if "fault" in order:
+            raise ValueError(f"rank {stage._grid.rank_of(0)} could not generate: {order['fault']}")
+        begin(order["use_cache"])
+        stage.fetch(_last(stage()))
 
 
-def _processors(stage: Stage, mask: Tensor, ends: list[int], temperature: float | None) -> Any:
-    """Return what changes logits: the temperature, and the model's ``generation_config``."""
-    model = model_of(stage)
-    config = copy.deepcopy(model.generation_config)
-    config.update(
-        eos_token_id=ends or None, do_sample=temperature is not None, temperature=temperature
-    )
-    model._prepare_special_tokens(config, True, mask.device)
-    given = {"attention_mask": mask}
-    return model._get_logits_processor(
-        config, mask.shape[1], device=mask.device, model_kwargs=given
-    )
+class _Lead:
+    """What the first rank does in each forward pass: order it, run its stage, get the logits."""
+
+    def __init__(self, stage: Stage, begin: Callable[[bool], None]) -> None:
+        self._stage, self._begin = stage, begin
+        (self._embed,) = (layer for layer in stage.children() if isinstance(layer, Embed))
+        self.cache_name = self._embed.cache_name
+        kinds = (value.dtype for value in stage.parameters() if value.is_floating_point())
+        self.place = stage.device, next(kinds, torch.get_default_dtype())
+        self.is_in_call = False
+        self._num_tokens = 0  # of each sequence, in all passes
+
+    def logits(self, *, use_cache: bool, **inputs: Any) -> Tensor:
+        """Return the logits of the last position ``(batch, 1, words)``."""
+        named = {key: inputs[key] for key in self._embed.inputs if inputs.get(key) is not None}
+        size = len(named["input_ids"])
+        for key, value in named.items():
+            if isinstance(value, Tensor) and len(value) == 1 != size:
+                named[key] = value.expand(size, *value.shape[1:])  # one row for all samples
+        self.is_in_call = True
+        self._stage.fetch({"use_cache": use_cache})
+        self._begin(use_cache)
+        logits: Tensor = self._stage.fetch(_last(self._stage(**named)))
+        self.is_in_call = False
+        self._num_tokens = self._num_tokens * use_cache + named["input_ids"].shape[1]
+        if (is_nan := logits.isnan().flatten(1).any(1)).any():
+            raise ValueError(
+                f"the logits of sequence {int(is_nan.long().argmax())} are NaN after "
+                f"{self._num_tokens} tokens, so there is no next one: look for NaN in the weights; "
+                "some models give it for prompts that are padded on the left"
+            )
+        return logits
 
 
-def _chosen(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the next token of each sequence, drawn by a generator if there is one.
-
-    -1 if there is none, as logits are NaN.
-    """
-    has_none = logits.isnan().any(-1)
-    if generator is None:
-        chosen = logits.argmax(-1)
-    else:
-        logits = logits.masked_fill(has_none[:, None], 0.0)
-        chosen = torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)[:, 0]
-    return chosen.masked_fill(has_none, -1)
+def _last(output: Any) -> Any:
+    """Return the logits of an output, which may have an auxiliary loss, or the placeholder."""
+    return output[0] if isinstance(output, tuple) else output
 
 
-def _job(
-    model: Any, tokens: Any, mask: Any, max_new_tokens: Any, temperature: float | None, eos: Any
-) -> dict[str, Any]:
-    """Return what all ranks need of rank 0's arguments, checked."""
-    padding = model.generation_config.pad_token_id
-    ends = _ends(model.generation_config.eos_token_id if eos is None else eos)
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-        form = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
+    """Check the arguments of the first rank, of which transformers would say less."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
+        form = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
-    if mask is None:
-        is_known = padding is not None and padding not in ends
-        mask = tokens != padding if is_known else torch.ones_like(tokens)
-    _check_mask(mask, tokens)
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be an int, at least 1")
-    if temperature is not None and not temperature > 0:
-        raise ValueError(
-            f"temperature is {temperature}, but must be above 0: for the most probable tokens give "
-            "do_sample=False"
-        )
-    return {
-        "tokens": tokens,
-        "mask": mask.to(tokens),
-        "max_new_tokens": max_new_tokens,
-        "temperature": None if temperature is None else float(temperature),
-        "seed": 0 if temperature is None else int(torch.randint(2**62, ())),
-        "ends": ends,
-        "padding": padding if padding is not None else ends[0] if ends else 0,
-    }
-
-
-def _ends(eos: Any) -> list[int]:
-    """Return the tokens after which a sequence ends."""
-    eos = eos.tolist() if isinstance(eos, Tensor) else eos
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    if wrong := [end for end in ends if not isinstance(end, int)]:
-        raise TypeError(f"eos_token_id must be an int, or several, not {wrong[0]!r}")
-    return ends
-
-
-def _check_mask(mask: Any, tokens: Tensor) -> None:
-    """Check that prompts are padded on the left, if at all."""
-    if not isinstance(mask, Tensor):
+    mask = options.get("attention_mask")
+    if mask is not None and not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
-    if mask.shape != tokens.shape or not mask[:, -1].all():
+    if mask is not None and (mask.shape != input_ids.shape or not mask[:, -1].all()):
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(tokens.shape)}, or "
-            "is 0 at the end of one: it must have their shape, and prompts be padded on the left "
-            "(tokenizer.padding_side = 'left')"
+            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(input_ids.shape)}, "
+            "or is 0 at the end of one: it must have their shape, and prompts be padded on the "
+            "left (tokenizer.padding_side = 'left')"
         )
+    given = options.get("generation_config") or model.generation_config
+    config = copy.deepcopy(given)
+    config.update(**{key: value for key, value in options.items() if hasattr(config, key)})
+    mode = config.get_generation_mode(options.get("assistant_model"))
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(
+            f"hf.generate cannot do {mode.value!r}, which changes caches between tokens: leave out "
+            "beams and assistants; give do_sample=True, or False for the most probable tokens"
+        )
+    refused = [name for name in _OF_CACHES if options.get(name) is not None]
+    refused += ["return_dict_in_generate"] * bool(config.return_dict_in_generate)
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: leave out, as hf.generate returns tokens only, and caches are "
+            "on their stages"
+        )
+
+
+def _on_stages(model: Any, lead: _Lead) -> Any:
+    """Return a copy of a model whose forward runs the pipeline."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        use_cache = lead.cache_name is not None and inputs.get("use_cache") is not False
+        logits = lead.logits(**{**inputs, "use_cache": use_cache})
+        return CausalLMOutputWithPast(logits=logits)
+
+    plain = type(model)
+    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
+    device, dtype = lead.place
+    changes = {"forward": forward, "device": device, "dtype": dtype, "__module__": plain.__module__}
+    made = copy.copy(model)
+    made.__class__ = type(plain.__name__, (plain,), changes)
+    return made
 
 
 class _Caches:
-    """The key-value caches of one block, one for each micro-batch, which come in order."""
+    """The caches of the blocks of one partition, one for each micro-batch, which come in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self._config = config
         self._caches: list[Any] = []
         self._position = 0
 
@@ -216,37 +190,62 @@ class _Caches:
         """Start with the first micro-batch again."""
         self._position = 0
 
-    def next(self, config: Any, num_blocks: int) -> Any:
-        """Return the cache of the next micro-batch; a new one in the first pass.
-
-        Args:
-            config: of the block alone, which asks for its cache by its index in the whole model.
-            num_blocks: of the whole model.
-        """
+    def next(self) -> Any:
+        """Return the cache of the next micro-batch; a new one in the first pass."""
         if self._position == len(self._caches):
-            from transformers import DynamicCache
-
-            cache = DynamicCache(config=config)
-            cache.layers *= num_blocks  # the same one at each index
-            self._caches.append(cache)
+            self._caches.append(_new_cache(self._config))
         self._position += 1
         return self._caches[self._position - 1]
 
 
+def _new_cache(config: Any) -> Any:
+    """Return a cache of a whole model, of which only some layers will be filled."""
+    from transformers import DynamicCache
+
+    class PartOfCache(DynamicCache):
+        """Is as long as those layers that are here, for masks and positions of all blocks."""
+
+        def _filled(self, layer_idx: int) -> int:
+            filled = [k for k, each in enumerate(self.layers) if _is_filled(each)]
+            if not filled or layer_idx in filled:
+                return layer_idx
+            kind = type(self.layers[layer_idx])
+            return next((k for k in filled if type(self.layers[k]) is kind), filled[0])
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return int(super().get_seq_length(self._filled(layer_idx)))
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+            return super().get_mask_sizes(query_length, self._filled(layer_idx))
+
+    return PartOfCache(config=config)
+
+
+def _is_filled(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0
+
+
 @contextmanager
-def _caching(stage: Stage) -> Iterator[list[_Caches]]:
-    """Have the stage's blocks use caches for a while, and its head only the last position."""
+def _caching(stage: Stage) -> Iterator[Callable[[bool], None]]:
+    """Let the stage's blocks use caches, and its head only the last position, for a while.
+
+    Yields what begins a forward pass, with caches or without.
+    """
     blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
     heads = [layer for layer in stage.children() if isinstance(layer, Head)]
-    caches = [_Caches() for _ in blocks]
+    caches = [_Caches(layer.config) for layer in blocks]  # one is used in each partition
     modes = [(module, module.training) for module in stage.modules()]
-    for block, of_block in zip(blocks, caches, strict=True):
-        block.caches = of_block
+
+    def begin(use_cache: bool) -> None:
+        for block, of_block in zip(blocks, caches, strict=True):
+            of_block.begin()
+            block.caches = of_block if use_cache else None
+
     for head in heads:
         head.num_logits = 1
     stage.eval()
     try:
-        yield caches
+        yield begin
     finally:
         for block in blocks:
             block.caches = None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from procpipe.data.remote import Remote
 from procpipe.hf.layers import model_of
-from procpipe.hf.weights import is_of_adapter, make_folder, read_into
+from procpipe.hf.weights import faults_of, is_of_adapter, source_in
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
-from procpipe.state.sources import open_source
-from procpipe.state.weights import write_safetensors
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -32,12 +33,11 @@ def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
 
     Args:
         stage: of a model with LoRA by ``hf.sequential``.
-        folder: of rank 0, without an adapter in it.
+        folder: of rank 0; as with peft, an adapter that is there is replaced.
         name: of the adapter.
 
     Raises:
         ValueError: the model has no adapter of this name.
-        FileExistsError: there is an adapter in the folder.
         RemoteStageError: another rank failed.
 
     Source: ``peft.PeftModel.save_pretrained``.
@@ -51,8 +51,9 @@ def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
 
         def write(_: list[Any]) -> None:
             path = Path(folder).absolute()
-            make_folder(path, [_WEIGHTS, _CONFIG])
-            write_safetensors(path / _WEIGHTS, tensors)
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path / f"{_WEIGHTS}.new", {"format": "pt"})
+            os.replace(path / f"{_WEIGHTS}.new", path / _WEIGHTS)
             config.save_pretrained(path)
 
         agree(None, write)
@@ -78,11 +79,15 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     Source: ``peft.PeftModel.load_adapter``.
     """
     _config_of(stage, name)
-    path = Path(folder)
     with Member.of(stage).call("hf.load_adapter") as agree:
-        source = open_source(path / _WEIGHTS if path.is_dir() else path)
+        source = source_in(folder, _WEIGHTS)
         saved = [key for key in source.shapes if not _TWICE.search(key)]
-        faults = read_into(_of_adapter(stage, name), source, agree, saved, strict=True)
+        pieces = _of_adapter(stage, name)
+        faults = faults_of(pieces, source, agree, saved, strict=True)
+        if not faults:
+            with torch.no_grad():
+                source.read(pieces)
+            agree(None, lambda _: None)  # no rank goes on before all have read
     raise_faults(f"the adapter in {folder} does not fit", faults)
 
 

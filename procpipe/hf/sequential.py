@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.hf import encoder_decoder
-from procpipe.hf.families import Family, family_of, unsupported
-from procpipe.hf.layers import Block, Embed, Head, Stack
+from procpipe.hf.compared import check_equal
+from procpipe.hf.families import Family, family_of, is_compared, unsupported
+from procpipe.hf.layers import Block, Embed, Head
+from procpipe.hf.stack import Stack
 
 #: What peft puts into the keys of what it wraps.
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
@@ -50,32 +52,50 @@ def sequential(model: nn.Module) -> nn.Sequential:
         TypeError: the model is not supported; says why, and which classes are.
     """
     plain = _without_adapter(model)
-    family = family_of(plain)
-    name = family.stack or plain.base_model_prefix
-    try:
-        decoder = Stack(plain, name, family)
-        encoder = Stack(plain, family.encoder, family) if family.encoder else None
-    except LookupError as error:
-        raise unsupported(plain, str(error)) from None
-    sample = _sample(decoder)
-    if encoder is not None:
-        layers = encoder_decoder.layers_of(encoder, decoder)
-        sample |= {f"decoder_{name}": value for name, value in sample.items()}
-    else:
-        layers = {"embed": Embed(decoder)}
-        layers |= {f"block{k}": Block(decoder, k) for k in range(decoder.num_blocks)}
-        layers["head"] = Head(decoder)
-    made = HFSequential(OrderedDict(layers))
-    made.training = plain.training
+    made = divided(plain)
+    if not is_compared(plain):
+        check_equal(plain, made, divided)
     if not plain.training:
         warnings.warn(
             "the model is in eval mode, as from_pretrained returns it: stage.step() computes no "
             "gradients before stage.train()",
             stacklevel=2,
         )
+    return made
+
+
+def divided(model: Any) -> HFSequential:
+    """Make the ``nn.Sequential`` of a model of transformers itself.
+
+    Raises:
+        TypeError: it is another model, or one of which something would be in no layer.
+    """
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise unsupported(model, "it is not a model of transformers")
+    family = family_of(model)
+    name = family.stack or model.base_model_prefix
+    if not hasattr(model, name):
+        name = "model"  # of a decoder that is also part of a model of images
+    try:
+        decoder = Stack(model, name)
+        encoder = Stack(model, family.encoder) if family.encoder else None
+    except LookupError as error:
+        raise unsupported(model, str(error)) from None
+    sample = _sample(decoder)
+    if encoder is not None:
+        layers = encoder_decoder.layers_of(encoder, decoder, family)
+        sample |= {f"decoder_{name}": value for name, value in sample.items()}
+    else:
+        layers = {"embed": Embed(decoder)}
+        layers |= {f"block{k}": Block(decoder, k) for k in range(len(decoder.blocks))}
+        layers["head"] = Head(decoder)
+    made = HFSequential(OrderedDict(layers))
+    made.training = model.training
     made.sample = sample
     made.keys = keys_of(family)
-    _check_complete(made, plain)
+    _check_complete(made, model)
     return made
 
 
@@ -109,6 +129,8 @@ def _sample(stack: Stack) -> dict[str, Tensor]:
     longest = getattr(stack.model.config, "max_position_embeddings", _LENGTH)
     length = min(_LENGTH, longest)
     tokens = torch.empty(_NUM_SAMPLES, length, dtype=torch.long, device="meta")
+    if not stack.takes_mask:
+        return {"input_ids": tokens}
     mask = tokens.new_empty((_NUM_SAMPLES, 1, length, length), dtype=torch.bool)
     return {"input_ids": tokens, "attention_mask": mask}
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,16 @@ from torch import Tensor
 
 from procpipe.hf.layers import model_of, set_magnitudes
 from procpipe.stage import Stage
-from procpipe.state.keys import FileKeys
+from procpipe.state.keys import FileKeys, few
 from procpipe.state.member import Agree, Member, raise_faults
 from procpipe.state.sharded import is_sharded
-from procpipe.state.sources import INDEX, Source, open_source
+from procpipe.state.sources import INDEX, SINGLE, Source, open_source
 from procpipe.state.weights import all_faults, weights_faults, write_files
 
 _GENERATION = "generation_config.json"
+
+#: Where the files are written before they replace those of an earlier save.
+_NEW = "procpipe-new"
 
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
@@ -35,7 +41,8 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and its files; of
-            the same architecture, also as the base model alone has written it.
+            the same architecture, also as the base model alone has written it. Not an id of the
+            hub, as nothing is downloaded.
         strict: refuse keys that are missing or left over. Without it, what is missing stays as it
             was (a new head for classification, say).
 
@@ -51,15 +58,21 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     _check_adapters(model)
     _check_whole(stage, "hf.load_pretrained")
     with Member.of(stage).call("hf.load_pretrained") as agree:
-        source = open_source(Path(folder))
+        source = source_in(folder)
         to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         saved = [key for key in source.shapes if not any(re.search(each, key) for each in ignored)]
         keys = FileKeys.of(stage, to_file)
-        pieces = _pieces(stage, model, keys, source)
-        faults = read_into(pieces, source, agree, saved, strict=strict, known=keys.facts())
+        to_read = [*_ToRead.of(stage, model, keys, source)]
+        parts = {name: part for each in to_read for name, part in each.parts.items()}
+        faults = faults_of(parts, source, agree, saved, strict=strict, known=keys.facts())
         if not faults:
+            there = source.shapes.keys()
+            for each in to_read:
+                if all(name in there for name in each.parts):
+                    each.read(model, source)
             _start_adapters(stage)
+            agree(None, lambda _: None)  # no rank goes on before all have read
         if not faults and (Path(folder) / _GENERATION).is_file():
             from transformers import GenerationConfig
 
@@ -70,17 +83,17 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
 def save_pretrained(stage: Stage, folder: Any) -> None:
     """Write a folder that ``from_pretrained`` of transformers reads.
 
-    Every rank calls it, writes its own stage's tensors in a file, and returns once all have. LoRA
-    is merged into the weights, by peft (``save_adapter`` writes it alone). Rank 0 writes
-    ``config.json``, and ``generation_config.json`` if the model has one.
+    Every rank calls it, writes its own stage's tensors in a file, and returns once all have. Rank 0
+    writes ``config.json``, and ``generation_config.json`` if the model has one. As transformers
+    does, it replaces the files of an earlier model in the folder, once all new ones are written.
+    Tensors that transformers saves in parts, such as experts, are in host memory twice meanwhile.
 
     Args:
         stage: of a model by ``hf.sequential``.
-        folder: shared by all ranks; with neither weights nor a configuration in it.
+        folder: shared by all ranks.
 
     Raises:
-        FileExistsError: there are weights or a configuration in the folder.
-        ValueError: LoRA changes a matrix that the model shares under several names.
+        ValueError: an adapter of peft is active on some rank.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.PreTrainedModel.save_pretrained``.
@@ -90,25 +103,39 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     _check_whole(stage, "hf.save_pretrained")
     keys = FileKeys.of(stage, None)
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # which transformers ties to others
-    prefixes = tuple(prefix for prefix, _ in _adapted(stage))
-    adapted = [name for key, name in keys.own.items() if key.startswith(prefixes)]
     with member.call("hf.save_pretrained") as agree:
-        faults = agree(
-            [name for name in adapted if name in {*tied, *tied.values()}],
-            lambda of_ranks: sorted({*chain.from_iterable(of_ranks)}),
-        )
+        faults = agree([*_active(stage)], lambda of_ranks: few(sorted({*chain(*of_ranks)})))
         if not faults:
-            values = stage.state_dict() | _merged(stage)
-            agree(None, lambda _: make_folder(path, ["config.json", INDEX, "model*.safetensors"]))
+            agree(None, lambda _: (path / _NEW).mkdir(parents=True, exist_ok=True))
+            values = stage.state_dict()
             own = {name: values[key] for key, name in _to_write(keys, tied)}
-            write_files(path, member.own_share(_parts(model, own)), member, agree)
+            write_files(path / _NEW, member.own_share(_parts(model, own)), member, agree)
             dtype = next((value.dtype for value in own.values()), model.config.dtype)
-            agree(None, lambda _: _write_configuration(model, path, dtype))
+            agree(None, lambda _: _finish(model, path, dtype))
     raise_faults(
-        "adapters change one name of a matrix that has several, which one folder cannot hold "
-        "(save the adapter alone with hf.save_adapter)",
+        "hf.save_pretrained writes whole models, but adapters are active: save them alone with "
+        "hf.save_adapter, or merge them by peft (merge_and_unload() before hf.sequential, or "
+        "merge() of their modules)",
         faults,
     )
+
+
+def _finish(model: Any, path: Path, dtype: torch.dtype) -> None:
+    """Let the new files replace those of an earlier save, the index last; write the rest."""
+    new = path / _NEW
+    index = new / INDEX
+    kept = {SINGLE}
+    if index.is_file():
+        kept = {INDEX, *json.loads(index.read_text())["weight_map"].values()}
+    for name in sorted(kept - {INDEX}) + [INDEX] * index.is_file():
+        os.replace(new / name, path / name)
+    for old in [path / SINGLE, path / INDEX, *path.glob("model-?????-of-?????.safetensors")]:
+        if old.name not in kept:
+            old.unlink(missing_ok=True)
+    for left in [*new.iterdir()]:  # of a save that was interrupted
+        left.unlink()
+    new.rmdir()
+    _write_configuration(model, path, dtype)
 
 
 def _write_configuration(model: Any, path: Path, dtype: torch.dtype) -> None:
@@ -129,8 +156,23 @@ def _check_whole(stage: Stage, call: str) -> None:
         )
 
 
-def read_into(
-    pieces: dict[str, Tensor],
+def source_in(folder: Any, name: str = "") -> Source:
+    """Return what the files in a folder hold; a name is of the one file that counts.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file; says what to do with an id of the hub.
+    """
+    path = Path(folder)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no folder {folder}, and nothing is downloaded: if it is an id of the hub, "
+            f"give the folder that huggingface_hub.snapshot_download({str(folder)!r}) returns"
+        )
+    return open_source(path / name if name and path.is_dir() else path)
+
+
+def faults_of(
+    pieces: Mapping[str, Tensor],
     source: Source,
     agree: Agree,
     saved: Iterable[str],
@@ -138,7 +180,7 @@ def read_into(
     strict: bool,
     known: Sequence[list[str]] = (),
 ) -> list[str]:
-    """Read tensors of files into ``pieces`` by key; return the faults of all ranks, or none.
+    """Return how files differ from tensors by key, on all ranks, or none; also on every rank.
 
     If it is ``strict``, each of the keys ``saved`` must be of some stage: in its pieces, or among
     the ``known`` facts of other names of the same memory.
@@ -151,23 +193,12 @@ def read_into(
         },
         lambda facts: all_faults(facts, saved, strict=strict),
     )
-    if not faults:
-        with torch.no_grad():
-            source.read({name: pieces[name] for name in pieces if name in source.shapes})
-        agree(None, lambda _: None)  # no rank goes on before all have read
     return faults
 
 
 def is_of_adapter(key: str) -> bool:
     """Return whether a key is of an adapter: a matrix of LoRA, or a module in place of another."""
     return ".lora_" in key or ".modules_to_save." in key
-
-
-def make_folder(path: Path, patterns: list[str]) -> None:
-    """Make a folder, and check that no file in it has one of these names."""
-    path.mkdir(parents=True, exist_ok=True)
-    if there := [file.name for pattern in patterns for file in sorted(path.glob(pattern))]:
-        raise FileExistsError(f"{path} holds {there[0]} already: save to a new folder")
 
 
 def _check_adapters(model: Any) -> None:
@@ -193,37 +224,64 @@ def _start_adapters(stage: Stage) -> None:
         set_magnitudes(module)
 
 
-class _Memory(Tensor):
-    """A tensor of which no part is copied; writing to a part writes to it."""
+@dataclass(frozen=True)
+class _ToRead:
+    """What a stage reads into one of its tensors."""
 
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:
-        """Return the tensor itself, contiguous or not."""
-        return self
+    memory: Tensor
+    parts: dict[str, Tensor]  # shapes by key in files, as tensors without memory
+    is_joined: bool  # whether transformers joins the parts, or changes the only one
+
+    @classmethod
+    def of(cls, stage: Stage, model: Any, keys: FileKeys, source: Source) -> Iterator[_ToRead]:
+        """Yield what to read for each tensor of a stage, but for those of adapters."""
+        to_read = keys.to_read(source.shapes)
+        for key, memory in stage.state_dict().items():
+            if is_of_adapter(key):
+                continue
+            shape = torch.empty_like(memory, device="meta")
+            is_there = key in to_read
+            found = {to_read[key]: shape} if is_there else _parts(model, {keys.own[key]: shape})
+            one = torch.empty((), dtype=memory.dtype)
+            parts = {name: one.expand(part.shape) for name, part in found.items()}
+            yield cls(memory, parts, all(part is not shape for part in found.values()))
+
+    @torch.no_grad()
+    def read(self, model: Any, source: Source) -> None:
+        """Read the parts; holds no more than one tensor beside the stage's own."""
+        if self.is_joined:
+            self.memory.copy_(_joined(model, source.read(dict.fromkeys(self.parts))))
+        else:
+            source.read(dict.fromkeys(self.parts, self.memory))
 
 
-def _pieces(stage: Stage, model: Any, keys: FileKeys, source: Source) -> dict[str, Tensor]:
-    """Return a stage's memory by keys in files."""
-    pieces: dict[str, Tensor] = {}
-    to_read = keys.to_read(source.shapes)
-    for key, memory in stage.state_dict().items():
-        name = to_read.get(key, keys.own[key])
-        if not is_of_adapter(key):
-            pieces |= {name: memory} if key in to_read else _parts(model, {name: memory})
-    return pieces
+def _joined(model: Any, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor that transformers makes of its parts in files."""
+    from transformers import conversion_mapping, core_model_loading
+
+    transforms: Any = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
+    both: Any = [[each for each in transforms if isinstance(each, kind)] for kind in kinds]
+    renamings, converters = both
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    joined: dict[str, Any] = {}
+    for name, part in parts.items():
+        renamed: Any = core_model_loading.rename_source_key(name, renamings, converters)
+        key, pattern = renamed
+        converter = joined.setdefault(key, copy.deepcopy(of_pattern[pattern]))
+        converter.add_tensor(key, name, pattern, part)
+    ((key, converter),) = joined.items()
+    (tensor,) = converter.convert(key, model=model, config=model.config).values()
+    result: Tensor = tensor[0] if isinstance(tensor, list) else tensor
+    return result
 
 
 def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as transformers saves them: of some, parts (experts), not copied, by key."""
+    """Return tensors as transformers saves them: of some, parts (experts), by key in files."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    memories: dict[str, Tensor] = {
-        key: tensor.detach().as_subclass(_Memory) for key, tensor in tensors.items()
-    }
-    parts = revert_weight_conversion(model, memories)
-    known = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    for key, part in parts.items():
-        assert part.untyped_storage().data_ptr() in known, f"{key} is a copy of a part of a tensor"
-    return {key: part.as_subclass(Tensor) for key, part in parts.items()}
+    parts: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return parts
 
 
 def _to_write(keys: FileKeys, tied: Container[str]) -> Iterator[tuple[str, str]]:
@@ -243,31 +301,12 @@ def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str]
     return lambda key: to_file(key).removeprefix(prefix)
 
 
-def _adapted(stage: Stage) -> Iterator[tuple[str, Any]]:
-    """Yield each module of peft that changes or replaces weights, with what their keys begin with.
-
-    They are in ``base_layer`` or ``original_module``.
-    """
+def _active(stage: Stage) -> Iterator[str]:
+    """Yield the names of modules of peft that change or replace weights."""
     modules: Iterable[tuple[str, Any]] = stage.named_modules()
     for name, module in modules:
         if getattr(module, "disable_adapters", True):
             continue  # also of modules that are not layers of peft
-        if hasattr(module, "original_module"):
-            yield f"{name}.original_module.", module
-        elif hasattr(module, "get_delta_weight") and not module.merged:
-            yield f"{name}.base_layer.", module
-
-
-@torch.no_grad()
-def _merged(stage: Stage) -> dict[str, Tensor]:
-    """Return, by key, the weights that adapters change or replace, as they are with them."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in _adapted(stage):
-        if hasattr(module, "original_module"):
-            values = module.modules_to_save[module.active_adapters[0]].state_dict()
-        else:
-            of_peft = copy.deepcopy(module)
-            of_peft.merge()
-            values = of_peft.get_base_layer().state_dict()
-        found |= {f"{prefix}{key}": value for key, value in values.items()}
-    return found
+        is_changed = hasattr(module, "get_delta_weight") and not module.merged
+        if is_changed or hasattr(module, "original_module"):
+            yield name.partition(".")[2]

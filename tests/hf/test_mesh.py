@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from procpipe import hf
 from tests.dist.meshes import error_of, failing_all, mesh_of, stage_in, whole
 from tests.hf.cases import loss_of, model_of
-from tests.hf.test_pipelines import CHUNKS, assert_same, step_of, truth_of
+from tests.hf.compare import CHUNKS, assert_same, step_of, truth_of
 
 
 def train(bare, names):

@@ -3,72 +3,28 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from procpipe import Stage, hf
+from procpipe.hf import families
 from tests.dist.stages import stage_of
-from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
-
-CHUNKS = 2
-
-#: Float32 inside of transformers' norms and rotary tables; other micro-batches round differently.
-TOLERANCE = 1e-12
+from tests.hf.cases import CASES, MORE, batch_of, class_of, loss_of, model_of
+from tests.hf.compare import CHUNKS, assert_same, even, names, rows_of, step_of, table, truth_of
 
 
-@functools.cache
-def truth_of(name):
-    """Return the loss and the gradients of the plain model over the same micro-batches."""
-    model = model_of(name)
-    batch, labels = batch_of(name)
-    size = -(-len(labels) // CHUNKS)
-    loss_fn = loss_of(name)
-    loss = sum(
-        loss_fn(
-            output_of(model, {key: value[k : k + size] for key, value in batch.items()}),
-            labels[k : k + size],
-        )
-        * (loss_fn.num_counted(labels[k : k + size]).item() / loss_fn.num_counted(labels).item())
-        for k in range(0, len(labels), size)
-    )
-    loss.backward()
-    gradients = {
-        key: parameter.grad for key, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    return loss.detach(), gradients, dict(model.named_buffers())
-
-
-def step_of(stage, keys, name):
-    """Run a step; return the loss, and this stage's gradients and buffers by key."""
-    batch, labels = batch_of(name)
-    loss = stage.step(**batch, labels=labels)
-    named = stage.named_parameters(remove_duplicate=False)
-    return (
-        loss,
-        {keys(key): parameter.grad for key, parameter in named},
-        {keys(key): buffer for key, buffer in stage.named_buffers()},
-    )
-
-
-def assert_same(found, expected, what):
-    """Compare losses, gradients and buffers, each with the name of what differs."""
-    loss, gradients, buffers = expected
-    assert abs(found[0] - loss) <= TOLERANCE, what
-    for key, gradient in found[1].items():
-        if gradients[key] is None:
-            assert gradient is None or not gradient.any(), (what, key)
-        else:
-            difference = (gradient - gradients[key]).abs().max()
-            assert difference <= TOLERANCE * (1 + gradients[key].abs().max()), (what, key)
-    for key, buffer in found[2].items():
-        assert torch.equal(buffer, buffers[key]), (what, key)
+def test_all_classes_of_the_table_are_cases():
+    assert families.COMPARED == {class_of(name).__name__ for name in CASES | MORE}
+    assert families.COMPARED == {class_of(name).__name__ for name in names()}
+    page = Path(__file__).parents[2] / "docs/language_models.md"
+    assert table(dict.fromkeys(names(), "")) in page.read_text()
 
 
 def test_all_families_in_one_process():
-    for name in CASES:
+    for name in CASES | MORE:
         layers: Any = hf.sequential(model_of(name))
         stage = Stage(layers, [len(layers)], chunks=CHUNKS, loss_fn=loss_of(name))
         found = step_of(stage, layers.keys, name)
@@ -110,10 +66,13 @@ def steps(bare, cases):
     return done
 
 
-def even(num_layers, number):
-    """Return a balance of parts of about the same number of layers."""
-    ends = [num_layers * k // number for k in range(number + 1)]
-    return [end - start for start, end in itertools.pairwise(ends)]
+def test_the_table_of_the_page_is_compared(ranks, tmp_path):
+    """``python -m tests.hf`` compares all models, on one, two and three processes."""
+    chosen = ["Mixtral", "Falcon", "Mamba 2", "gpt-oss"]
+    found = rows_of(ranks, chosen, [2], tmp_path)
+
+    assert found == dict.fromkeys(chosen, "")
+    assert "| Mamba 2 | `Mamba2ForCausalLM` | right and left | - | both | yes |" in table(found)
 
 
 def test_bfloat16_autocast_is_that_of_the_plain_model(ranks):
@@ -126,7 +85,7 @@ def test_bfloat16_autocast_is_that_of_the_plain_model(ranks):
         inputs = {key: value[k : k + size] for key, value in batch.items()}
         # One for each, since parameters that it has converted are kept until its end.
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            mean = loss_fn(model(**inputs).logits, labels[k : k + size])
+            mean = loss_fn(model(**inputs, use_cache=False).logits, labels[k : k + size])
         count = loss_fn.num_counted(labels[k : k + size]).item()
         parts.append(mean * (count / loss_fn.num_counted(labels).item()))
     for part in reversed(parts):

@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 
 from procpipe import NoChunk, Stage, hf
-from procpipe.hf import families
 from tests.hf.cases import CASES, batch_of, loss_of, model_of, output_of
 
 TINY: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
@@ -35,21 +34,45 @@ def test_logits_gradients_and_dropout_are_the_plain_models():
         assert_gradients(name, layers, plain, layers.keys)
 
 
-def test_masks_and_rotary_tables_are_made_once_for_each_kind_of_block():
-    for name, num_kinds in (("GPT-2", 1), ("Llama", 1), ("Gemma 3", 2)):
-        layers = hf.sequential(model_of(name))
+def test_masks_and_rotary_tables_are_made_once_for_all_blocks():
+    for name in ("GPT-2", "Gemma 3"):
+        layers: Any = hf.sequential(model_of(name))
         batch, _ = batch_of(name)
         ran: list[int] = []
         blocks = [layer for key, layer in layers.named_children() if key.startswith("block")]
         for k, block in enumerate(blocks):
-            (shell,) = block.children()
-            shell.register_forward_hook(lambda *_, k=k, ran=ran: ran.append(k))
+            (calls,) = block._calls
+            calls.shell.register_forward_hook(lambda *_, k=k, ran=ran: ran.append(k))
         for _ in range(2):  # each micro-batch makes its own
             ran.clear()
             expected = layers(batch)
-            assert ran == [*range(num_kinds)], name
+            assert ran == [0], name
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
         assert not torch.equal(layers(batch), expected), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's compiler
+def test_equal_blocks_share_one_compiled_graph():
+    """Any number of them, where torch keeps 8 versions of one function."""
+    config = transformers.LlamaConfig(**TINY | {"num_hidden_layers": 12})
+    tokens = torch.arange(24).view(4, 6) % 8
+    losses, graphs = [], []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        layers = hf.sequential(transformers.LlamaForCausalLM(config).train())
+        stage = Stage(layers, [14], chunks=2, loss_fn=hf.causal_lm_loss)
+        if is_compiled:
+            stage.compile(backend=backend)
+        losses.append([stage.step(input_ids=tokens, labels=tokens).item() for _ in range(2)])
+
+    assert losses[0] == losses[1]
+    assert sum("scaled_dot_product_attention" in graph for graph in graphs) == 1
+    assert len(graphs) == 4, "embedding, block, norm and head"
 
 
 def test_checkpointing_inside_layers_is_exact():
@@ -71,7 +94,7 @@ def test_layers_hold_the_models_own_modules():
     layers: Any = hf.sequential(model)
 
     assert [*dict(layers.named_children())] == ["embed", "block0", "block1", "block2", "head"]
-    assert layers.block1.model.layers[0] is model.model.layers[1]
+    assert layers.get_submodule("block1.model.layers.1") is model.model.layers[1]
     assert {layers.keys(key) for key in layers.state_dict()} == set(model.state_dict())
     assert sum(p.numel() for p in layers.parameters()) == sum(p.numel() for p in model.parameters())
 
@@ -124,26 +147,95 @@ def test_texts_in_one_row_are_independent():
 
 def test_what_is_not_supported_is_one_error():
     llama = transformers.LlamaConfig(**TINY)
+    vit: dict[str, Any] = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "image_size", "patch_size"), 8
+    )
+    ones: dict[str, Any] = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    bart: dict[str, Any] = dict.fromkeys(("vocab_size", "d_model", "max_position_embeddings"), 16)
     cases = [
-        (nn.Linear(1, 1), "a Linear: it is not a model of transformers itself"),
-        (
-            transformers.LlamaForSequenceClassification(llama),
-            "a LlamaForSequenceClassification: its",
-        ),
-        (transformers.LlamaModel(llama), "a LlamaModel: its class has not been compared"),
-    ]
+        (nn.Linear(1, 1), "a Linear: it is not a model of transformers"),
+        (transformers.LlamaModel(llama), "a LlamaModel: it has no base model 'model'"),
+        (transformers.ViTForImageClassification(transformers.ViTConfig(**vit, **ones)),
+         "a ViTForImageClassification: the forward of its base model does not take inputs_embeds"),
+        (transformers.BartForConditionalGeneration(transformers.BartConfig(**bart)),
+         "a BartForConditionalGeneration: its base model has 2 lists of 12 blocks, not one"),
+    ]  # fmt: skip
     for model, fault in cases:
         with pytest.raises(TypeError, match=fault) as error:
             hf.sequential(model)
-        assert "supported are BertForMaskedLM, " in str(error.value)
+        assert "in the table of docs/language_models.md" in str(error.value)
 
 
-def test_forwards_that_change_hidden_states_are_detected(monkeypatch):
-    granite = transformers.GraniteConfig(**TINY, embedding_multiplier=3.0)
-    monkeypatch.setitem(families.FAMILIES, "GraniteForCausalLM", families.Family())
+class Between(transformers.LlamaModel):
+    """Changes the hidden states between blocks."""
 
-    with pytest.raises(TypeError, match="changes the hidden states outside of its modules"):
-        hf.sequential(transformers.GraniteForCausalLM(granite))
+    def forward(self, input_ids=None, inputs_embeds=None, **_):
+        states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        positions = torch.arange(states.shape[1])[None]
+        for block in self.layers:
+            states = 2 * block(states, position_embeddings=self.rotary_emb(states, positions))
+        return transformers.modeling_outputs.BaseModelOutput(self.norm(states))
+
+
+class OtherLogits(transformers.LlamaForCausalLM):
+    """Multiplies its logits by what only the first layer knows."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **others):
+        output = self.model(input_ids, inputs_embeds=inputs_embeds, **others)
+        logits = self.lm_head(output[0]) * (1 if input_ids is None else input_ids.double().mean())
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+
+class OtherGradient(transformers.LlamaForCausalLM):
+    """Has equal logits, but no gradient of the embedding."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **others):
+        if inputs_embeds is None:
+            inputs_embeds = self.model.embed_tokens(input_ids).detach()
+        output = self.model(inputs_embeds=inputs_embeds, **others)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(output[0]))
+
+
+def test_other_classes_are_compared_at_the_start():
+    config = transformers.LlamaConfig(**TINY | {"num_hidden_layers": 3})
+    for kind, fault in (
+        (OtherLogits, "the logits of a small copy of it are not transformers'"),
+        (OtherGradient, r"a small copy of it has another gradient of model\.embed_tokens"),
+    ):
+        with pytest.raises(TypeError, match=f"a {kind.__name__}: {fault}"):
+            hf.sequential(kind(config))
+    model = transformers.LlamaForCausalLM(config)
+    model.model = Between(config)
+    with pytest.raises(TypeError, match="it changes the hidden states between them"):
+        hf.sequential(model)
+
+    values = {**TINY, "head_dim": 8, "num_key_value_heads": 1}
+    helium = transformers.HeliumForCausalLM(transformers.HeliumConfig(**values))
+    state = torch.random.get_rng_state()
+    assert len(hf.sequential(helium)) == 3
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_models_of_any_size_are_compared_as_small_copies():
+    """With all kinds of their blocks; such a model of 120 GB would not fit here."""
+    values: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 40, "head_dim": 128}
+    config = transformers.Exaone4Config(**values, num_attention_heads=32, num_key_value_heads=8)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    assert config.layer_types == kinds * 10
+    with torch.device("meta"):
+        model = transformers.Exaone4ForCausalLM(config)
+    seen: list[Any] = []
+    start = transformers.Exaone4ForCausalLM.__init__
+
+    def noted(self, config):
+        seen.append(config)
+        start(self, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Exaone4ForCausalLM, "__init__", noted)
+        assert len(hf.sequential(model)) == 42
+    assert seen[-1].layer_types == kinds
+    assert (seen[-1].hidden_size, seen[-1].head_dim, seen[-1].vocab_size) == (256, 8, 64)
 
 
 def test_unknown_inputs_are_refused():

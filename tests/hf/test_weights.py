@@ -10,8 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from procpipe import Stage, hf
+from procpipe.hf import weights
 from tests.dist.stages import stage_of
 from tests.hf.cases import CASES, batch_of, class_of, config_of, model_of, output_of
+
+INDEX = "model.safetensors.index.json"
 
 #: Parameters are at other addresses, where sums may be of another order.
 TOLERANCE = 1e-13
@@ -93,11 +96,52 @@ def test_what_does_not_fit_is_one_error(tmp_path):
     assert str(error.value).count("is missing") == 5
     assert "4 more like this" in str(error.value)
     hf.load_pretrained(stage, tmp_path / "Llama", strict=False)
-    with pytest.raises(FileExistsError, match=r"config\.json already"):
-        hf.save_pretrained(stage, tmp_path / "Llama")
     layers = on_meta("Llama")
     with pytest.raises(FileNotFoundError, match="holds neither"):
         hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
+    stage = Stage(on_meta("Llama"), [5])
+    with pytest.raises(FileNotFoundError, match=r"snapshot_download\('meta/Llama-9'\) returns"):
+        hf.load_pretrained(stage, "meta/Llama-9")
+
+
+def test_a_folder_with_another_model_holds_only_the_new_one(tmp_path):
+    """As by save_pretrained of transformers: one file, several, and other numbers of them."""
+    layers = on_meta("Llama")
+    stage = Stage(layers, [5])
+    hf.load_pretrained(stage, saved_by_transformers(tmp_path / "in", "Llama"))
+    expected = logits_of(model_of("Llama"), "Llama")
+    for before in ("1GB", "20KB"):
+        folder = saved_by_transformers(tmp_path / before, "Qwen2", max_shard_size=before)
+        (folder / "notes.txt").write_text("of the user")
+        (folder / "procpipe-new").mkdir()  # of a save that was killed
+        (folder / "procpipe-new" / "model-00001-of-00009.safetensors").write_bytes(b"x")
+
+        hf.save_pretrained(stage, folder)
+
+        files = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+        assert {file.name for file in folder.iterdir()} == files, before
+        found = logits_of(read_again("Llama", folder), "Llama")
+        assert (found - expected).abs().max() <= TOLERANCE, before
+
+
+def saved_by_transformers(folder, name, **options):
+    model_of(name).save_pretrained(folder, **options)
+    return folder
+
+
+def test_a_save_that_fails_leaves_the_earlier_model(tmp_path, monkeypatch):
+    folder = saved_by_transformers(tmp_path / "out", "Llama")
+    stage = Stage(on_meta("Llama"), [5])
+
+    def fails(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(weights, "write_files", fails)
+    with pytest.raises(OSError, match="no space"):
+        hf.save_pretrained(stage, folder)
+
+    found = logits_of(read_again("Llama", folder), "Llama")
+    assert (found - logits_of(model_of("Llama"), "Llama")).abs().max() <= TOLERANCE
 
 
 def test_the_generation_config_of_a_folder_is_that_of_the_model(tmp_path):
@@ -134,14 +178,19 @@ IN_SEVERAL = ("GPT-2", "Mixtral", "T5")
 
 def test_each_rank_reads_and_writes_its_own_part(ranks, tmp_path):
     for name in IN_SEVERAL:
-        model_of(name).save_pretrained(tmp_path / name / "in", max_shard_size="20KB")
+        for kind in ("in", "out"):  # another model, in more files, is replaced
+            model_of(name, seed=kind == "out").save_pretrained(
+                tmp_path / name / kind, max_shard_size="10KB"
+            )
 
     parts = ranks(2).run(load_and_save, tmp_path, world=False, timeout_s=90).values()
 
     for name in IN_SEVERAL:
         folder = tmp_path / name / "out"
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert len(set(index["weight_map"].values())) == 2
+        index = json.loads((folder / INDEX).read_text())
+        files = {*index["weight_map"].values()}
+        assert {file.name for file in folder.glob("model*")} == files | {INDEX}
+        assert len(files) == 2
         for key, file in index["weight_map"].items():
             with safe_open(folder / file, "pt") as opened:
                 assert key in opened.keys(), (name, key)  # noqa: SIM118 - it is no dict
