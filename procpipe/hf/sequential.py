@@ -41,15 +41,17 @@ def sequential(model: nn.Module) -> nn.Sequential:
     recomputation finds: give the stage ``checkpoint="never"``.
 
     Args:
-        model: of a class in the table of ``families.py``; also one with LoRA of peft, without
-            ``trainable_token_indices`` and ``target_parameters``. It may be on the meta device.
+        model: a decoder, BERT or T5; also with LoRA of peft, without ``trainable_token_indices``
+            and ``target_parameters``. It may be on the meta device. Of a class that is not in the
+            table of docs/language_models.md, a small copy in float64 is compared with transformers
+            first, which takes seconds.
 
     Returns:
         layers ``embed``, ``block0``, …, ``head``. Its attribute ``keys`` is a function that makes
         the key of the model's state dict from one of its own.
 
     Raises:
-        TypeError: the model is not supported; says why, and which classes are.
+        TypeError: the model is not supported, or its small copy differs; says why.
     """
     plain = _without_adapter(model)
     made = divided(plain)
