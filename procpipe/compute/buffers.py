@@ -31,21 +31,22 @@ class Buffers:
     """The buffers of a partition's layers, which are given by their names in the full model.
 
     Attributes:
-        places: where there were buffers, in the order of the modules.
+        places: where there were buffers, in the order of the layers' modules.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.places: list[BufferPlace] = []
         self._names: dict[BufferPlace, str] = {}
         self._changing: set[BufferPlace] = set()
         self._steady: dict[BufferPlace, tuple[Tensor | None, int]] = {}
         for layer_name, layer in layers.items():
             for module_name, module in layer.named_modules(prefix=layer_name):
                 for name in module._buffers:
+                    self.places.append((module, name))
                     self._names[module, name] = f"{module_name}.{name}"
                     if "running_mean" in module._buffers:
                         self._changing.add((module, name))
         self._is_known = not self._names
-        self.places = list(self._names)
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""

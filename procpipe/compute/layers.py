@@ -25,8 +25,8 @@ from procpipe.tree import Structure, flatten, in_words, is_plain
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
 
-#: The longest name of a layer in words, which the board takes.
-_MAX_PLACE = 128
+#: The longest text that a board takes of a place.
+_MAX_SHOWN = 128
 
 #: What leaves for one partition: its tensors, and the structure that they are in.
 Leaving = tuple[list[Tensor], Structure]
@@ -41,7 +41,8 @@ class Layers:
     Attributes:
         named: the names and layers.
         places: the layers in words, then the loss.
-        board: ``board.page.layer`` is the place of the layer that runs, or "".
+        shown: the places as a board shows them, which cuts long ones.
+        board: ``board.page.layer`` is what it shows of the layer that runs, or "".
         changes_input: whether the first layer may change its input in place.
     """
 
@@ -56,9 +57,10 @@ class Layers:
     ) -> None:
         self.named = dict(layers)
         self.places = [
-            *(f"layer {k!r} ({type(layer).__name__})"[:_MAX_PLACE] for k, layer in layers.items()),
+            *(f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()),
             "loss_fn",
         ]
+        self.shown = [place[:_MAX_SHOWN] for place in self.places]
         self.board: Any = SimpleNamespace(page=SimpleNamespace(layer=""))
         self.changes_input = bool(layers) and any(
             getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
@@ -117,7 +119,7 @@ class Layers:
             value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
             self._current = k
-            self.board.page.layer = self.places[k]
+            self.board.page.layer = self.shown[k]
             try:
                 value = _called(call, value) if spread else call(value)
             except Exception as error:

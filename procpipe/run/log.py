@@ -116,7 +116,7 @@ class Log:
         self._board.page.task = ""
 
     def board_for(self, places: Sequence[str]) -> Any:
-        """Return the board for a partition, whose layers are ``places``."""
+        """Return the board for a partition, whose layers it shows as ``places``."""
         return self._board
 
     # -- of a message ---------------------------------------------------------------------------

@@ -168,6 +168,8 @@ def from_first(module: nn.Module, text: str) -> str:
     shared = _widest(module)
     if shared is None:
         return ""
+    if len(text.encode()) > _MAX_BYTES:  # of another size than on the other ranks
+        raise ValueError(f"{text:.100}… has more than {_MAX_BYTES} bytes: use a shorter path")
     data = torch.tensor(list(text.encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
     data = data.to(shared.device)
     mesh = shared.device_mesh

@@ -14,6 +14,7 @@ from procpipe.compute.recompute import is_recomputing
 from procpipe.compute.segment import Segment
 from procpipe.data.microbatch import NoChunk
 from procpipe.errors import BoundaryError, RecomputeError
+from procpipe.job.board import Board
 from procpipe.torch_internals import run_backward
 from procpipe.tree import TENSOR, Flat, flatten, is_plain
 from tests.cases import for_each
@@ -405,6 +406,26 @@ def test_a_failing_layer_is_named():
     assert segment.layers.where() == "loss_fn"
     segment.begin()
     assert segment.num_held == 0
+
+
+def test_a_long_name_of_a_layer_is_cut_on_the_board_only():
+    name, board = "x" * 200, Board.create(0, 1)
+    segment = segment_of({name: Do(lambda t: t @ t)})
+    segment.layers.board = board
+    with pytest.raises(RuntimeError) as caught:
+        run(segment, received(torch.ones(2, 3)))
+    assert caught.value.__notes__[0].startswith(f"procpipe: layer '{name}' (Do) was given")
+    assert board.read().layer == f"layer '{name}"[:128]
+    board.close()
+
+
+def test_a_module_that_two_layers_have_does_not_count_as_changed():
+    """Else what is known of its buffers would be found out anew in each mini-batch."""
+    shared = nn.BatchNorm1d(3)
+    segment = segment_of(nn.Sequential(shared), nn.Sequential(nn.Identity(), shared))
+    before = segment._buffers
+    segment.begin()
+    assert segment._buffers is before
 
 
 def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():

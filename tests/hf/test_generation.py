@@ -91,7 +91,7 @@ class Only(transformers.LogitsProcessor):
         return torch.full_like(scores, -math.inf).index_fill_(1, torch.tensor([17]), 0.0)
 
 
-class Heard(BaseStreamer):
+class Received(BaseStreamer):
     """Keeps what it is given."""
 
     def __init__(self):
@@ -106,23 +106,23 @@ class Heard(BaseStreamer):
 
 def with_code(**options):
     """Return options with the user's own code, and the streamer among them."""
-    heard = Heard()
+    received = Received()
     return {
         "stopping_criteria": [Longest(10)],
         "logits_processor": [Only()],
-        "streamer": heard,
+        "streamer": received,
         **options,
-    }, heard
+    }, received
 
 
 def test_code_of_the_user_runs_on_the_first_rank():
     tokens, _ = prompts_of("GPT-2")
-    options, heard = with_code(max_new_tokens=9)
+    options, received = with_code(max_new_tokens=9)
 
     found = hf.generate(stage_in_one("GPT-2"), tokens[:1], **options)
 
     assert found[0, 7:].tolist() == [17, 17, 17]
-    assert heard.tokens == [tokens[:1].tolist(), [17], [17], [17], "end"]
+    assert received.tokens == [tokens[:1].tolist(), [17], [17], [17], "end"]
 
 
 def test_modes_of_modules_stay_as_they_were():
