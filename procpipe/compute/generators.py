@@ -3,8 +3,9 @@
     torch's               of the CPU and, on a GPU, of the stage's device
     Python's and NumPy's  the global ones: ``random.random()``, ``numpy.random.rand()``
 
-Other sources (a generator that a layer holds, ``os.urandom``) cannot be found here;
-``compute.digests`` detects them.
+To read NumPy's takes longer than a small layer, so it counts only where ``numpy.random`` is loaded,
+which torch does not do. Other sources (a generator that a layer holds, ``os.urandom``) cannot be
+found here; ``compute.digests`` detects them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.recompute import NOTHING
+from procpipe.errors import RecomputeError
+
+_NUMPY = "numpy.random"
+
+#: The place of NumPy's global generator before its first number: loaded, and seeded.
+_UNUSED = (623, 624)
 
 
 class Generator(NamedTuple):
@@ -30,7 +37,7 @@ class Generator(NamedTuple):
 
 
 def generators(device: torch.device) -> list[Generator]:
-    """Return torch's generators of the CPU and a GPU, Python's and, once NumPy is loaded, its."""
+    """Return torch's generators of the CPU and a GPU, Python's and, once it is loaded, NumPy's."""
     found = [
         Generator(torch.get_rng_state, torch.set_rng_state),
         Generator(random.getstate, random.setstate),
@@ -38,11 +45,27 @@ def generators(device: torch.device) -> list[Generator]:
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
         found.append(Generator(get, partial(torch.cuda.set_rng_state, device=device)))
-    if numpy := sys.modules.get("numpy"):
-        # Loads numpy.random: a forward that did so first could not be repeated.
-        draws = numpy.random
+    if draws := sys.modules.get(_NUMPY):
         found.append(Generator(partial(draws.get_state, legacy=False), draws.set_state))
     return found
+
+
+def check_numpy(known: Sequence[Generator], device: torch.device) -> None:
+    """Check, after a forward, that it has not both loaded NumPy's generator and drawn from it.
+
+    Its first state is then not among the ``known`` ones, so that it cannot be repeated.
+
+    Raises:
+        RecomputeError: it has.
+    """
+    if _NUMPY not in sys.modules or len(known) == len(now := generators(device)):
+        return
+    state = now[-1].get()
+    if state["has_gauss"] or state["state"].get("pos") not in _UNUSED:
+        raise RecomputeError(
+            "a layer loaded numpy.random in its first forward and drew from it, so recomputation "
+            "cannot repeat its numbers: import numpy.random before the first call of the stage"
+        )
 
 
 class RandomStates:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers
 from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
-from procpipe.compute.generators import Generator, RandomStates, generators
+from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
 from procpipe.compute.graph import Enter, Entry, check_shapes
 from procpipe.compute.layers import Finish, Layers, Leaving, versions_of
 from procpipe.compute.recompute import NOTHING, Surroundings, checkpointing, recomputing
@@ -324,6 +324,7 @@ class Segment:
                 learned = self._learned[kind] = _form(made), _flags(made)
             else:
                 made = self._run(this, self._unshared(this.tensors))
+        check_numpy(self._generators, self.device)
         if this.versions != self._versions(this):
             self.layers.refuse_change("a layer")
         self._buffers.after_forward(this.buffers)

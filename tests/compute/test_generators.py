@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -104,3 +106,42 @@ def test_random_numbers_continue_after_an_exception():
     with pytest.raises(ZeroDivisionError):
         draw_and_fail()
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+LATE = """
+import sys
+import torch
+from torch import nn
+from procpipe import RecomputeError, Stage
+
+draws, factors = sys.argv[1] == "draws", []
+
+class Late(nn.Module):
+    def forward(self, x):
+        import numpy.random
+        factors.append(numpy.random.rand() if draws else 1.0)
+        return x * factors[-1]
+
+assert "numpy.random" not in sys.modules
+model = nn.Sequential(Late(), nn.Linear(2, 1))
+stage = Stage(model, chunks=1, checkpoint="always", loss_fn=lambda y: y.sum())
+try:
+    stage.step(torch.ones(1, 2))
+    draws = True
+    stage.step(torch.ones(1, 2))
+except RecomputeError as error:
+    print(error)
+else:
+    print(len(factors), factors[2] == factors[3] != 1)
+"""
+
+
+LATE_ENDS = {"draws": "import numpy.random before", "loads": "4 True"}
+
+
+@for_each("way", LATE_ENDS)
+def test_a_forward_that_loads_numpys_generator(way):
+    """Its numbers are repeated from the next mini-batch on; it may not draw before."""
+    command = [sys.executable, "-c", LATE, way]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert LATE_ENDS[way] in done.stdout, done.stderr
