@@ -3,6 +3,8 @@
 # make test-gpu run the tests for GPUs, on emulated ones where there are none
 # make lint     check style and format
 # make types    check types
+# make docs     build the site of docs/ and the API reference in build/site
+# make coverage run all tests, and report which lines they run
 # make bench    compare with peers, side by side
 # make gpu-hour test and measure on this machine's GPUs, in 8 minutes
 # make fuzz     compare random cases with the plain model: make fuzz SEED=1 CASES=2000
@@ -13,7 +15,7 @@
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types bench gpu-hour fuzz soak versions clean
+.PHONY: help demo test test-gpu lint types docs coverage bench gpu-hour fuzz soak versions clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -55,9 +57,18 @@ test-gpu:
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/lines.py
 
 types: .venv/dev.stamp
 	$(BIN)/mypy
+
+# Links and references are checked: each warning is an error.
+docs: .venv/docs.stamp
+	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --quiet -f mkdocs.yml
+	@echo build/site/README.html
+
+coverage: .venv/dev.stamp
+	$(BIN)/python -m pytest tests --cov --cov-report=term:skip-covered
 
 bench: .venv/peers.stamp
 	$(BIN)/python -m benchmarks all
@@ -84,19 +95,32 @@ clean:
 	@for python in $(PYTHONS); do \
 	    if "$$python" -c "$(NEW_ENOUGH)" 2>/dev/null; then \
 	        echo "$$python -m venv $(@D)"; \
-	        "$$python" -m venv --clear $(@D) && touch $@; exit; \
+	        "$$python" -m venv --clear $(@D) && \
+	        $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	            -c constraints.txt pip && touch $@; exit; \
 	    fi; \
 	done; \
 	echo "procpipe needs Python 3.11 or newer, and none of these is: $(PYTHONS)." >&2; \
 	exit 1
 
+# What is installed for a target: extras of procpipe, and groups for development.
+EXTRAS_test := examples,hf
+EXTRAS_dev := examples,hf
+EXTRAS_examples := examples
+EXTRAS_peers := peers
+GROUP_test := --group test
+GROUP_dev := --group dev
+GROUP_docs := --group docs
+GROUP_versions := --group versions
+
 .venv/%.stamp: .venv/created.stamp pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+	    -e '.[$(EXTRAS_$*)]' $(GROUP_$*)
 	@touch $@
 
 # The CUDA build of torch, with the headers that the emulated GPU is built with.
 .venv-cuda/%.stamp: .venv-cuda/created.stamp pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt >.venv-cuda/constraints.txt
 	$(CUDA_BIN)/python -m pip install --disable-pip-version-check -c .venv-cuda/constraints.txt \
-	    torch==2.15.0 -e '.[$*]'
+	    torch==2.15.0 -e '.[$(EXTRAS_$*)]' $(GROUP_$*)
 	@touch $@

@@ -31,7 +31,9 @@ def run_tests(session: nox.Session, torch: str) -> None:
     kept = Path(session.create_tmp(), "constraints.txt")
     lines = Path("constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     kept.write_text("".join(line for line in lines if name_in(line) not in NOT_CONSTRAINED))
-    session.install("-c", str(kept), f"torch=={torch}", "-e", ".[test]", silent=False)
+    session.install(
+        "-c", str(kept), f"torch=={torch}", "-e", ".[examples,hf]", "--group", "test", silent=False
+    )
     session.run("python", "-m", "pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

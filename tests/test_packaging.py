@@ -30,9 +30,11 @@ def test_everything_a_developer_installs_is_pinned():
         if line and not line.startswith("#"):
             name, _, version = line.partition("==")
             assert version, f"constraints.txt: {line!r} pins no version"
-            pinned.add(name.lower())
+            pinned.add(name.lower().replace("_", "-"))
     extras = PROJECT["project"]["optional-dependencies"].values()
-    required = [*PROJECT["project"]["dependencies"], *itertools.chain(*extras)]
+    groups = itertools.chain(*PROJECT["dependency-groups"].values())
+    in_groups = [requirement for requirement in groups if isinstance(requirement, str)]
+    required = [*PROJECT["project"]["dependencies"], *itertools.chain(*extras), *in_groups]
     names = {name_of(requirement) for requirement in required} - {"procpipe"}
 
     assert names <= pinned
