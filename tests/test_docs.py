@@ -427,6 +427,13 @@ def test_what_the_pipeline_in_one_file_leaves_out_is_where_it_says() -> None:
     assert [place for place in listed if not (TESTS.parent / place).exists()] == []
 
 
+def test_the_files_in_the_drawing_of_the_parts_exist() -> None:
+    drawing = ARCHITECTURE.read_text().partition("## The parts")[2].partition("\n## ")[0]
+    files = re.findall(r"  (\w+(?:/\w+)?\.py)", drawing.partition("```\n")[2].partition("```")[0])
+    assert len(files) > 25
+    assert [file for file in files if not (TESTS.parent / "procpipe" / file).exists()] == []
+
+
 def test_the_reading_path_takes_an_hour() -> None:
     rows = re.findall(r"^\| \d+ \| `(procpipe/\S+)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
     num_lines = sum(len((TESTS.parent / row).read_text().splitlines()) for row in rows)
