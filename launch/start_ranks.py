@@ -3,7 +3,7 @@
     command ── torchrun ── rank 0 … rank n - 1     each writes its result, and a log of its own
        └─ waits until the time limit; then reads the results, or the reason why there are none
 
-When the time is up, all processes are ended, and the reason says where each rank was.
+At the time limit all processes are ended, and the reason says where each rank was.
 """
 
 from __future__ import annotations

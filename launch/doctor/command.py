@@ -71,7 +71,7 @@ def _print_json(
     checks: Sequence[Check], pairs: Sequence[Mapping[str, Any]], num_processes: int, is_good: bool
 ) -> None:
     listed = [
-        {"name": one.name, "status": one.status, "told": one.found, "mend": one.advice}
+        {"name": one.name, "status": one.status, "found": one.found, "advice": one.advice}
         for one in checks
     ]
     whole = {"is_good": is_good, "num_processes": num_processes, "checks": listed, "pairs": pairs}

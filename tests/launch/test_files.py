@@ -101,12 +101,12 @@ def sbatch(job, *words, srun=SRUN):
         return job.start(Host("127.0.0.1"), ["bash", SBATCH, *words], **slurm), slurm
 
 
-def test_slurm_starts_one_torchrun_a_node_and_queues_again_when_the_time_is_up():
+def test_slurm_starts_one_torchrun_a_node_and_queues_again_before_the_time_limit():
     with Job() as job:
         batch, slurm = sbatch(job, "train.py", "--wait", "two words")
         job.wait_until(lambda: have_started(job))
         batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
-        batch.wait_output("time is up: queued again")
+        batch.wait_output("time limit is near: queued again")
         job.wait_until((job.path / "scontrol.log").exists)
         assert batch.popen.poll() is None  # the job runs until Slurm ends it
         job.write("stop", "")

@@ -389,13 +389,13 @@ def test_the_doctor_examines_this_host(capsys, monkeypatch):
 
     report = json.loads(capsys.readouterr().out)
     by_name = {check["name"]: check for check in report["checks"]}
-    assert by_name["start"]["status"] == "ok", by_name["start"]["told"]
-    assert by_name["start"]["told"].startswith("2 processes started, connected and ended in ")
+    assert by_name["start"]["status"] == "ok", by_name["start"]["found"]
+    assert by_name["start"]["found"].startswith("2 processes started, connected and ended in ")
     assert [pair["lower"] for pair in report["pairs"]] == [0]
     assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files", "sockets"} <= set(by_name)
     if shares(2)[0]:
-        assert "of its own" in by_name["cores"]["told"] or "CPU time" in by_name["cores"]["told"]
+        assert "of its own" in by_name["cores"]["found"] or "CPU time" in by_name["cores"]["found"]
 
 
 # -- limits --------------------------------------------------------------------------------------
