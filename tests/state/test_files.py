@@ -304,10 +304,6 @@ def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
     folder.mkdir()
     file = tmp_path / "elsewhere/model.safetensors"
     index = folder / "model.safetensors.index.json"
-    for name in ("../elsewhere/model.safetensors", str(file), 3):
-        index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
-        with pytest.raises(SavedStateError, match="which is not in the index's folder"):
-            state.load_weights(folder, model)
     (folder / "a.safetensors").symlink_to(file)  # as a cache of Hugging Face has it
     index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), "a.safetensors")}))
     state.load_weights(folder, model)

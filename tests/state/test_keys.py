@@ -145,15 +145,14 @@ def test_a_shared_parameter_may_have_one_key_or_several(tmp_path):
 def test_a_map_that_is_none_is_refused(tmp_path):
     model = make_model(1)
     write(tmp_path / "x.safetensors", model)
-    cases: tuple[tuple[Any, type[Exception], str], ...] = (
-        (lambda key: None, TypeError, "keys= returned None for '0.weight'"),
-        (lambda key: "__metadata__", ValueError, "which names no tensor"),
-        ({"^": "model."}, TypeError, "is no function: pass one"),
-        ([("^", "model.")], TypeError, "is no function: pass one"),
+    cases: tuple[tuple[Any, str], ...] = (
+        (lambda key: None, "keys= returned None for '0.weight'"),
+        (lambda key: "__metadata__", "keys= returned '__metadata__' for '0.weight'"),
+        ({"^": "model."}, "not callable"),
     )
-    for keys, error, match in cases:
+    for keys, match in cases:
         for call in (state.load_weights, state.export):
-            with pytest.raises(error, match=match):
+            with pytest.raises(TypeError, match=match):
                 call(tmp_path / "x.safetensors", model, keys=keys)
 
 
