@@ -85,8 +85,10 @@ def find(path: Path, step: int | None = None) -> SavedState | None:
     if step is None and files_of(path):
         return SavedState(0, None, path)
     for entry in reversed(saved_in(path)):
-        if step in (None, entry.step) and _is_of_one_save(_contents(entry.path)):
-            return entry
+        if step in (None, entry.step):
+            is_alone = len(files_of(entry.path)) == 1
+            if is_alone or _is_of_one_save(_contents(entry.path)):
+                return entry
     return None
 
 

@@ -86,15 +86,18 @@ def save(
         values, of_groups = _gather(member, optimizer, extra, faults)
         num_optimizers = len(values["optimizer"]["groups"])
         asked_for = [sorted(extra or ()), num_optimizers, bool(asynchronous)]
-        facts = {"asked for": asked_for, "groups": of_groups, "faults": faults}
-        faults = agree(facts, lambda of_ranks: _judge(of_ranks, keep, step))  # 2
+        wrong = _wrong(keep, step)
+        facts = {"asked for": asked_for, "wrong": wrong, "groups": of_groups, "faults": faults}
+        faults = agree(facts, _judge)  # 2
         if not faults:
             begun = None
             if member.rank == 0:  # 3
                 begun = attempt(lambda: str(files.begin(Path(folder).absolute(), step)))
             path = Path(agree(begun, itemgetter(0)))
             values["save"] = agree(secrets.token_hex(8), itemgetter(0))
-            values["about"] = _about(member, step)
+            versions = {"procpipe": __version__, "torch": str(torch.__version__)}
+            run = {"step": step, "num_stages": member.num_ranks}
+            values["about"] = {**versions, **run, **(member.cut or {})}
             saving = Saving(member, path, keep)
             if asynchronous:
                 saving.start(copied(values))  # 4
@@ -104,7 +107,17 @@ def save(
     raise TypeError("\n".join([*faults, CAN_BE]))
 
 
-def _judge(of_ranks: list[dict[str, Any]], keep: int | None, step: int | None) -> list[str]:
+def _wrong(keep: int | None, step: int | None) -> str:
+    """Return what is wrong with these arguments, or ""."""
+    if keep is not None and (isinstance(keep, bool) or keep < 1):
+        return f"keep is {keep}, but must be at least 1: the newest is kept"
+    # It becomes part of a name, by which load() must find it again.
+    if step is not None and (type(step) is not int or step < 0):
+        return f"step is {step!r}, but must be an int of 0 or more"
+    return ""
+
+
+def _judge(of_ranks: list[dict[str, Any]]) -> list[str]:
     """Check the calls of all ranks, on rank 0; return what cannot be saved."""
     ways = ("the names in extra", "the number of optimizers", "asynchronous")
     for rank, facts in enumerate(of_ranks):
@@ -116,11 +129,8 @@ def _judge(of_ranks: list[dict[str, Any]], keep: int | None, step: int | None) -
                 )
     if conflicts := groups.match([facts["groups"] for facts in of_ranks])[1]:
         raise ValueError("\n".join(conflicts))
-    if keep is not None and (isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
-    # It becomes part of a name, by which load() must find it again.
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
+    if wrong := of_ranks[0]["wrong"]:
+        raise ValueError(wrong)
     return of_all_ranks(of_ranks)
 
 
@@ -145,7 +155,8 @@ def _gather(
         name: saved_form(f"model.{name}", value, faults)
         for name, value in member.own_share(model, in_shards=True).items()
     }
-    options = saved_form("optimizer.param_groups", optimizers.groups_of(names, state), faults)
+    found = optimizers.groups_of(names, state)
+    options = saved_form("optimizer.param_groups", found, faults) or []
     to_save = optimizers.SavedOptimizers.of([{"state": {}, "groups": options}])
     values = {
         "save": "",
@@ -156,8 +167,3 @@ def _gather(
         "generators": generators.states(member.device),
     }
     return values, groups.facts_of(names, to_save) + groups.shared_facts(names, to_save)
-
-
-def _about(member: Member, step: int | None) -> dict[str, Any]:
-    versions = {"procpipe": __version__, "torch": str(torch.__version__)}
-    return {**versions, "step": step, "num_stages": member.num_ranks, **(member.cut or {})}

@@ -322,21 +322,32 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert step.endswith("holds no saved state of step 4, but of 3")
 
 
-def save_differently(bare, folder):
-    with stage_of(bare, "other", make_model(), [4, 3], loss_fn=F.mse_loss) as stage:
-        extra = {"epoch": 1} if bare.rank == 0 else {"epochs": 1}
-        state.save(folder, stage, extra=extra)
+def save_differently(bare, folder, what):
+    with stage_of(bare, what, small_model(), [1, 2], loss_fn=F.mse_loss) as stage:
+        weights = [parameter for parameter in stage.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in stage.parameters() if parameter.ndim == 1]
+        groups = [{"params": weights}, {"params": others if bare.rank else []}]
+        lr = 0.5 + bare.rank if what == "rates" else 0.5
+        extra = {"epochs" if bare.rank and what == "names" else "epoch": 1}
+        state.save(folder, stage, torch.optim.SGD(groups, lr=lr), extra=extra)
 
 
-def test_other_arguments_than_on_rank_0_are_refused(ranks, tmp_path):
-    errors = ranks(2).run(save_differently, str(tmp_path), world=False).errors()
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("names", "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']"),
+        ("rates", "group 0 of the optimizer has lr = 0.5 on rank 0 and 1.5 on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_save_nothing(ranks, tmp_path, what, told):
+    """Group 1 is empty on rank 0, so groups are matched by their indices."""
+    folder = tmp_path / "run"
+    errors = ranks(2).run(save_differently, str(folder), what, world=False).errors()
 
     assert errors[0].is_a("ValueError")
     assert errors[1].is_a("RemoteStageError")
-    for error in errors:
-        assert "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']" in (
-            error.text
-        )
+    assert all(told in error.text for error in errors)
+    assert not folder.exists()
 
 
 def small_model():
@@ -393,24 +404,21 @@ def test_each_rank_has_its_own_extra_values_and_other_stages_rank_0s_numbers(ran
 # -- in the background ---------------------------------------------------------------------------
 
 
-class Gate:
-    """Blocks all writing of this process until it is opened."""
+@contextlib.contextmanager
+def gate():
+    """Block all writing of this process until the event is set."""
+    opened, fsync = threading.Event(), os.fsync
 
-    def __init__(self):
-        self.opened = threading.Event()
-        self._fsync = os.fsync
+    def wait(descriptor):
+        assert opened.wait(60)
+        fsync(descriptor)
 
-    def __enter__(self):
-        os.fsync = self._wait
-        return self
-
-    def __exit__(self, *_):
-        self.opened.set()
-        os.fsync = self._fsync
-
-    def _wait(self, descriptor):
-        assert self.opened.wait(60)
-        self._fsync(descriptor)
+    os.fsync = wait
+    try:
+        yield opened
+    finally:
+        opened.set()
+        os.fsync = fsync
 
 
 def save_while_training(bare, folder):
@@ -420,12 +428,12 @@ def save_while_training(bare, folder):
         scheduler = scheduler_of(optimizer)
         train(stage, optimizer, scheduler, batches[:2])
         then = copy.deepcopy([stage.state_dict(), optimizer.state_dict()])
-        with Gate() as gate:
+        with gate() as opened:
             saving = state.save(folder, stage, optimizer, step=2, asynchronous=True)
             train(stage, optimizer, scheduler, batches[2:4])
             assert not saving.is_done()
             assert state.load(folder, stage, missing_ok=True) is None
-            gate.opened.set()
+            opened.set()
             saving.wait()
         saving.wait()  # again: nothing to wait for
         one = state.save(folder, stage, optimizer, step=4, asynchronous=True)
