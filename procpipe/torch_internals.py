@@ -23,8 +23,7 @@ used in tested releases only. ``tests/test_torch_internals.py`` lists the releas
 was seen, and finds private names used elsewhere.
 
 Not here: attributes that exist since torch 1.0 and that torch's own notes name (``_version`` of
-tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules), and the names in files that
-torch writes and reads (``state/index.py``, ``state/archives.py``).
+tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules).
 """
 
 from __future__ import annotations

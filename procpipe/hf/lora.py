@@ -81,7 +81,7 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     _config_of(stage, name)
     with Member.of(stage).call("hf.load_adapter") as agree:
         source = source_in(folder, _WEIGHTS)
-        saved = [key for key in source.shapes if not _TWICE.search(key)]
+        saved = [key for key in source.values if not _TWICE.search(key)]
         pieces = _of_adapter(stage, name)
         faults = faults_of(pieces, source, agree, saved, strict=True)
         if not faults:

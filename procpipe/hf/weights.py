@@ -61,13 +61,13 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         source = source_in(folder)
         to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-        saved = [key for key in source.shapes if not any(re.search(each, key) for each in ignored)]
+        saved = [key for key in source.values if not any(re.search(each, key) for each in ignored)]
         keys = FileKeys.of(stage, to_file)
         to_read = [*_ToRead.of(stage, model, keys, source)]
         parts = {name: part for each in to_read for name, part in each.parts.items()}
         faults = faults_of(parts, source, agree, saved, strict=strict, known=keys.facts())
         if not faults:
-            there = source.shapes.keys()
+            there = source.values.keys()
             for each in to_read:
                 if all(name in there for name in each.parts):
                     each.read(model, source)
@@ -189,7 +189,7 @@ def faults_of(
     faults: list[str] = agree(
         {
             "keys": [*keys.facts(), *known],
-            "faults": weights_faults(pieces, keys, source.shapes, strict=strict),
+            "faults": weights_faults(pieces, keys, source.values, strict=strict),
         },
         lambda facts: all_faults(facts, saved, strict=strict),
     )
@@ -235,7 +235,7 @@ class _ToRead:
     @classmethod
     def of(cls, stage: Stage, model: Any, keys: FileKeys, source: Source) -> Iterator[_ToRead]:
         """Yield what to read for each tensor of a stage, but for those of adapters."""
-        to_read = keys.to_read(source.shapes)
+        to_read = keys.to_read(source.values)
         for key, memory in stage.state_dict().items():
             if is_of_adapter(key):
                 continue
@@ -296,7 +296,7 @@ def _to_write(keys: FileKeys, tied: Container[str]) -> Iterator[tuple[str, str]]
 def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:
     """Return the map from a stage's keys to those in files, perhaps of the base model alone."""
     to_file = FileKeys.of(stage, None).to_file
-    if any(key.startswith(prefix) for key in source.shapes):
+    if any(key.startswith(prefix) for key in source.values):
         return to_file
     return lambda key: to_file(key).removeprefix(prefix)
 

@@ -5,7 +5,7 @@ resumed = state.load("runs/digits", stage, optimizer, extra=progress, missing_ok
 state.save("runs/digits", stage, optimizer, extra=progress, step=step)
 
 files.py         the files of saved states: one a rank; whole when all are there
-mapped.py        files in memory: a tensor is read when it is copied
+stored.py        tensors in files, which are mapped: one is read when it is copied
 values.py        what can be saved
 saving.py        save()                    ┐ what each rank does, and when all have
 background.py    Saving, asynchronous=True │ done it
@@ -14,12 +14,13 @@ weights.py       load_weights(), export()  without optimizer or progress
 sources.py       what files of weights hold, of every kind
 keys.py          what values are called in files of other programs
 optimizers.py    optimizer state under the names of parameters
-groups.py        parameter groups that are empty on some stages
+groups.py        options that ranks must agree on: empty groups, shared parameters
 extras.py        what else a user saves
 generators.py    random number generators
 resumable.py     Resumable: the position in a data loader
 sharded.py       DTensors
-member.py        the same call on every rank; faults of all ranks in one error
+member.py        the same call on every rank, of all pipelines that share layers; faults of all
+                 ranks in one error
 """
 
 from procpipe.state.background import Saving

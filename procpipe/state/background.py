@@ -19,18 +19,17 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from procpipe.errors import StageClosedError
-from procpipe.job.endings import SAVING_THREAD
+from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
-from procpipe.run.calls import Calls
-from procpipe.stage import Stage
 from procpipe.state import files
-from procpipe.state.member import Agree, Member
+from procpipe.state.member import Agree, Member, attempt
 
 #: The saves in the background that have not been waited for.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
@@ -46,14 +45,12 @@ class Saving:
     def __init__(self, member: Member, path: Path, keep: int | None) -> None:
         self.path = path
         self._member, self._keep = member, keep
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._is_waited_for = True
+        self._written: Future[None] | None = None  # in the background
         self._pid = os.getpid()
 
     def is_done(self) -> bool:
         """Return whether this rank has finished its part; does not communicate."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._written is None or self._written.done()
 
     def wait(self) -> None:
         """Wait until it is done on all ranks; every rank calls it. Returns at once if it was.
@@ -67,9 +64,9 @@ class Saving:
                 f"{self.path} is saved by the process ({self._pid}) from which this one "
                 f"({os.getpid()}) was forked: only that one can wait for it"
             )
-        if self._is_waited_for:
+        if _unfinished.get(self._member.module) is not self:
             return
-        calls = _calls_of(self._member.module)
+        calls = self._member.calls
         if calls is not None and calls.pipeline is None:  # the stage was closed
             self._join()
             if self._member.rank == 0:
@@ -90,23 +87,11 @@ class Saving:
 
     def finish(self, agree: Agree, own_part: Callable[[], None]) -> None:
         """Do this rank's part, and return when all ranks have; rank 0 then removes old states."""
-        failed: BaseException | None = None
-        try:
-            own_part()
-        except BaseException as error:
-            failed = error
-        # Before it is raised: other pipelines must not wait for this one.
-        some_failed = self._member.any_of(failed is not None, agree)
-        if failed is not None:
-            raise failed
-        if some_failed:
-            raise OSError(f"a pipeline that shares these layers has not written {self.path}")
-        agree(None, lambda _: self._complete())
+        agree(attempt(own_part), len)
+        agree(attempt(self._complete) if self._member.rank == 0 else None, len)
 
     def _complete(self) -> None:
         """Check, on rank 0, that the state is whole, and remove old ones."""
-        if self._member.pipeline > 0:
-            return
         for rank in range(self._member.num_ranks):
             file = self.path / files.name_of(rank, self._member.num_ranks)
             if not file.is_file():
@@ -119,32 +104,28 @@ class Saving:
     def start(self, values: dict[str, Any]) -> None:
         """Write values in a thread; they must not change any more."""
         _unfinished[self._member.module] = self
-        self._is_waited_for = False
-        # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
-        self._thread = threading.Thread(
-            target=self._run, args=(values,), name=SAVING_THREAD, daemon=True
-        )
-        atexit.register(self._end_of_script)
-        self._thread.start()
+        self._written = written = Future[None]()
 
-    def _run(self, values: dict[str, Any]) -> None:
-        try:
-            self.write(values)
-        except BaseException as error:
-            error.add_note(f"procpipe: while saving {self.path} in the background")
-            self._error = error
+        def run() -> None:
+            try:
+                self.write(values)
+            except BaseException as error:
+                error.add_note(f"procpipe: while saving {self.path} in the background")
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        atexit.register(self._end_of_script)
+        # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
+        threading.Thread(target=run, name=SAVING_THREAD, daemon=True).start()
 
     def _join(self) -> None:
         """Wait for this rank's thread, and raise what went wrong in it."""
-        assert self._thread is not None, "it was started"
-        self._thread.join()
-        self._is_waited_for = True
+        assert self._written is not None, "it was started"
+        self._written.exception()
         atexit.unregister(self._end_of_script)
-        if _unfinished.get(self._member.module) is self:
-            del _unfinished[self._member.module]
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        _unfinished.pop(self._member.module, None)
+        self._written.result()
 
     def _end_of_script(self) -> None:
         """Wait as the script ends, while the interpreter is whole.
@@ -153,13 +134,12 @@ class Saving:
         """
         if os.getpid() != self._pid:  # the thread is in the process that this one was forked from
             return
-        calls = _calls_of(self._member.module)
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        calls, error = self._member.calls, error_of_script()
         if error is not None and calls is not None:
             calls.fail("the script", error)
         if error is not None or (calls is not None and calls.has_failed):
-            assert self._thread is not None, "it was started"
-            self._thread.join()
+            assert self._written is not None, "it was started"
+            self._written.exception()
             return
         try:
             self.wait()
@@ -179,8 +159,7 @@ def wait_unfinished(module: nn.Module) -> None:
 
 def check_open(member: Member, folder: Path) -> None:
     """Check that calls of a stage can still be made; does not communicate."""
-    calls = _calls_of(member.module)
-    if calls is None or not (why := calls.ended):
+    if member.calls is None or not (why := member.calls.ended):
         return
     newest = files.find(folder)
     there = (
@@ -189,7 +168,3 @@ def check_open(member: Member, folder: Path) -> None:
     raise StageClosedError(
         f"nothing was saved in {folder}, where {there}: state.save() cannot run, because {why}"
     )
-
-
-def _calls_of(module: nn.Module) -> Calls | None:
-    return module._record().calls if isinstance(module, Stage) else None

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.state.resumable import Resumable
-from procpipe.state.values import copied, saved_form
+from procpipe.state.stored import Stored
+from procpipe.state.values import replaced, saved_form
 
 #: What ``extra=`` takes; plain values in it are replaced by what was saved.
 Extra = MutableMapping[str, Any]
@@ -42,15 +43,16 @@ def saved_forms(extra: Extra | None, rank: int, faults: list[str]) -> dict[str, 
     return found
 
 
-def load_extra(extra: Extra, name: str, saved: Any) -> None:
-    """Give an object its state, or replace a plain value."""
-    current, value = extra[name], copied(saved)  # out of the file
-    if isinstance(current, _HasState):
-        current.load_state_dict(value)
-    elif isinstance(current, Tensor) and isinstance(value, Tensor):
-        extra[name] = value.to(current.device)
-    else:
-        extra[name] = value
+def load(extra: Extra, saved: Mapping[str, Any]) -> None:
+    """Give objects their state, and replace plain values."""
+    for name in [name for name in extra if name in saved]:
+        current, value = extra[name], replaced(saved[name], Stored, Stored.read)
+        if isinstance(current, _HasState):
+            current.load_state_dict(value)
+        elif isinstance(current, Tensor) and isinstance(value, Tensor):
+            extra[name] = value.to(current.device)
+        else:
+            extra[name] = value
 
 
 def faults_of(
@@ -74,46 +76,31 @@ def _carry_faults(name: str, current: Any, of_ranks: Sequence[Mapping[str, Any]]
     first, is_scheduler = of_ranks[0][name], isinstance(current, LRScheduler)
     what = "other learning rates" if is_scheduler else "other tensors"
     for rank, theirs in enumerate(of_ranks):
-        if name in theirs and _differs(first, theirs[name], may_numbers=not is_scheduler):
+        both = first, theirs.get(name, first)
+        if found := _difference("", *both, f"on rank {rank}", may_numbers=not is_scheduler):
             return [
                 f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0, so it "
-                f"can be loaded only on {len(of_ranks)} stages with the balance they had"
-                f"{_difference_of_groups(first, theirs[name], rank)}; leave it out, with "
-                "strict=False"
+                f"can be loaded only on {len(of_ranks)} stages with the balance they had ({found}"
+                "); leave it out, with strict=False"
             ]
     return []
 
 
-def _difference_of_groups(ours: Any, theirs: Any, rank: int) -> str:
-    """Describe the first group in which a rank's scheduler differs from rank 0's; "" if none."""
-    if not isinstance(ours, dict) or not isinstance(theirs, dict):
-        return ""
-    for name in ("base_lrs", "_last_lr"):
-        one, other = ours.get(name), theirs.get(name)
-        if not isinstance(one, list) or not isinstance(other, list):
-            continue
-        if len(one) != len(other):
-            return (
-                f" (the optimizer has {len(one)} groups on rank 0 and {len(other)} on rank {rank}: "
-                "give all ranks as many, some of them empty)"
-            )
-        for g, (a, b) in enumerate(zip(one, other, strict=True)):
-            if a != b:
-                return f" ({name} of group {g} is {a} on rank 0 and {b} on rank {rank})"
-    return ""
-
-
-def _differs(ours: Any, theirs: Any, *, may_numbers: bool) -> bool:
-    """Return whether two values have different forms or tensors, or numbers if these may not."""
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        return ours.dtype != theirs.dtype or not torch.equal(ours, theirs)
+def _difference(place: str, ours: Any, theirs: Any, where: str, *, may_numbers: bool) -> str:
+    """Return in which form or tensor two values differ, or number if these may not; else ""."""
+    parts: list[tuple[str, Any, Any]] = []
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        ours, theirs = list(ours.values()), [theirs[key] for key in ours]
-    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        return len(ours) != len(theirs) or any(
-            _differs(one, other, may_numbers=may_numbers)
-            for one, other in zip(ours, theirs, strict=True)
-        )
-    if any(isinstance(value, (Tensor, dict, list, tuple)) for value in (ours, theirs)):
-        return True
-    return not may_numbers and bool(ours != theirs)
+        parts = [(f"{place}[{key!r}]", value, theirs[key]) for key, value in ours.items()]
+    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        if len(ours) != len(theirs):
+            return f"{place} has {len(ours)} entries on rank 0 and {len(theirs)} {where}"
+        parts = [(f"{place}[{i}]", *both) for i, both in enumerate(zip(ours, theirs, strict=True))]
+    elif isinstance(ours, Stored) and isinstance(theirs, Stored):
+        if ours.dtype != theirs.dtype or not torch.equal(ours.read(), theirs.read()):
+            return f"{place} is another tensor"
+    elif any(isinstance(value, (Stored, dict, list, tuple)) for value in (ours, theirs)):
+        return f"{place} is of another kind"
+    elif not may_numbers and ours != theirs:
+        return f"{place} is {ours} on rank 0 and {theirs} {where}"
+    inside = (_difference(*part, where, may_numbers=may_numbers) for part in parts)
+    return next(filter(None, inside), "")

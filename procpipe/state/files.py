@@ -39,25 +39,18 @@ from typing import Any
 import torch
 
 from procpipe.errors import SavedStateError
-from procpipe.state.mapped import Mapped
+from procpipe.state.stored import read_torch
 
 _FOLDER = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 _FILE = re.compile(r"stage-(\d+)-of-(\d+)\.pt")
 
-#: What a rank's file holds, and of which type.
-_PARTS = {
-    "save": str,
-    "about": dict,
-    "model": dict,
-    "optimizer": dict,
-    "extra": dict,
-    "generators": dict,
-}
+#: What a rank's file holds.
+_PARTS = ("save", "about", "model", "optimizer", "extra", "generators")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class SavedState:
-    """One saved state; later ones are larger."""
+    """One saved state; later ones have larger numbers."""
 
     number: int
     step: int | None
@@ -76,7 +69,7 @@ def files_of(folder: Path) -> list[Path]:
     """Return the files of a saved state by rank; none if one of them is missing."""
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if (match := _FILE.fullmatch(path.name)) and path.is_file():
+        if match := _FILE.fullmatch(path.name):
             found[tuple(map(int, match.groups()))] = path
     number = max((of for _, of in found), default=0)
     ranks = [(rank, number) for rank in range(number)]
@@ -94,7 +87,7 @@ def find(path: Path, step: int | None = None) -> SavedState | None:
     for entry in reversed(saved_in(path)):
         if step in (None, entry.step):
             is_alone = len(files_of(entry.path)) == 1
-            if is_alone or _is_of_one_save(_contents(entry.path, Mapped())):
+            if is_alone or _is_of_one_save(_contents(entry.path)):
                 return entry
     return None
 
@@ -167,25 +160,23 @@ def write(path: Path, values: dict[str, Any], nonce: str) -> None:
         _sync(folder)
 
 
-def read(folder: Path, mapped: Mapped) -> list[dict[str, Any]]:
-    """Return what each rank has saved. Tensors are mapped: those that are not used are not read.
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank has saved, with a Stored for each tensor.
 
     Raises:
         SavedStateError: a file is damaged, or of another kind, or of another save.
     """
-    found = _contents(folder, mapped)
+    found = _contents(folder)
     if found and not _is_of_one_save(found):
         raise SavedStateError(f"{folder} has files of several saves: load an older saved state")
     return found
 
 
-def _contents(folder: Path, mapped: Mapped) -> list[dict[str, Any]]:
+def _contents(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in files_of(folder):
-        contents = mapped.open_torch(path)
-        if not isinstance(contents, dict) or any(
-            not isinstance(contents.get(part), kind) for part, kind in _PARTS.items()
-        ):
+        contents = read_torch(path)
+        if not isinstance(contents, dict) or contents.keys() != set(_PARTS):
             raise SavedStateError(
                 f"{path}: it was not written by state.save: it holds a {type(contents).__name__}, "
                 f"but no dict of {', '.join(_PARTS)}"

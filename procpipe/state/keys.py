@@ -40,12 +40,17 @@ class FileKeys:
         """Apply a map, by default none, to a module's keys; None for the one that its model has.
 
         Raises:
-            TypeError: the map is no function, or it returns no str.
-            ValueError: it returns what names no tensor in a file.
+            TypeError: the map is no function, or it returns what is no key of a tensor in a file.
         """
-        to_file = _checked(_of_model(module) if keys is None else keys)
+        to_file = _of_model(module) if keys is None else keys
         state = module.state_dict(keep_vars=True)
-        return cls({key: to_file(key) for key in state}, _names(module, state), to_file)
+        own = {key: to_file(key) for key in state}
+        for key, name in own.items():
+            if not isinstance(name, str) or name == "__metadata__":
+                raise TypeError(
+                    f"keys= returned {name!r} for {key!r}, but must return a tensor's key in files"
+                )
+        return cls(own, _names(module, state), to_file)
 
     def to_read(self, saved: Container[str]) -> dict[str, str]:
         """Return, for each own key that can be read, under which key it is to be read.
@@ -107,29 +112,6 @@ def _of_model(module: nn.Module) -> Any:
     elif isinstance(module, nn.Sequential):
         keys = getattr(module, "keys", None)
     return str if keys is None or isinstance(keys, nn.Module) else keys  # a layer of this name
-
-
-def _checked(keys: Any) -> Callable[[str], str]:
-    """Return a map that checks what it returns."""
-    if not callable(keys):
-        raise TypeError(
-            f"keys={keys!r} is no function: pass one that returns for each key of the model the "
-            'key in the file, as lambda key: f"model.{key}"'
-        )
-
-    def to_file(key: str) -> str:
-        name = keys(key)
-        if not isinstance(name, str):
-            raise TypeError(
-                f"keys= returned {name!r} for {key!r}, but must return the key in the file"
-            )
-        if name == "__metadata__":
-            raise ValueError(
-                f"keys= returned {name!r} for {key!r}, which names no tensor in a file"
-            )
-        return name
-
-    return to_file
 
 
 def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -14,20 +14,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from procpipe.errors import SavedStateError
-from procpipe.state import extras, generators, groups, optimizers
+from procpipe.state import extras, generators, groups, optimizers, sharded
 from procpipe.state.files import find, not_shared, read, saved_in
 from procpipe.state.keys import FileKeys
-from procpipe.state.mapped import Mapped
-from procpipe.state.member import Member, raise_faults
-from procpipe.state.sources import source_of
-from procpipe.state.values import copied
+from procpipe.state.member import Member, attempt, raise_faults
+from procpipe.state.stored import Stored
+from procpipe.state.values import replaced
 from procpipe.state.weights import all_faults, read_weights, weights_faults
 
 
@@ -82,15 +81,15 @@ def load(
     """
     member = Member.of(module)
     with member.call("state.load") as agree:
-        member = member.among(agree)
-        where = agree(None, lambda _: _find(Path(folder), step))  # 1
+        member, agree = member.among(agree)
+        found = attempt(lambda: _find(Path(folder), step)) if member.rank == 0 else None  # 1
+        where = agree(found, itemgetter(0))
         if where["path"] is not None:
             loading = _Loading(member, optimizer, extra, Path(where["path"]), strict=strict)
-            saved = loading.weights.shapes
 
             def judge(facts: list[dict[str, Any]]) -> list[Any]:
                 sources, conflicts = groups.match([of_rank["groups"] for of_rank in facts])
-                return [sources, all_faults(facts, saved, strict=strict) + conflicts]
+                return [sources, all_faults(facts, loading.model, strict=strict) + conflicts]
 
             sources, faults = agree(loading.facts(), judge)  # 2, 3
             if not faults:
@@ -134,63 +133,52 @@ class _Loading:
         self._member, self._extra, self._strict = member, extra, strict
         self._names = optimizers.Names(member.module, optimizer)
         self._keys = FileKeys.of(member.module)
-        self._mapped = Mapped()
-        self._contents = read(path, self._mapped)
-        if not self._contents:
+        self._contents = contents = read(path)
+        if not contents:
             raise not_shared(member.rank, path, "where rank 0 has found it", "load from")
-        self.weights = source_of(self._contents, self._mapped)
-        self._optimizers = optimizers.SavedOptimizers.of(self._of_all("optimizer"))
-        about = self._contents[0]["about"]
-        self.saved = Saved(path, about["step"], about["num_stages"])
-        if self.saved.num_stages != len(self._contents):
-            raise SavedStateError(
-                f"{path} has files of {len(self._contents)} ranks, but was saved by "
-                f"{self.saved.num_stages}"
-            )
-        self._is_same_number = self.saved.num_stages == member.num_ranks
+        self.model = sharded.merged(contents, "model")
+        of_optimizers = [of_rank["optimizer"] for of_rank in contents]
+        self._optimizers = optimizers.SavedOptimizers.of(of_optimizers)
+        about = contents[0]["about"]
+        self.saved = Saved(path, about["step"], len(contents))
+        self._is_same_number = len(contents) == member.num_ranks
         cut = {key: about[key] for key in ("balance", "placement") if key in about}
         self._is_same_cut = self._is_same_number and (
             member.cut is None or not cut or member.cut == cut
         )
 
-    def _of_all(self, part: str) -> list[dict[str, Any]]:
-        return [of_rank[part] for of_rank in self._contents]
-
     def facts(self) -> dict[str, Any]:
         """Return this rank's keys, faults and groups, for rank 0."""
+        strict = self._strict
         faults = weights_faults(
             self._member.module.state_dict(),
             self._keys,
-            self.weights.shapes,
-            strict=self._strict,
-            must_be_same_dtype=self._strict,
+            self.model,
+            strict=strict,
+            must_be_same_dtype=strict,
             layers=self._member.module.named_children(),
         )
         if self._names.optimizers:
-            faults += optimizers.faults_of(self._names, self._optimizers, strict=self._strict)
+            faults += optimizers.faults_of(self._names, self._optimizers, strict=strict)
         if self._extra is not None and self._member.rank == 0:
-            faults += extras.faults_of(
-                self._extra,
-                self._of_all("extra"),
-                strict=self._strict,
-                is_same_cut=self._is_same_cut,
-            )
-        options = self._optimizers.options_by_name(self._names)
-        of_groups = groups.facts_of(self._names, options)
+            saved = [of_rank["extra"] for of_rank in self._contents]
+            is_same_cut = self._is_same_cut
+            faults += extras.faults_of(self._extra, saved, strict=strict, is_same_cut=is_same_cut)
+        of_groups = groups.facts_of(self._names, self._optimizers)
         return {"keys": self._keys.facts(), "faults": faults, "groups": of_groups}
 
     def read(self, sources: groups.Sources) -> None:
         """Copy this rank's values."""
         rank = self._member.rank
-        read_weights(self._member.module, self._keys, self.weights)
+        read_weights(self._member.module, self._keys, self.model)
         if self._names.optimizers:
-            optimizers.load_into(self._names, self._optimizers, sources, self._mapped)
+            optimizers.load_into(self._names, self._optimizers, sources)
         first = self._contents[0]
         own = self._contents[rank] if self._is_same_number else first
-        for name in list(self._extra or ()):
-            of_rank = own if self._is_same_cut and name in own["extra"] else first
-            if self._extra is not None and name in of_rank["extra"]:
-                extras.load_extra(self._extra, name, of_rank["extra"][name])
+        if self._extra is not None:
+            of_rank = own["extra"] if self._is_same_cut else {}
+            extras.load(self._extra, first["extra"] | of_rank)
         # Rank 0's always: the order of the data comes from them.
         if self._is_same_number or rank == 0:
-            generators.restore(copied(own["generators"]), self._member.device)
+            states = replaced(own["generators"], Stored, Stored.read)
+            generators.restore(states, self._member.device)

@@ -1,10 +1,16 @@
-"""This rank's part in a call of all ranks; a plain module is the only rank of its job."""
+"""This rank's part in a call of all ranks; a plain module is the only rank of its job.
+
+Pipelines that share layers, by FSDP say, do not know one another: each has agreements of its own.
+Processes with the same layers then exchange what each pipeline has agreed on (sharded.py), so that
+all ranks of all of them agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -12,7 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from procpipe.errors import RemoteStageError
 from procpipe.run import coordinator
+from procpipe.run.calls import Calls
+from procpipe.run.faults import in_a_line
 from procpipe.stage import Stage
 from procpipe.state import sharded
 
@@ -29,6 +38,7 @@ class Member:
     rank: int = 0
     num_ranks: int = 1
     cut: dict[str, list[int]] | None = None  # a stage's balance and placement, as plain JSON
+    calls: Calls | None = None  # of a stage
     replica: int = 0  # which of the processes with the same layers this is
     num_replicas: int = 1  # how many of them there are
     shares: bool = False  # whether its layers may be sharded over other pipelines
@@ -48,62 +58,79 @@ class Member:
             return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
         record, num_ranks = module._record(), len(module.devices)
         replicas = module.replica, module.replicas
-        place = module.device, module.rank, num_ranks, record.cut
+        place = module.device, module.rank, num_ranks, record.cut, record.calls
         return cls(module, *place, *replicas, shares=record.is_part)
 
-    def among(self, agree: Agree) -> Member:
-        """Return this member with its number among the ranks of all pipelines that share layers.
+    @contextmanager
+    def call(self, name: str) -> Iterator[Agree]:
+        """Make a call on every rank; an exception in it on one rank ends it on all."""
+        if not isinstance(self.module, Stage):
+            yield partial(self._agree, lambda ours, combine: combine([ours]))
+            return
+        with self.module._record().call(name) as agree:
+            yield partial(self._agree, agree)
+
+    def among(self, agree: Agree) -> tuple[Member, Agree]:
+        """Return this member among the ranks of pipelines that share layers, and how they agree.
 
         Every rank calls it.
         """
         if not self.shares:
-            return self
+            return self, agree
         places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=itemgetter(1)))
         pipeline, num_pipelines = places
-        return replace(
+        member = replace(
             self,
             rank=pipeline * self.num_ranks + self.rank,
             num_ranks=num_pipelines * self.num_ranks,
             pipeline=pipeline,
             num_pipelines=num_pipelines,
         )
+        return member, partial(member._agree, agree)
 
-    def from_first(self, text: str, agree: Agree) -> str:
-        """Return the text of the first of the pipelines that share layers, on every rank."""
-        if self.num_pipelines == 1:
-            return text
-        own = sharded.from_first(self.module, text)
-        return str(agree(own, lambda of_all: next(filter(None, of_all))))
+    def _agree(self, agree: Agree, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Agree with all ranks of all pipelines; the first of each pipeline combines.
 
-    def any_of(self, flag: bool, agree: Agree) -> bool:
-        """Return whether a flag is set on any rank of these pipelines; of one, the own flag."""
-        if self.num_pipelines == 1:
-            return flag
-        flag = bool(agree(flag, any))
-        return bool(agree(sharded.any_of(self.module, flag), any))
+        An exception in place of ``ours``, of ``attempt``, is raised here, and as a RemoteStageError
+        on all other ranks.
+        """
+        failed = ours if isinstance(ours, BaseException) else None
+        if self.num_pipelines > 1:
+            own = agree([None, in_a_line(failed)] if failed else [ours, ""], list)
+            found = sharded.gathered(self.module, own)
+            of_pipelines = agree(found, lambda of_ranks: next(filter(None, of_ranks)))
+            facts = [fact for of_one in of_pipelines for fact in of_one]
+            for rank, (_, fault) in enumerate(facts):
+                if fault and failed is None:
+                    raise RemoteStageError(rank, fault)
+        if failed is not None:
+            raise failed
+        if self.num_pipelines > 1:
+            return agree(None, lambda _: combine([value for value, _ in facts]))
+        return agree(ours, combine)
 
-    def own_share(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what this one writes of whole values that all replicas have: each once."""
+    def own_share(self, values: dict[str, Any], *, in_shards: bool = False) -> dict[str, Any]:
+        """Return what this one writes of values that all replicas have, so that each is once."""
         if self.shares:
-            values = sharded.whole(values, keeps=self.pipeline == 0)
-        if self.pipeline > 0:
-            return {}
+            values = sharded.share_of(values, keeps=self.pipeline == 0, in_shards=in_shards)
         return dict(islice(values.items(), self.replica, None, self.num_replicas))
 
-    def own_shards(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what this one saves of values that all replicas have: each shard once."""
-        if self.shares:
-            values = sharded.share_of(values, keeps=self.pipeline == 0)
-        return dict(islice(values.items(), self.replica, None, self.num_replicas))
 
-    @contextmanager
-    def call(self, name: str) -> Iterator[Agree]:
-        """Make a call on every rank; an exception in it on one rank ends it on all."""
-        if not isinstance(self.module, Stage):
-            yield lambda ours, combine: combine([ours])
-            return
-        with self.module._record().call(name) as agree:
-            yield agree
+def attempt(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or the exception that it raises, to be agreed on."""
+    try:
+        return function()
+    except BaseException as error:
+        return error
+
+
+def of_all_ranks(facts: list[dict[str, Any]]) -> list[str]:
+    """Return the faults of all ranks, from the ``faults`` of each."""
+    return [
+        (f"rank {rank}: " if len(facts) > 1 else "") + fault
+        for rank, of_rank in enumerate(facts)
+        for fault in of_rank["faults"]
+    ]
 
 
 def raise_faults(headline: str, faults: list[str]) -> None:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from procpipe.stage import Stage
 from procpipe.state import sharded
-from procpipe.state.mapped import Mapped
-from procpipe.state.sharded import Shards
+from procpipe.state.stored import Stored
+from procpipe.state.values import replaced
 
 #: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
@@ -29,13 +29,32 @@ _NOT_OPTIONS = ("params", "param_names")
 #: An entry of a parameter's state that torch leaves on the CPU, but where it must be elsewhere.
 _STEP = "step"
 
+#: The index of an optimizer, and of a group in it.
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of an optimizer's parameters, and what they are called in the full model."""
+
+    place: Place
+    optimizer: Optimizer
+    own: dict[str, Any]  # as the optimizer has it
+    names: list[str | None]  # None for a stage's stand-in
+
+    @property
+    def members(self) -> dict[str, Tensor]:
+        """The parameters that have a name."""
+        named = zip(self.names, self.own["params"], strict=True)
+        return {name: parameter for name, parameter in named if name is not None}
+
 
 class Names:
     """One optimizer, several or none, and what their parameters are called in the full model.
 
     Attributes:
-        shared: the names of parameters that other stages have, too.
-        saved_elsewhere: those of them whose state an earlier stage saves.
+        optimizers: each with its groups.
+        shared: of each parameter that other stages have, too, the first of these stages.
 
     Raises:
         ValueError: a parameter of the optimizers has no name, or several optimizers have it.
@@ -44,56 +63,50 @@ class Names:
     def __init__(
         self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
     ) -> None:
-        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self.optimizers: list[Optimizer] = list(several or ())
-        self._of = {parameter: name for name, parameter in module.named_parameters()}
-        self.shared: tuple[str, ...] = ()
-        self.saved_elsewhere: set[str] = set()
-        stand_in: Sequence[Tensor] = ()
+        names: dict[Tensor, str | None] = {p: name for name, p in module.named_parameters()}
+        self.shared: Mapping[str, int] = {}
+        self._stage = 0
         if isinstance(module, Stage):
             record = module._record()
-            stand_in, self.shared = record.stand_in, tuple(record.shared)
-            firsts = record.shared.items()
-            self.saved_elsewhere = {name for name, first in firsts if first != record.stage}
-        self._check_parameters(stand_in)
-
-    def _check_parameters(self, stand_in: Sequence[Tensor]) -> None:
-        """Check that each parameter of an optimizer has a name, and one optimizer only."""
+            self.shared, self._stage = record.shared, record.stage
+            names |= dict.fromkeys(record.stand_in)
+        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self.optimizers: list[tuple[Optimizer, list[Group]]] = []
         seen: set[Tensor] = set()
-        for parameter in (p for _, _, group in self.groups() for p in group["params"]):
-            if parameter not in self._of and not any(parameter is one for one in stand_in):
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "one of the model's layers, so it has no name to be saved under: give it an "
-                    "optimizer of its own, and save both in extra"
-                )
-            if parameter in seen:
-                raise ValueError(
-                    f"two optimizers have the parameter {self._of.get(parameter)}: each can be "
-                    "saved for one optimizer only"
-                )
-            seen.add(parameter)
+        for k, one in enumerate(several or ()):
+            groups = []
+            for g, own in enumerate(one.param_groups):
+                _check_parameters(own["params"], names, seen)
+                groups.append(Group((k, g), one, own, [names[p] for p in own["params"]]))
+            self.optimizers.append((one, groups))
 
-    def groups(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield each group after the index of its optimizer and its own."""
-        for k, optimizer in enumerate(self.optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                yield k, g, group
+    def groups(self) -> Iterator[Group]:
+        """Yield the groups of all optimizers."""
+        for _, groups in self.optimizers:
+            yield from groups
 
-    def named(self) -> Iterator[tuple[Optimizer, Tensor, str]]:
-        """Yield the parameters that have names, each after its optimizer."""
-        for k, _, group in self.groups():
-            for parameter, name in zip(group["params"], self.in_group(group), strict=True):
-                if name is not None:
-                    yield self.optimizers[k], parameter, name
+    def is_saved_here(self, name: str) -> bool:
+        """Return whether this stage is the first that has a parameter."""
+        return self.shared.get(name, self._stage) == self._stage
 
-    def all(self) -> list[str]:
-        """Return the names of all parameters that have one."""
-        return [name for *_, name in self.named()]
 
-    def in_group(self, group: dict[str, Any]) -> list[str | None]:
-        """Return the names of a group's parameters; None for a stage's stand-in."""
-        return [self._of.get(parameter) for parameter in group["params"]]
+def _check_parameters(
+    parameters: Sequence[Tensor], names: Mapping[Tensor, str | None], seen: set[Tensor]
+) -> None:
+    """Check that each parameter of a group has a name, and one optimizer only."""
+    for parameter in parameters:
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not one "
+                "of the model's layers, so it has no name to be saved under: give it an optimizer "
+                "of its own, and save both in extra"
+            )
+        if parameter in seen:
+            raise ValueError(
+                f"two optimizers have the parameter {names[parameter]}: each can be saved for one "
+                "optimizer only"
+            )
+        seen.add(parameter)
 
 
 # -- to files ------------------------------------------------------------------------------------
@@ -102,69 +115,23 @@ class Names:
 def state_of(names: Names) -> dict[str, dict[str, Any]]:
     """Return the state of each parameter that this stage saves; tensors are the optimizer's own."""
     found = {}
-    for optimizer in names.optimizers:
+    for optimizer, groups in names.optimizers:
         packed = optimizer.state_dict()
-        for group, numbered in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-            for number, name in zip(numbered["params"], names.in_group(group), strict=True):
-                if name is not None and name not in names.saved_elsewhere:
+        for group, numbered in zip(groups, packed["param_groups"], strict=True):
+            for number, name in zip(numbered["params"], group.names, strict=True):
+                if name is not None and names.is_saved_here(name):
                     found[name] = dict(packed["state"].get(number, {}))
     return found
 
 
 def groups_of(names: Names, state: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the groups of each optimizer: ``params``, with their parts in ``state``; options."""
-    groups: list[list[dict[str, Any]]] = [[] for _ in names.optimizers]
-    for k, _, group in names.groups():
-        members = [name for name in names.in_group(group) if name is not None]
-        params = {name: list(state.get(name, ())) for name in members}
-        groups[k].append({"params": params, "options": options_of(group)})
-    return groups
-
-
-def shared_options(names: Names) -> dict[str, dict[str, str]]:
-    """Return the options, as text, of each parameter that other stages have, too."""
-    found: dict[str, dict[str, str]] = {name: {} for name in names.shared if names.optimizers}
-    for k, _, group in names.groups():
-        options = texts_of(group)
-        options["class"] = type(names.optimizers[k]).__qualname__
-        found |= {name: options for name in names.in_group(group) if name in found}
+    found: list[list[dict[str, Any]]] = [[] for _ in names.optimizers]
+    for group in names.groups():
+        options = {key: value for key, value in group.own.items() if key not in _NOT_OPTIONS}
+        params = {name: list(state.get(name, ())) for name in group.members}
+        found[group.place[0]].append({"params": params, "options": options})
     return found
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group without what identifies its parameters."""
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def texts_of(group: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of a group as texts that do not depend on the rank."""
-    return {option: _text(value) for option, value in options_of(group).items()}
-
-
-def _text(option: Any) -> str:
-    """Return an option as text; of an object, its class."""
-    value = option.tolist() if isinstance(option, Tensor) else option
-    is_plain = isinstance(value, (bool, int, float, str, tuple, list, type(None)))
-    return repr(value) if is_plain else type(value).__qualname__
-
-
-def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
-    """Check that all stages that share a parameter have the same options for it.
-
-    Raises:
-        ValueError: they do not, so that its copies differ.
-    """
-    first: dict[str, tuple[int, dict[str, str]]] = {}
-    for rank, shared in enumerate(of_ranks):
-        for name, options in shared.items():
-            other, theirs = first.setdefault(name, (rank, options))
-            for option in sorted(options.keys() | theirs.keys()):
-                if options.get(option) != theirs.get(option):
-                    raise ValueError(
-                        f"the optimizer has {name} with {option} = {theirs.get(option)} on rank "
-                        f"{other} and {options.get(option)} on rank {rank}, where it has another "
-                        "name: the ranks share it, so put it in a group with the same options"
-                    )
 
 
 # -- from files ----------------------------------------------------------------------------------
@@ -172,160 +139,117 @@ def check_shared(of_ranks: Sequence[dict[str, dict[str, str]]]) -> None:
 
 @dataclass(frozen=True)
 class SavedOptimizers:
-    """What all ranks have saved of their optimizers."""
+    """What ranks have saved of their optimizers."""
 
     state: dict[str, dict[str, Any]]  # by parameter
     parts: dict[str, set[str]]  # by parameter: what of its state was saved
-    options: dict[str, dict[str, Any]]  # by parameter
-    of_groups: dict[str, dict[str, Any]]  # by place ("<optimizer>.<index>"), of empty groups, too
+    options: dict[str, dict[str, Any]]  # by parameter; one object for all of a group
+    of_groups: dict[Place, dict[str, Any]]  # also of groups without a parameter
 
     @classmethod
     def of(cls, contents: Sequence[Mapping[str, Any]]) -> SavedOptimizers:
         """Merge what the files of all ranks hold as ``optimizer``."""
-        found = cls(sharded.merged(of_rank["state"] for of_rank in contents), {}, {}, {})
-        having: set[str] = set()
-        for of_rank in contents:
-            for k, groups in enumerate(of_rank["groups"]):
-                for g, group in enumerate(groups):
-                    place, options = f"{k}.{g}", group["options"]
-                    if place not in found.of_groups or (group["params"] and place not in having):
-                        found.of_groups[place] = options
-                    if group["params"]:
-                        having.add(place)
-                    for name, parts in group["params"].items():
-                        found.options[name] = options
-                        found.parts.setdefault(name, set()).update(parts)
+        found = cls(sharded.merged(contents, "state"), {}, {}, {})
+        of_ranks = [
+            ((k, g), group)
+            for of_rank in contents
+            for k, groups in enumerate(replaced(of_rank["groups"], Stored, Stored.read))
+            for g, group in enumerate(groups)
+        ]
+        for place, group in sorted(of_ranks, key=lambda each: not each[1]["params"]):
+            found.of_groups.setdefault(place, group["options"])  # first of one with a parameter
+            for name, parts in group["params"].items():
+                found.options[name] = group["options"]
+                found.parts.setdefault(name, set()).update(parts)
         return found
-
-    def options_by_name(self, names: Names) -> dict[str, dict[str, Any]]:
-        """Return the options of this rank's parameters; none of those that were not saved."""
-        return {name: self.options.get(name, {}) for name in names.all()}
 
 
 def faults_of(names: Names, saved: SavedOptimizers, *, strict: bool) -> list[str]:
-    """Return what the saved state lacks, contradicts, and has of another dtype."""
+    """Return what the saved state lacks, and what is of another kind or dtype."""
     if not saved.of_groups:
         return ["no optimizer was saved, so load without one"] if strict else []
-    faults = conflicts(names, saved.options_by_name(names)) + _dtype_faults(names, saved, strict)
-    for name in names.all() if strict else ():
-        missing = saved.parts.get(name, set()) - saved.state.get(name, {}).keys()
-        if name not in saved.options:
-            faults.append(f"the optimizer's state of {name} is not in it")
-        elif missing:
-            faults.append(f"the optimizer's state of {name} lacks {', '.join(sorted(missing))}")
-    return faults
-
-
-def _dtype_faults(names: Names, saved: SavedOptimizers, strict: bool) -> list[str]:
-    """Find tensors that the optimizer would convert to another dtype."""
     faults = []
-    for optimizer, parameter, name in names.named():
-        is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-        for part, value in saved.state.get(name, {}).items():
-            now = optimizer.state.get(parameter, {}).get(part)
-            is_known = is_torchs or isinstance(now, Tensor)
-            if not is_known or not isinstance(value, (Tensor, Shards)):
-                continue
-            dtype = (now if isinstance(now, Tensor) else parameter).dtype
-            is_exact = strict and len(value.shape) > 0
-            if value.dtype not in (dtype, parameter.dtype) and (
-                is_exact or not torch.can_cast(value.dtype, dtype)
-            ):
-                faults.append(
-                    f"{part} of the optimizer's state of {name} has dtype {value.dtype}, but must "
-                    f"have {dtype}"
-                )
+    for group in names.groups():
+        faults += list(_kind_fault(group, saved))
+        for name, parameter in group.members.items():
+            state, of_it = saved.state.get(name, {}), f"the optimizer's state of {name}"
+            missing = saved.parts.get(name, set()) - state.keys()
+            if strict and name not in saved.options:
+                faults.append(f"{of_it} is not in it")
+            elif strict and missing:
+                faults.append(f"{of_it} lacks {', '.join(sorted(missing))}")
+            for part, value in state.items():
+                dtype = _required_dtype(group.optimizer, parameter, part, value, strict=strict)
+                if dtype is not None:
+                    now = f"{part} of {of_it} has dtype {value.dtype}"
+                    faults.append(f"{now}, but must have {dtype}")
     return faults
 
 
-def conflicts(names: Names, saved: dict[str, dict[str, Any]]) -> list[str]:
-    """Return conflicts: saved options of another optimizer, or different ones in one group."""
-    faults = []
-    for k, g, group in names.groups():
-        optimizer = names.optimizers[k]
-        # Of a parameter that is not in the saved state there is nothing to compare.
-        members = [name for name in names.in_group(group) if name is not None and saved[name]]
-        first = saved[members[0]] if members else {}
-        # Either may have more: schedulers and newer versions of torch add options.
-        unknown = [option for option in first if option not in group]
-        missing = [option for option in optimizer.defaults if option not in first]
-        if unknown and missing:
-            faults.append(
-                f"the state of {members[0]} was saved by another kind of optimizer than "
-                f"{type(optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
-                f"{', '.join(sorted(missing))}"
-            )
-            continue
-        for name in members:
-            for option in first.keys() | saved[name].keys():
-                one, other = first.get(option), saved[name].get(option)
-                if not _is_same(one, other):
-                    faults.append(
-                        f"group {g} of the optimizer holds {members[0]}, saved with {option} = "
-                        f"{one}, and {name}, saved with {option} = {other}"
-                    )
-    return faults
+def _kind_fault(group: Group, saved: SavedOptimizers) -> Iterator[str]:
+    """Yield how saved options show another kind of optimizer, if they do."""
+    name = next(filter(saved.options.get, group.members), "")
+    options = saved.options.get(name, {})
+    # Either may have more: schedulers and newer versions of torch add options.
+    unknown = [option for option in options if option not in group.own]
+    missing = [option for option in group.optimizer.defaults if option not in options]
+    if unknown and missing:
+        yield (
+            f"the state of {name} was saved by another kind of optimizer than "
+            f"{type(group.optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
+            f"{', '.join(sorted(missing))}"
+        )
 
 
-def load_into(
-    names: Names,
-    saved: SavedOptimizers,
-    sources: Mapping[str, tuple[int, str | None]],
-    mapped: Mapped,
-) -> None:
+def _required_dtype(
+    optimizer: Optimizer, parameter: Tensor, part: str, value: Any, *, strict: bool
+) -> torch.dtype | None:
+    """Return the dtype to which an optimizer would convert a tensor, where that is refused."""
+    now = optimizer.state.get(parameter, {}).get(part)
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    if not isinstance(value, Stored) or not (is_torchs or isinstance(now, Tensor)):
+        return None
+    dtype = (now if isinstance(now, Tensor) else parameter).dtype
+    is_exact = strict and len(value.shape) > 0
+    is_fit = not is_exact and torch.can_cast(value.dtype, dtype)
+    return None if is_fit or value.dtype in (dtype, parameter.dtype) else dtype
+
+
+def load_into(names: Names, saved: SavedOptimizers, sources: Sequence[Sequence[Any]]) -> None:
     """Load what was saved, perhaps with other groups and another balance.
 
     ``sources`` is the result of ``groups.match``. Beside the state that the optimizers get, no more
     than one tensor is in memory.
     """
-    for k, optimizer in enumerate(names.optimizers):
-        groups = optimizer.state_dict()["param_groups"]
+    source_of = {(k, g): name for k, g, name in sources}
+    for optimizer, groups in names.optimizers:
+        numbers = optimizer.state_dict()["param_groups"]
         state: dict[int, Any] = {}
-        for g, (group, numbered) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            members = names.in_group(group)
-            numbers = zip(numbered["params"], members, group["params"], strict=True)
-            for number, name, parameter in numbers:
+        for group, numbered in zip(groups, numbers, strict=True):
+            members = zip(numbered["params"], group.names, group.own["params"], strict=True)
+            for number, name, parameter in members:
                 if name is not None and (values := saved.state.get(name)):
                     now = optimizer.state.get(parameter, {})
-                    state[number] = _own(values, parameter, mapped, now)
-            known = (saved.options[name] for name in members if name in saved.options)
-            numbered |= next(known, None) or _of_other_ranks(saved, f"{k}.{g}", sources)
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+                    state[number] = _own(values, parameter, now)
+            known = next(filter(saved.options.get, group.members), source_of[group.place])
+            of_group = saved.of_groups.get(group.place, {})
+            numbered |= of_group if known is None else saved.options.get(known, {})
+        optimizer.load_state_dict({"state": state, "param_groups": numbers})
 
 
-def _of_other_ranks(
-    saved: SavedOptimizers, place: str, sources: Mapping[str, tuple[int, str | None]]
-) -> dict[str, Any]:
-    """Return the options of a group that has no saved parameter on this rank."""
-    _, name = sources[place]
-    found = saved.of_groups.get(place, {}) if name is None else saved.options.get(name, {})
-    return dict(found)
-
-
-def _own(value: Any, parameter: Tensor, mapped: Mapped, now: Any, part: str = "") -> Any:
+def _own(value: Any, parameter: Tensor, now: Any, part: str = "") -> Any:
     """Return a saved value, with copies of its tensors where the parameter is.
 
     ``now`` is what the optimizer has in its place; its memory is used where it fits.
     """
-    if isinstance(value, (Tensor, Shards)):
+    if isinstance(value, Stored):
         on = torch.device("cpu") if part == _STEP else parameter.device
         form = torch.Size(value.shape), value.dtype, on
         is_fit = type(now) is Tensor and (now.shape, now.dtype, now.device) == form
-        own = now if is_fit else torch.empty(value.shape, dtype=value.dtype, device=on)
-        if isinstance(value, Shards):
-            value.copy_into(own, mapped)
-        else:
-            mapped.copy(value, own)
-        return sharded.like(own, parameter)
+        return sharded.like(value.read(now if is_fit else None, device=on), parameter)
     if isinstance(value, dict):
         now = now if isinstance(now, dict) else {}
-        return {k: _own(item, parameter, mapped, now.get(k), k) for k, item in value.items()}
+        return {key: _own(item, parameter, now.get(key), key) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_own(item, parameter, mapped, None) for item in value)
+        return type(value)(_own(item, parameter, None) for item in value)
     return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from procpipe.state import extras, files, generators, groups, optimizers
 from procpipe.state.background import Saving, check_open, wait_unfinished
-from procpipe.state.member import Member
+from procpipe.state.member import Member, attempt, of_all_ranks
 from procpipe.state.values import CAN_BE, copied, saved_form
 from procpipe.version import __version__
 
@@ -81,80 +81,84 @@ def save(
     check_open(member, Path(folder).absolute())
     wait_unfinished(module)  # 1
     with member.call("state.save") as agree:
-        member = member.among(agree)
-        names = optimizers.Names(module, optimizer)
+        member, agree = member.among(agree)
         faults: list[str] = []
-        values = _gather(member, names, extra, faults)
-
-        asked_for = [sorted(extra or ()), len(names.optimizers), bool(asynchronous)]
-        facts = [optimizers.shared_options(names), groups.facts_of(names), faults]
-        faults = agree([asked_for, *facts], lambda of_ranks: _judge(of_ranks, keep, step))  # 2
-        if not member.any_of(bool(faults), agree):
-
-            def begin(_: list[Any]) -> list[str]:
-                if member.pipeline > 0:
-                    return []
-                path = files.begin(Path(folder).absolute(), step)
-                return [str(path), secrets.token_hex(8)]
-
-            begun = member.from_first(json.dumps(agree(None, begin)), agree)  # 3
-            path, values["save"] = Path(json.loads(begun)[0]), json.loads(begun)[1]
-            values["about"] = _about(member, step)
+        values, of_groups = _gather(member, optimizer, extra, faults)
+        num_optimizers = len(values["optimizer"]["groups"])
+        asked_for = [sorted(extra or ()), num_optimizers, bool(asynchronous)]
+        wrong = _wrong(keep, step)
+        facts = {"asked for": asked_for, "wrong": wrong, "groups": of_groups, "faults": faults}
+        faults = agree(facts, _judge)  # 2
+        if not faults:
+            begun = None
+            if member.rank == 0:  # 3
+                begun = attempt(lambda: str(files.begin(Path(folder).absolute(), step)))
+            path = Path(agree(begun, itemgetter(0)))
+            values["save"] = agree(secrets.token_hex(8), itemgetter(0))
+            versions = {"procpipe": __version__, "torch": str(torch.__version__)}
+            run = {"step": step, "num_stages": member.num_ranks}
+            values["about"] = {**versions, **run, **(member.cut or {})}
             saving = Saving(member, path, keep)
             if asynchronous:
                 saving.start(copied(values))  # 4
             else:
                 saving.finish(agree, lambda: saving.write(values))  # 4, 5
             return saving
-    others = ["a pipeline that shares these layers has something that cannot be saved"]
-    raise TypeError("\n".join([*(faults or others), CAN_BE]))
+    raise TypeError("\n".join([*faults, CAN_BE]))
 
 
-def _judge(of_ranks: list[Any], keep: int | None, step: int | None) -> list[str]:
-    """Check the calls of all ranks, on rank 0; return what cannot be saved."""
-    _check_alike([asked_for for asked_for, *_ in of_ranks])
-    optimizers.check_shared([shared for _, shared, *_ in of_ranks])
-    if conflicts := groups.match([theirs for *_, theirs, _ in of_ranks])[1]:
-        raise ValueError("\n".join(conflicts))
+def _wrong(keep: int | None, step: int | None) -> str:
+    """Return what is wrong with these arguments, or ""."""
     if keep is not None and (isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
+        return f"keep is {keep}, but must be at least 1: the newest is kept"
     # It becomes part of a name, by which load() must find it again.
     if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
-    return [
-        (f"rank {rank}: " if len(of_ranks) > 1 else "") + fault
-        for rank, (*_, theirs) in enumerate(of_ranks)
-        for fault in theirs
-    ]
+        return f"step is {step!r}, but must be an int of 0 or more"
+    return ""
 
 
-def _check_alike(asked_for: list[Any]) -> None:
-    """Check, on rank 0, that all ranks save the same things in the same way."""
+def _judge(of_ranks: list[dict[str, Any]]) -> list[str]:
+    """Check the calls of all ranks, on rank 0; return what cannot be saved."""
     ways = ("the names in extra", "the number of optimizers", "asynchronous")
-    for rank, theirs in enumerate(asked_for):
-        for way, one, other in zip(ways, asked_for[0], theirs, strict=True):
+    for rank, facts in enumerate(of_ranks):
+        for way, one, other in zip(ways, of_ranks[0]["asked for"], facts["asked for"], strict=True):
             if one != other:
                 raise ValueError(
                     f"state.save() was called with other arguments on rank {rank} than on rank 0: "
                     f"{way}: {other!r}, not {one!r}"
                 )
+    if conflicts := groups.match([facts["groups"] for facts in of_ranks])[1]:
+        raise ValueError("\n".join(conflicts))
+    if wrong := of_ranks[0]["wrong"]:
+        raise ValueError(wrong)
+    return of_all_ranks(of_ranks)
 
 
 def _gather(
-    member: Member, names: optimizers.Names, extra: extras.Extra | None, faults: list[str]
-) -> dict[str, Any]:
-    """Return what this rank saves; tensors are those in use. Note what cannot be saved."""
+    member: Member,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    extra: extras.Extra | None,
+    faults: list[str],
+) -> tuple[dict[str, Any], list[groups.Fact]]:
+    """Return what this rank saves, and the facts of its groups; note what cannot be saved.
+
+    Tensors are those in use.
+    """
+    names = optimizers.Names(member.module, optimizer)
     state = optimizers.state_of(names)
+    model = member.module.state_dict()
     own_state = {
         name: saved_form(f"the optimizer's state of {name}", values, faults)
-        for name, values in member.own_shards(state).items()
+        for name, values in member.own_share(state, in_shards=True).items()
     }
     own_model = {
         name: saved_form(f"model.{name}", value, faults)
-        for name, value in member.own_shards(member.module.state_dict()).items()
+        for name, value in member.own_share(model, in_shards=True).items()
     }
-    options = saved_form("optimizer.param_groups", optimizers.groups_of(names, state), faults)
-    return {
+    found = optimizers.groups_of(names, state)
+    options = saved_form("optimizer.param_groups", found, faults) or []
+    to_save = optimizers.SavedOptimizers.of([{"state": {}, "groups": options}])
+    values = {
         "save": "",
         "about": {},
         "model": own_model,
@@ -162,8 +166,4 @@ def _gather(
         "extra": extras.saved_forms(extra, member.rank, faults),
         "generators": generators.states(member.device),
     }
-
-
-def _about(member: Member, step: int | None) -> dict[str, Any]:
-    versions = {"procpipe": __version__, "torch": str(torch.__version__)}
-    return {**versions, "step": step, "num_stages": member.num_ranks, **(member.cut or {})}
+    return values, groups.facts_of(names, to_save) + groups.shared_facts(names, to_save)

@@ -10,49 +10,18 @@ numbered by the places of their processes in the DeviceMesh that shards the para
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.errors import SavedStateError
-from procpipe.state.mapped import Mapped
+from procpipe.state.stored import Stored
 
 #: A shard in a file: a dict of its values, their offsets in the whole tensor, and its shape.
 _SHARD, _OFFSETS, _SHAPE = "procpipe.shard", "offsets", "shape"
-
-#: The bytes that a text may have.
-_MAX_BYTES = 4096
-
-
-class Shards:
-    """A tensor in files, in one piece or in several."""
-
-    def __init__(self, shape: Iterable[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = tuple(shape), dtype
-        self._pieces: list[tuple[tuple[int, ...], Tensor]] = []
-
-    def add(self, offsets: Iterable[int], piece: Tensor) -> None:
-        """Add what is there from these offsets on."""
-        self._pieces.append((tuple(offsets), piece))
-
-    def copy_into(self, target: Tensor, mapped: Mapped) -> None:
-        """Copy all pieces into a tensor of this shape.
-
-        Raises:
-            SavedStateError: a piece is missing.
-        """
-        found = sum(piece.numel() for _, piece in self._pieces)
-        if found != math.prod(self.shape):
-            raise SavedStateError(
-                f"there are shards of {found} of the {math.prod(self.shape)} elements of a tensor "
-                f"{self.shape}"
-            )
-        for offsets, piece in self._pieces:
-            ends = (at + size for at, size in zip(offsets, piece.shape, strict=True))
-            mapped.copy(piece, target[tuple(map(slice, offsets, ends))])
 
 
 def is_sharded(value: Any) -> bool:
@@ -72,18 +41,22 @@ def place_of(module: nn.Module) -> tuple[int, int]:
 # -- to files ------------------------------------------------------------------------------------
 
 
-def share_of(values: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:
-    """Return what a process saves of nested values that several pipelines have.
+def share_of(values: Mapping[str, Any], *, keeps: bool, in_shards: bool = True) -> dict[str, Any]:
+    """Return what a process writes of nested values that several pipelines have.
 
-    All processes that share them call it. ``keeps`` says whether this one saves what is no DTensor.
+    All processes that share them call it. ``keeps`` says whether this one writes what is no
+    DTensor, and, without ``in_shards``, DTensors as whole tensors on the CPU.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if is_sharded(value):
+        if is_sharded(value) and in_shards:
             value = _shard_of(value, keeps=keeps)
             found |= {} if value is None else {key: value}
+        elif is_sharded(value):
+            whole = value.full_tensor()
+            found |= {key: whole.cpu()} if keeps else {}
         elif isinstance(value, dict):
-            found[key] = share_of(value, keeps=keeps)
+            found[key] = share_of(value, keeps=keeps, in_shards=in_shards)
         elif keeps:
             found[key] = value
     return found
@@ -114,41 +87,32 @@ def _shard_of(value: Any, *, keeps: bool) -> Any:
     return {_SHARD: local, _OFFSETS: offsets, _SHAPE: list(value.shape)}
 
 
-def whole(values: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:
-    """Return values with DTensors made whole, on the CPU; all processes that share them call it.
-
-    ``keeps`` says whether they are needed here.
-    """
-    found = {}
-    for key, value in values.items():
-        if is_sharded(value):
-            value = value.full_tensor()
-            value = value.cpu() if keeps else None
-        found[key] = value
-    return found
-
-
 # -- from files ----------------------------------------------------------------------------------
 
 
-def merged(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the nested values of all files by name, each tensor in shards as one value."""
+def merged(contents: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+    """Return a part of what all files have, by name; each tensor in shards as one."""
     found: dict[str, Any] = {}
-    for values in of_ranks:
-        for key, value in values.items():
-            if isinstance(value, dict) and _SHARD in value:
-                made = Shards(value[_SHAPE], value[_SHARD].dtype)
-                found.setdefault(key, made).add(value[_OFFSETS], value[_SHARD])
-            elif isinstance(value, dict):
-                found[key] = merged([found.get(key, {}), value])
-            else:
-                found[key] = value
+    for of_rank in contents:
+        _merge(of_rank[part], found)
     return found
 
 
-def like(value: Tensor, own: Any) -> Any:
+def _merge(values: Mapping[str, Any], found: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and _SHARD in value:
+            shard = value[_SHARD]
+            whole = found.setdefault(key, Stored(value[_SHAPE], shard.dtype))
+            whole.add(value[_OFFSETS], shard)
+        elif isinstance(value, dict):
+            _merge(value, found.setdefault(key, {}))
+        else:
+            found[key] = value
+
+
+def like(value: Any, own: Any) -> Any:
     """Return this process's part of a whole tensor, if its own is a DTensor of that shape."""
-    if not is_sharded(own) or value.shape != own.shape:
+    if not is_sharded(own) or not isinstance(value, Tensor) or value.shape != own.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -160,36 +124,25 @@ def like(value: Tensor, own: Any) -> Any:
 # -- between pipelines ---------------------------------------------------------------------------
 
 
-def from_first(module: nn.Module, text: str) -> str:
-    """Return the text of the first process of those that share parameters; "" if none does.
+def gathered(module: nn.Module, value: Any) -> list[Any]:
+    """Return a value of each process that shares parameters with this one; none if none does.
 
-    They all call it, and it waits for the first.
+    They all call it, with plain JSON, and it waits for all of them.
     """
-    shared = _widest(module)
+    shared, values = _widest(module), [value]
     if shared is None:
-        return ""
-    if len(text.encode()) > _MAX_BYTES:  # of another size than on the other ranks
-        raise ValueError(f"{text:.100}… has more than {_MAX_BYTES} bytes: use a shorter path")
-    data = torch.tensor(list(text.encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
-    data = data.to(shared.device)
+        return []
     mesh = shared.device_mesh
-    for axis in range(mesh.ndim):  # to all of the first row, then from each of it
-        torch.distributed.broadcast(data, group=mesh.get_group(axis), group_src=0)
-    return bytes(data.tolist()).rstrip().decode()
-
-
-def any_of(module: nn.Module, flag: bool) -> bool:
-    """Return whether a flag is set in any process of those that share parameters with this one.
-
-    They all call it, and it waits for all of them.
-    """
-    shared = _widest(module)
-    if shared is None:
-        return flag
-    data = torch.tensor([int(flag)], device=shared.device)
-    for axis in range(shared.device_mesh.ndim):
-        torch.distributed.all_reduce(data, group=shared.device_mesh.get_group(axis))
-    return bool(data.item())
+    for axis in reversed(range(mesh.ndim)):  # each row, then all rows: in the order of the places
+        group = mesh.get_group(axis)
+        data = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+        size = torch.tensor(len(data), device=shared.device)
+        torch.distributed.all_reduce(size, torch.distributed.ReduceOp.MAX, group)
+        data = F.pad(data, (0, int(size) - len(data)), value=ord(" ")).to(shared.device)
+        of_all = [torch.empty_like(data) for _ in range(mesh.size(axis))]
+        torch.distributed.all_gather(of_all, data, group)
+        values = [each for theirs in of_all for each in json.loads(bytes(theirs.tolist()))]
+    return values
 
 
 def _widest(module: nn.Module) -> Any:

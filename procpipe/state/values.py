@@ -28,11 +28,38 @@ def saved_form(name: str, value: Any, faults: list[str]) -> Any:
     Lists, tuples, sets and dicts are new; tensors share the memory of those given, but for views,
     whose whole storage would be written. A number of NumPy becomes one of Python.
     """
-    try:
-        return _form(value, name, lambda fault: faults.append(_fault(name, fault)))
-    except RecursionError:
-        faults.append(_fault(name, "it holds itself, or is nested too deeply"))
+
+    def refuse(fault: str) -> None:
+        faults.append(f"{name} cannot be saved so that it can be loaded again: {fault}")
+
+    def form(leaf: Any, place: str) -> Any:
+        if type(leaf) in _PLAIN:
+            return leaf
+        if isinstance(leaf, Tensor):
+            if fault := _fault_of(leaf):
+                refuse(f"{place} {fault}")
+                return None
+            leaf = leaf.detach().resolve_conj().resolve_neg()
+            is_view = leaf.untyped_storage().nbytes() != leaf.nbytes
+            return leaf.to("cpu", copy=True) if is_view else leaf
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(leaf, numpy.generic):
+            number = leaf.item()
+            if type(number) in (bool, int, float, complex):
+                return number
+        refuse(f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}")
         return None
+
+    try:
+        return _mapped(value, form, name)
+    except RecursionError:
+        refuse("it holds itself, or is nested too deeply")
+        return None
+
+
+def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return a nested value with the result of a function for each part of a kind."""
+    return _mapped(value, lambda leaf, _: function(leaf) if isinstance(leaf, kind) else leaf)
 
 
 def copied(value: Any) -> Any:
@@ -49,66 +76,30 @@ def copied(value: Any) -> Any:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    found = _mapped(value, copy)
+    found = replaced(value, Tensor, copy)
     for stream in streams:
         stream.synchronize()
     return found
 
 
-def _fault(name: str, fault: str) -> str:
-    return f"{name} cannot be saved so that it can be loaded again: {fault}"
-
-
-def _form(value: Any, place: str, refuse: Callable[[str], None]) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        return _form_of_tensor(value, place, refuse)
+def _mapped(value: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
+    """Return a nested value with the results of a function of each leaf and its place."""
+    kind: Any = type(value)
     if kind in (list, tuple, set):
-        return kind(_form(item, f"{place}[{i}]", refuse) for i, item in enumerate(value))
+        return kind(_mapped(item, function, f"{place}[{i}]") for i, item in enumerate(value))
     if kind in (dict, OrderedDict, Counter):
-        found: Any = kind()
+        found = kind()
         for key, item in value.items():
-            found[_form(key, f"the key {key!r:.50} of {place}", refuse)] = _form(
-                item, f"{place}[{key!r:.50}]", refuse
-            )
+            of_key = _mapped(key, function, f"the key {key!r:.50} of {place}")
+            found[of_key] = _mapped(item, function, f"{place}[{key!r:.50}]")
         return found
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        number = value.item()
-        if type(number) in (bool, int, float, complex):
-            return number
-    refuse(f"{place} is a {kind.__module__}.{kind.__qualname__}")
-    return None
+    return function(value, place)
 
 
-def _form_of_tensor(value: Tensor, place: str, refuse: Callable[[str], None]) -> Tensor | None:
-    is_dense = value.layout == torch.strided and not value.is_quantized
-    if type(value) not in (Tensor, nn.Parameter) or not is_dense:
-        refuse(
-            f"{place} is a {type(value).__name__} of {value.layout}: only ordinary dense tensors "
-            "can be saved"
-        )
-        return None
-    if value.is_meta:
-        refuse(f"{place} is on the meta device, so it has no values")
-        return None
-    value = value.detach().resolve_conj().resolve_neg()
-    is_view = value.untyped_storage().nbytes() != value.nbytes
-    return value.to("cpu", copy=True) if is_view else value
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a saved form with a function of each of its tensors."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return function(value)
-    if kind in (list, tuple, set):
-        return kind(_mapped(item, function) for item in value)
-    if kind in (dict, OrderedDict, Counter):
-        found: Any = kind()
-        for key, item in value.items():
-            found[key] = _mapped(item, function)
-        return found
-    return value
+def _fault_of(tensor: Tensor) -> str:
+    """Return why a tensor cannot be saved, or ""."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+    if type(tensor) not in (Tensor, nn.Parameter) or not is_dense:
+        kind = type(tensor).__name__
+        return f"is a {kind} of {tensor.layout}: only ordinary dense tensors can be saved"
+    return "is on the meta device, so it has no values" if tensor.is_meta else ""

@@ -10,17 +10,21 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, collisions, few
-from procpipe.state.mapped import Mapped, safetensors
-from procpipe.state.member import Agree, Member, raise_faults
-from procpipe.state.sources import INDEX, SINGLE, Shapes, Source, open_source
+from procpipe.state.member import Agree, Member, attempt, of_all_ranks, raise_faults
+from procpipe.state.sharded import is_sharded
+from procpipe.state.sources import INDEX, SINGLE, open_source
+from procpipe.state.stored import Stored
+from procpipe.state.values import replaced
 
 #: How the names of files of ``torch.save`` end.
 _ONE_FILE = (".pt", ".pth", ".bin")
@@ -55,11 +59,10 @@ def load_weights(
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.
-        ModuleNotFoundError: files of safetensors need the package safetensors.
         TypeError: ``keys`` is no function, or returns no str.
         ValueError: lists the faults on every rank, the first of each kind: missing and unexpected
             keys, other shapes, a key in the file for two tensors.
-        SavedStateError: a file is damaged, of another kind, or names files outside of its folder.
+        SavedStateError: a file is damaged, or of another kind.
         RemoteStageError: another rank failed.
 
     Source: ``torch.nn.Module.load_state_dict``.
@@ -72,18 +75,14 @@ def load_weights(
 
         def judge(facts: list[dict[str, Any]]) -> list[str]:
             named = [value for of_rank in facts for value in of_rank["keys"]]
-            return collisions(named) + all_faults(facts, source.shapes, strict=strict)
+            return collisions(named) + all_faults(facts, source.values, strict=strict)
 
-        faults = weights_faults(
-            module.state_dict(),
-            file_keys,
-            source.shapes,
-            strict=strict,
-            layers=module.named_children(),
-        )
+        layers = module.named_children()
+        ours = module.state_dict()
+        faults = weights_faults(ours, file_keys, source.values, strict=strict, layers=layers)
         faults = agree({"keys": file_keys.facts(), "faults": faults}, judge)
         if not faults:
-            read_weights(module, file_keys, source)
+            read_weights(module, file_keys, source.values)
             agree(None, lambda _: None)  # no rank goes on before all have read
     raise_faults(f"the weights in {path} do not fit", faults)
 
@@ -105,36 +104,42 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
 
     Raises:
         FileExistsError: the folder is not empty, or the file is there.
-        ModuleNotFoundError: files of safetensors need the package safetensors.
         ValueError: different tensors would get one key.
         TypeError: the module's state dict holds more than dense tensors of safetensors' dtypes.
         RemoteStageError: another rank failed.
 
     Source: the package ``safetensors``; ``huggingface_hub.save_torch_state_dict``.
     """
-    one_pipeline = Member.of(module)
+    in_pipeline = Member.of(module)
     file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
-    with one_pipeline.call("state.export") as agree:
-        member = one_pipeline.among(agree)
+    with in_pipeline.call("state.export") as agree_in_pipeline:
+        member, agree = in_pipeline.among(agree_in_pipeline)
 
-        def make_place(facts: list[Any]) -> dict[str, Any]:
-            faults, place = collisions(chain.from_iterable(facts)), Path(path).absolute()
-            if not faults and member.pipeline == 0:
-                folder = place.parent if place.suffix in _ONE_FILE else place
-                folder.mkdir(parents=True, exist_ok=True)
-                if place.is_file() or (folder == place and any(folder.iterdir())):
-                    raise FileExistsError(f"{place} is not empty: export to a new place")
-            return {"faults": faults, "place": str(place)}
-
-        agreed = agree(file_keys.facts(), make_place)
-        place = Path(agreed["place"])
-        if not agreed["faults"]:
-            tensors = member.own_share(_tensors(module, file_keys))
+        faults = agree(file_keys.facts(), lambda facts: collisions(chain.from_iterable(facts)))
+        if not faults:
+            made = attempt(lambda: _make_place(Path(path).absolute())) if member.rank == 0 else None
+            place = Path(agree(made, itemgetter(0)))
+            values = module.state_dict()
+            named = {name: values[key] for key, name in file_keys.to_write().items()}
+            for key, value in named.items():
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise TypeError(f"{key} of the state dict is a {kind}: use state.save")
+            tensors = member.own_share(named)
             if member.pipeline == 0:
                 write = _write_one_file if place.suffix in _ONE_FILE else write_files
-                write(place, tensors, one_pipeline, agree)
-            member.from_first("written", agree)
-    raise_faults(f"nothing was written to {path}", agreed["faults"])
+                write(place, tensors, in_pipeline, agree_in_pipeline)
+            agree(None, lambda _: None)
+    raise_faults(f"nothing was written to {path}", faults)
+
+
+def _make_place(place: Path) -> str:
+    """Make the folder for an export, on rank 0."""
+    folder = place.parent if place.suffix in _ONE_FILE else place
+    folder.mkdir(parents=True, exist_ok=True)
+    if place.is_file() or (folder == place and any(folder.iterdir())):
+        raise FileExistsError(f"{place} is not empty: export to a new place")
+    return str(place)
 
 
 def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
@@ -143,10 +148,9 @@ def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agre
     torch.save({key: value.detach().cpu() for key, value in tensors.items()}, ours[member.rank])
 
     def join(_: list[Any]) -> None:
-        mapped = Mapped()
         whole: dict[str, Any] = {}
         for part in ours:
-            whole |= mapped.open_torch(part)
+            whole |= torch.load(part, mmap=True, weights_only=True)
         joined = path.with_name(f"{path.name}.tmp")
         torch.save(whole, joined)
         os.rename(joined, path)
@@ -181,7 +185,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device to a file.
 
     Raises:
-        ModuleNotFoundError: the package safetensors is missing.
         TypeError: one is not dense, or has a dtype that the format lacks.
     """
     seen: set[int] = set()
@@ -195,18 +198,21 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         storage = own.untyped_storage().data_ptr()
         ours[key] = own.clone() if storage in seen else own  # the package refuses shared memory
         seen.add(storage)
-    safetensors().torch.save_file(ours, path, metadata={"format": "pt"})
+    temporary = path.with_name(f"{path.name}.tmp")
+    safetensors.torch.save_file(ours, temporary, metadata={"format": "pt"})
+    os.rename(temporary, path)
 
 
-def read_weights(module: nn.Module, keys: FileKeys, source: Source) -> None:
+def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) -> None:
     """Read a module's values, straight into the memory that its state dict shares."""
     ours = module.state_dict()
     with torch.no_grad():
-        for key, name in keys.to_read(source.values).items():
-            own = ours[key]
-            is_direct = isinstance(own, Tensor) and not sharded.is_sharded(own)
-            value = source.read({name: own if is_direct else None})[name]
-            ours[key] = sharded.like(value, own) if isinstance(value, Tensor) else value
+        for key, name in keys.to_read(saved).items():
+            own, value = ours[key], saved[name]
+            if isinstance(own, Tensor) and isinstance(value, Stored) and not is_sharded(own):
+                value.read(own)
+            else:
+                ours[key] = sharded.like(replaced(value, Stored, Stored.read), own)
     module.load_state_dict(ours)
 
 
@@ -216,7 +222,7 @@ def read_weights(module: nn.Module, keys: FileKeys, source: Source) -> None:
 def weights_faults(
     ours: Mapping[str, Any],
     keys: FileKeys,
-    saved: Shapes,
+    saved: Mapping[str, Any],
     *,
     strict: bool,
     must_be_same_dtype: bool = False,
@@ -235,50 +241,28 @@ def weights_faults(
             unfit.append(f"{where} is on the meta device: give it memory first (to_empty)")
         elif key not in to_read:
             missing.append(f"{where} is missing")
-        elif isinstance(value, Tensor) and (
-            misfit := _misfit(value, saved[name], must_be_same_dtype=must_be_same_dtype)
-        ):
-            unfit.append(f"{where} {misfit}")
+        elif isinstance(value, Tensor):
+            misfit = _misfit(value, saved[name], must_be_same_dtype=must_be_same_dtype)
+            unfit += [f"{where} {misfit}"] if misfit else []
     return (few(missing) if strict else []) + few(unfit)
 
 
-def _misfit(
-    value: Tensor,
-    found: tuple[tuple[int, ...], torch.dtype | None] | None,
-    *,
-    must_be_same_dtype: bool,
-) -> str:
+def _misfit(value: Tensor, saved: Any, *, must_be_same_dtype: bool) -> str:
     """Return how a tensor differs from the saved value, if that cannot be loaded; else ""."""
-    shape, dtype = found or (None, None)
-    if shape != tuple(value.shape):
-        form = "is not a tensor" if shape is None else f"has shape {shape}"
-        return f"has shape {tuple(value.shape)} but {form} there"
-    if dtype in (None, value.dtype):
-        return ""
-    if must_be_same_dtype or not torch.can_cast(dtype, value.dtype):
-        return f"has dtype {value.dtype} but {dtype} there"
+    if not isinstance(saved, Stored):
+        return f"has shape {tuple(value.shape)} but is not a tensor there"
+    if saved.shape != tuple(value.shape):
+        return f"has shape {tuple(value.shape)} but has shape {saved.shape} there"
+    is_fit = not must_be_same_dtype and torch.can_cast(saved.dtype, value.dtype)
+    if saved.dtype != value.dtype and not is_fit:
+        return f"has dtype {value.dtype} but {saved.dtype} there"
     return ""
 
 
 def all_faults(facts: list[dict[str, Any]], saved: Iterable[str], *, strict: bool) -> list[str]:
     """Return the faults of all ranks, from the ``keys`` and ``faults`` of each; unused keys too."""
     known = {name for of_rank in facts for _, name, _ in of_rank["keys"]}
-    faults = [
-        (f"rank {rank}: " if len(facts) > 1 else "") + fault
-        for rank, of_rank in enumerate(facts)
-        for fault in of_rank["faults"]
-    ]
     unexpected = [key for key in saved if key not in known] if strict else []
-    return faults + few(f"{key} is there, but no layer of the model has it" for key in unexpected)
-
-
-def _tensors(module: nn.Module, keys: FileKeys) -> dict[str, Tensor]:
-    """Return what a module is to write, by key in the file."""
-    ours = module.state_dict()
-    for key, value in ours.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{key} of the state dict is a {type(value).__name__}, but safetensors holds "
-                "tensors only: use state.save"
-            )
-    return {name: ours[key] for key, name in keys.to_write().items()}
+    return of_all_ranks(facts) + few(
+        f"{key} is there, but no layer of the model has it" for key in unexpected
+    )

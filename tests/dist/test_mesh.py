@@ -7,6 +7,7 @@ parallelism add up in another order than autograd, so gradients may differ in th
 from __future__ import annotations
 
 import os
+import resource
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -315,6 +316,37 @@ def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
         train_plain(again, of_again, 2)
         for one, other in zip(loaded.parameters(), again.parameters(), strict=True):
             assert_same(one, other, name, TOLERANCE)
+
+
+def save_badly(bare, folder, what):
+    """Save where one rank of one of two pipelines cannot; return each rank's error."""
+    with mesh_of(bare, "dp", "pp") as mesh:
+        stage = stage_in(bare, mesh, what, make_model(), [3, 3], loss_fn=mean_loss)
+        for layer in stage:
+            fully_shard(layer, mesh=mesh["dp"])
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if what == "disk" and bare.rank == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+        extra = {"epochs" if what == "names" and bare.rank == 3 else "epoch": 1}
+        path = f"{folder}/file/run" if what == "folder" else f"{folder}/run"
+        try:
+            return error_of(lambda: state.save(path, stage, extra=extra))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_all_ranks_of_all_pipelines_raise_what_fails_on_one(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    for what, rank, told in (
+        ("names", 0, "on rank 3 than on rank 0: the names in extra: ['epochs'], not ['epoch']"),
+        ("folder", 0, "NotADirectoryError"),
+        ("disk", 3, "File too large"),
+    ):
+        errors = ranks(4).run(save_badly, str(tmp_path), what, world=False, timeout_s=60).values()
+
+        assert all(told in error for error in errors), errors
+        assert not errors[rank].startswith("RemoteStageError")
+        assert errors[1].startswith("RemoteStageError"), errors
 
 
 class Counting(TorchDispatchMode):

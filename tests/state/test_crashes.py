@@ -9,21 +9,21 @@ and has saved the same step.
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from procpipe import SavedStateError, state
 from procpipe.state import files
-from procpipe.state.mapped import Mapped
 from tests.dist.script import run_forked
 
 pytestmark = pytest.mark.dist
 
 COMMON = """
-import io, itertools, os, shutil, signal, socket, sys, threading, time
+import contextlib, io, itertools, os, shutil, signal, socket, sys, threading, time
 from pathlib import Path
-import torch, torch.distributed, torch.nn.functional as F
+import safetensors.torch, torch, torch.distributed, torch.nn.functional as F
 from torch import nn
-from procpipe import Stage, state
+from procpipe import SavedStateError, Stage, state
 from procpipe.state import files
 
 torch.set_num_threads(1)
@@ -44,15 +44,23 @@ def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
     os.written = lambda: None
     for name in names:
         patch(name)
-    def save(values, file, write=torch.save):
+    def write(place, data):  # the last bytes are zeros at first
+        is_path = isinstance(place, Path)
+        with open(place, "wb") if is_path else contextlib.nullcontext(place) as file:
+            file.write(data[:-50])
+            file.truncate(len(data))
+            file.flush()
+            os.written()
+            file.write(data[-50:])
+    def save(values, place, torchs=torch.save):
         whole = io.BytesIO()
-        write(values, whole)
-        file.write(whole.getvalue()[:500])
-        file.flush()
-        os.written()
-        file.write(whole.getvalue()[500:])
-    if "written" in names:  # a half of a file
+        torchs(values, whole)
+        write(place, whole.getvalue())
+    if "written" in names:
         torch.save = save
+        safetensors.torch.save_file = lambda tensors, path, metadata: write(
+            path, safetensors.torch.save(tensors, metadata)
+        )
     return lambda: count
 
 def in_fork(function, *args):
@@ -72,11 +80,13 @@ def whole():
     return [entry.path.name for entry in files.saved_in(FOLDER)]
 """
 
-ONE_PROCESS = """
+MAKE = """
 def make(step):
     torch.manual_seed(step)
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+"""
 
+ONE_PROCESS = """
 def save(step, keep=2):
     state.save(FOLDER, make(step), extra={"step": step}, step=step, keep=keep)
 
@@ -109,6 +119,31 @@ assert len(found) >= 8 and found == sorted(found), found
 assert True in found and False in found, found
 assert len(names()) == 2, names()
 print("survived", len(found))
+"""
+
+EXPORTS = """
+def export_killed(path, kill_at):
+    count_changes(kill_at)
+    state.export(path, make(1))
+
+for path in (Path("exported"), Path("exported.pt")):
+    outcomes = []
+    for kill_at in itertools.count(1):
+        code, model = end_of(in_fork(export_killed, path, kill_at)), make(2)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, code
+        try:
+            state.load_weights(path, model)
+        except (FileNotFoundError, SavedStateError):
+            outcomes.append("refused")
+        else:
+            for value, truth in zip(model.parameters(), make(1).parameters(), strict=True):
+                assert torch.equal(value, truth)
+            outcomes.append("whole")
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    assert "refused" in outcomes and outcomes == sorted(outcomes), outcomes
+    print(path, len(outcomes))
 """
 
 RANKS = """
@@ -155,9 +190,15 @@ print("survived", len(CASES))
 
 
 def test_a_process_is_killed_at_every_change_of_the_folder():
-    done = run_forked(COMMON + ONE_PROCESS, timeout_s=90).check()
+    done = run_forked(COMMON + MAKE + ONE_PROCESS, timeout_s=90).check()
 
     assert done.stdout.startswith("survived ")
+
+
+def test_an_export_that_was_killed_is_refused_or_whole():
+    done = run_forked(COMMON + MAKE + EXPORTS, timeout_s=90).check()
+
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["exported", "exported.pt"]
 
 
 #: Rank; the call and its number that kills it; whether in the background. Each calls fsync for its
@@ -312,7 +353,7 @@ def test_files_of_several_saves_are_no_whole_state(tmp_path):
     """As where the whole folder of a run was removed, and a stopped process goes on."""
     model = nn.Linear(1, 1)
     old = state.save(tmp_path / "old", model, step=1).path
-    contents = files.read(old, Mapped())[0]
+    contents = torch.load(old / files.name_of(0, 1), weights_only=True)
     for number, nonces in enumerate((("a", "a"), ("b", "c")), 1):
         path = tmp_path / f"run/00000{number}-step-{number}"
         path.mkdir(parents=True)

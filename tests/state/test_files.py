@@ -241,31 +241,23 @@ def test_missing_moments_are_refused(tmp_path):
     state.load(tmp_path, *trained(), strict=False)
 
 
-@pytest.mark.parametrize("part", ["step", "exp_avg"])
-def test_complex_state_is_not_made_real(tmp_path, part):
-    """Also with ``strict=False``: torch would drop the imaginary part."""
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("step", torch.complex64), ("exp_avg", torch.complex64), ("exp_avg", torch.float64)],
+)
+def test_a_moment_of_another_dtype_is_refused_or_converted(tmp_path, part, dtype):
+    """Complex ones always: torch would drop the imaginary part."""
     model, optimizer = trained()
-    state_of = optimizer.state[model.weight]
-    state_of[part] = state_of[part].to(torch.complex64)
+    of_weight = optimizer.state[model.weight]
+    of_weight[part] = of_weight[part].to(dtype)
     state.save(tmp_path, model, optimizer)
-    with pytest.raises(ValueError, match=rf"{part} .* has dtype torch.complex64, but must have"):
-        state.load(tmp_path, *trained(), strict=False)
-
-
-def test_a_moment_of_another_dtype_is_refused_or_converted(tmp_path):
-    model, optimizer = trained()
-    path = state.save(tmp_path, model, optimizer).path
-
-    def change(contents):
-        of_weight = contents["optimizer"]["state"]["weight"]
-        of_weight["exp_avg"] = of_weight["exp_avg"].double()
-
-    edited(path, change)
     model, loaded = trained()
-    with pytest.raises(ValueError, match=r"exp_avg of the optimizer's state of weight has dtype"):
-        state.load(tmp_path, model, loaded)
-    state.load(tmp_path, model, loaded, strict=False)
-    assert loaded.state[model.weight]["exp_avg"].dtype == torch.float32
+    for strict in (True, False) if dtype.is_complex else (True,):
+        with pytest.raises(ValueError, match=rf"{part} .* of weight has dtype {dtype}, but must h"):
+            state.load(tmp_path, model, loaded, strict=strict)
+    if not dtype.is_complex:
+        state.load(tmp_path, model, loaded, strict=False)
+    assert loaded.state[model.weight][part].dtype == torch.float32
 
 
 def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
@@ -299,15 +291,10 @@ def test_weights_in_files_of_other_kinds_are_refused(tmp_path):
 
 def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
     model = nn.Linear(1, 1)
-    state.export(tmp_path / "elsewhere", model)
-    folder = tmp_path / "folder"
+    folder, file = tmp_path / "folder", tmp_path / "elsewhere/model.safetensors"
+    state.export(file.parent, model)
     folder.mkdir()
-    file = tmp_path / "elsewhere/model.safetensors"
     index = folder / "model.safetensors.index.json"
-    for name in ("../elsewhere/model.safetensors", str(file), 3):
-        index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
-        with pytest.raises(SavedStateError, match="which is not in the index's folder"):
-            state.load_weights(folder, model)
     (folder / "a.safetensors").symlink_to(file)  # as a cache of Hugging Face has it
     index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), "a.safetensors")}))
     state.load_weights(folder, model)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import json
 import os
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,26 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from procpipe import RemoteStageError, Stage, state
+from tests.cases import pairs
 from tests.dist.stages import assert_same, plain_step, stage_of
 
 pytestmark = pytest.mark.on_gpus
 
-KINDS = ("sgd", "adam", "adamw")
-#: Some stages have no parameters, some no matrices, one has all of both.
-BALANCES = {1: [7], 2: [4, 3], 3: [1, 4, 2], 4: [2, 1, 2, 2]}
 CHUNKS = 2
+#: Optimizers, and models whose stages share a matrix or have nothing to train.
+KINDS = ("sgd", "adam", "adamw", "tied", "frozen")
+#: The number of processes, and how the model is cut; the first is a plain module. Some stages have
+#: no parameters, some no matrices, one has all of both.
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "1 stage": (1, {"balance": [7]}),
+    "2 stages": (2, {"balance": [4, 3]}),
+    "3 stages": (3, {"balance": [1, 4, 2]}),
+    "4 stages": (4, {"balance": [2, 1, 2, 2]}),
+    "looped": (2, {"balance": [2, 1, 2, 2], "schedule": "interleaved"}),
+    "folded": (2, {"balance": [2, 1, 2, 2], "schedule": "zb-v"}),
+    "replicas": (4, {"balance": [4, 3], "replicas": 2}),
+}
 
 
 class Tied(nn.Module):
@@ -45,9 +57,9 @@ class Tied(nn.Module):
         return self.up(torch.tanh(self.down(input)))
 
 
-def make_model(seed=1):
+def make_model(seed=1, kind=""):
     torch.manual_seed(seed)
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         nn.Linear(5, 8),
         nn.BatchNorm1d(8),
         nn.Tanh(),
@@ -57,28 +69,28 @@ def make_model(seed=1):
         nn.Linear(8, 3),
     ).double()
     model[5].weight.requires_grad_(False)
+    if kind == "tied":
+        model[5].weight = model[4][0].weight
+    if kind == "frozen":
+        model[:4].requires_grad_(False)
     return model
 
 
 def make_optimizer(kind, module, lr=0.05):
     if kind == "sgd":
         return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, nesterov=True)
-    if kind == "adam":
-        return torch.optim.Adam(module.parameters(), lr=lr, amsgrad=True)
+    if kind in ("adam", "frozen"):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return torch.optim.Adam(trained, lr=lr, amsgrad=True)
     named = list(module.named_parameters())
-    matrices = [parameter for _, parameter in named if parameter.ndim > 1]
-    vectors = [parameter for _, parameter in named if parameter.ndim <= 1]
+    body = [parameter for name, parameter in named if not name.startswith("6.")]
     groups = [
-        {"params": matrices, "weight_decay": 0.1, "betas": (0.8, 0.9)},
-        {"params": vectors, "weight_decay": 0.0, "lr": 2 * lr},
+        {"params": [p for p in body if p.ndim > 1], "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"params": [p for p in body if p.ndim <= 1], "weight_decay": 0.0, "lr": 2 * lr},
+        {"params": [p for name, p in named if name.startswith("6.")], "lr": 3 * lr},
     ]
-    return torch.optim.AdamW(groups, lr=lr)
-
-
-def wrong_optimizer(kind, module):
-    optimizer = make_optimizer(kind, module, lr=7.0)
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.5
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer.add_param_group({"params": [], "lr": 4 * lr})  # empty everywhere
     return optimizer
 
 
@@ -103,168 +115,97 @@ def scheduler_of(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+def options_of(optimizer):
+    """Return the options of all groups, also of empty ones."""
+    groups = optimizer.param_groups
+    return [{name: group[name] for name in group if name != "params"} for group in groups]
+
+
 def undisturbed(bare=None):
-    weights = {}
+    found = {}
     for kind in KINDS:
-        model = make_model()
+        model = make_model(kind=kind)
         optimizer = make_optimizer(kind, model)
         train(model, optimizer, scheduler_of(optimizer), mini_batches())
-        weights[kind] = model.state_dict()
-    return weights
+        found[kind] = model.state_dict(), options_of(optimizer)
+    return found
 
 
-@pytest.fixture(scope="module")
-def truth(ranks):
-    """Return the weights of undisturbed runs, trained in one thread as the others are."""
-    return ranks(1).run(undisturbed, world=False).values()[0]
-
-
-@pytest.fixture
-def one_thread():
-    """Make this process add numbers in the same order as the stages' processes."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def assert_same_as(found, expected, what):
+def assert_same_as(found, expected, what, tolerance=0.0):
     for key, value in found.items():
-        assert_same(value, expected[key], f"{what}: {key}")
+        assert_same(value, expected[key], f"{what}: {key}", tolerance)
 
 
 # -- any number of stages to any other -----------------------------------------------------------
 
 
-def save_some(bare, folder):
+def cut(bare, name, model, cut_name):
+    """Return a context of a stage, or of the model itself."""
+    _, options = CUTS[cut_name]
+    if not options:
+        return contextlib.nullcontext(model)
+    return stage_of(bare, name, model, chunks=CHUNKS, loss_fn=F.mse_loss, **options)
+
+
+def save_some(bare, folder, cut_name):
     for kind in KINDS:
-        balance = BALANCES[bare.num_ranks]
-        with stage_of(bare, kind, make_model(), balance, chunks=CHUNKS, loss_fn=F.mse_loss) as s:
-            optimizer = make_optimizer(kind, s)
+        with cut(bare, f"{cut_name} {kind}", make_model(kind=kind), cut_name) as module:
+            optimizer = make_optimizer(kind, module)
             scheduler = scheduler_of(optimizer)
-            train(s, optimizer, scheduler, mini_batches()[:3])
+            train(module, optimizer, scheduler, mini_batches()[:3])
             # As between two steps of a script: there are gradients, which are not saved.
-            where = f"{folder}/{bare.num_ranks}-{kind}"
-            saving = state.save(where, s, optimizer, extra={"scheduler": scheduler}, step=3)
+            where, extra = f"{folder}/{cut_name}/{kind}", {"scheduler": scheduler}
+            saving = state.save(where, module, optimizer, extra=extra, step=3)
             assert saving.is_done()
             assert saving.path.is_dir()
 
 
-def go_on_from_all(bare, folder, truth):
-    for num_saved in BALANCES:
-        for kind in KINDS:
-            name, balance = f"{num_saved}-{kind}", BALANCES[bare.num_ranks]
-            model = make_model(seed=2)
-            with stage_of(bare, name, model, balance, chunks=CHUNKS, loss_fn=F.mse_loss) as stage:
-                optimizer = wrong_optimizer(kind, stage)
-                scheduler = scheduler_of(optimizer)
-                resumed = state.load(
-                    f"{folder}/{name}", stage, optimizer, extra={"scheduler": scheduler}
-                )
-                assert resumed is not None
-                assert (resumed.step, resumed.num_stages) == (3, num_saved)
-                train(stage, optimizer, scheduler, mini_batches()[3:])
-                assert_same_as(stage.state_dict(), truth[kind], name)
+def go_on_from_some(bare, folder, cut_name, cases, truth):
+    """Load into models and optimizers with other values and options; train to the end."""
+    for saved_name, kind in cases:
+        name = f"{saved_name} to {cut_name}, {kind}"
+        with cut(bare, name, make_model(2, kind), cut_name) as module:
+            optimizer = make_optimizer(kind, module, lr=7.0)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.5
+            scheduler = scheduler_of(optimizer)
+            where, extra = f"{folder}/{saved_name}/{kind}", {"scheduler": scheduler}
+            resumed = state.load(where, module, optimizer, extra=extra)
+            assert resumed is not None
+            assert (resumed.step, resumed.num_stages) == (3, CUTS[saved_name][0])
+            train(module, optimizer, scheduler, mini_batches()[3:])
+            weights, options = truth[kind]
+            # The plain model adds gradients of a shared matrix in another order.
+            assert_same_as(module.state_dict(), weights, name, 1e-9 if kind == "tied" else 0.0)
+            assert options_of(optimizer) == options, name
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    for num_ranks in BALANCES:
-        ranks(num_ranks).run(save_some, str(folder), world=False).values()
+    for name, (num_ranks, _) in CUTS.items():
+        ranks(num_ranks).run(save_some, str(folder), name, world=False).values()
     return folder
 
 
-@pytest.mark.parametrize("num_ranks", BALANCES)
-def test_from_any_number_of_stages_to_any_other(ranks, saved, truth, num_ranks):
-    ranks(num_ranks).run(go_on_from_all, str(saved), truth, world=False).values()
-
-
-def go_on_in_turn(bare, folder, truth):
-    """Train one step with folded partitions, the others with the same partitions looped."""
-    balance = BALANCES[4]
-    options: Any = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
-    for before, schedule, steps in (
-        ("3-adamw", "zb-v", slice(3, 4)),
-        ("in turn", "interleaved", slice(4, 9)),
-    ):
-        with stage_of(
-            bare, schedule, make_model(2), balance, schedule=schedule, **options
-        ) as stage:
-            optimizer = wrong_optimizer("adamw", stage)
-            scheduler = scheduler_of(optimizer)
-            resumed = state.load(
-                f"{folder}/{before}", stage, optimizer, extra={"scheduler": scheduler}
-            )
-            assert resumed is not None
-            assert resumed.num_stages == (3 if before == "3-adamw" else 2)
-            train(stage, optimizer, scheduler, mini_batches()[steps])
-            state.save(f"{folder}/in turn", stage, optimizer, extra={"scheduler": scheduler})
-    assert_same_as(stage.state_dict(), truth["adamw"], "in turn")
-
-
-def test_from_one_placement_of_partitions_to_another(ranks, saved, truth):
-    ranks(2).run(go_on_in_turn, str(saved), truth, world=False).values()
-
-
-def train_what_is_not_frozen(bare, folder, truth):
-    """Save after two steps, and load before the others, with a stage of frozen layers."""
-    model = make_model()
-    model[:4].requires_grad_(False)
-    num_steps = len(mini_batches())
-    steps = slice(0, 2) if bare.num_ranks == 2 else slice(2, num_steps)
-    balance = {1: [7], 2: [4, 3], 3: [1, 3, 3]}[bare.num_ranks]
-    options: Any = {"chunks": CHUNKS, "loss_fn": F.mse_loss}
-    with stage_of(bare, "frozen", model, balance, **options) as stage:
-        optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=0.05)
-        scheduler = scheduler_of(optimizer)
-        if bare.num_ranks != 2:
-            state.load(folder, stage, optimizer, extra={"scheduler": scheduler})
-        train(stage, optimizer, scheduler, mini_batches()[steps])
-        if bare.num_ranks == 2:
-            state.save(folder, stage, optimizer, extra={"scheduler": scheduler})
-        else:
-            assert_same_as(stage.state_dict(), truth, "frozen")
-
-
-def frozen_truth(bare):
-    model = make_model()
-    model[:4].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    train(model, optimizer, scheduler_of(optimizer), mini_batches())
-    return model.state_dict()
-
-
-def test_a_stage_with_nothing_to_train(ranks, tmp_path):
-    (truth,) = ranks(1).run(frozen_truth, world=False).values()
-    for num_ranks in (2, 1, 3):
-        ranks(num_ranks).run(train_what_is_not_frozen, str(tmp_path), truth, world=False).values()
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("num_saved", BALANCES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_into_a_plain_module_and_optimizer(saved, truth, num_saved, kind):
-    model = make_model(seed=2)
-    optimizer = wrong_optimizer(kind, model)
-    scheduler = scheduler_of(optimizer)
-
-    state.load(saved / f"{num_saved}-{kind}", model, optimizer, extra={"scheduler": scheduler})
-
-    train(model, optimizer, scheduler, mini_batches()[3:])
-    assert_same_as(model.state_dict(), truth[kind], kind)
+def test_from_any_number_of_stages_to_any_other(ranks, saved):
+    """Also where partitions are placed otherwise, with replicas, and in plain PyTorch."""
+    truth = ranks(1).run(undisturbed, world=False).values()[0]
+    every = pairs(CUTS, CUTS, KINDS)
+    for name, (num_ranks, _) in CUTS.items():
+        cases = [(before, kind) for before, after, kind in every if after == name]
+        job = ranks(num_ranks).run(go_on_from_some, str(saved), name, cases, truth, world=False)
+        job.values()
 
 
 def test_a_user_opens_a_saved_state_with_torch(saved):
-    folder = saved / "3-adam/000001-step-3"
-    names: set[str] = set()
+    folder, names = saved / "3 stages/adam/000001-step-3", set()
     for rank in range(3):
         found = torch.load(folder / f"stage-{rank}-of-3.pt", weights_only=True)
-        assert found["about"]["balance"] == BALANCES[3]
+        assert found["about"]["balance"] == CUTS["3 stages"][1]["balance"]
         names |= found["model"].keys()
         for name, values in found["optimizer"]["state"].items():
-            parameter = make_model().get_parameter(name)
-            assert name == "5.weight" or values["exp_avg"].shape == parameter.shape, name
+            assert values["exp_avg"].shape == make_model().get_parameter(name).shape, name
     assert names == make_model().state_dict().keys()
 
 
@@ -359,7 +300,8 @@ def load_badly(bare, folder):
 
 
 def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
-    first, second = ranks(2).run(load_badly, str(saved / "3-adam"), world=False).values()
+    folder = saved / "3 stages/adam"
+    first, second = ranks(2).run(load_badly, str(folder), world=False).values()
 
     assert first == second
     (kind, load), (_, weights), (none_kind, none), (step_kind, step) = first
@@ -375,111 +317,108 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert "rank 1: the optimizer's state of 6.0.weight is not in it" in load
     assert "rank 0: extra 'epoch' was not saved" in load
     assert "rank 0: extra 'scheduler' was saved, but not asked for" in load
-    assert (none_kind, none) == ("FileNotFoundError", f"there is no folder {saved / '3-adam/none'}")
+    assert (none_kind, none) == ("FileNotFoundError", f"there is no folder {folder / 'none'}")
     assert step_kind == "FileNotFoundError"
     assert step.endswith("holds no saved state of step 4, but of 3")
 
 
-def save_differently(bare, folder):
-    with stage_of(bare, "other", make_model(), [4, 3], loss_fn=F.mse_loss) as stage:
-        extra = {"epoch": 1} if bare.rank == 0 else {"epochs": 1}
-        state.save(folder, stage, extra=extra)
+def save_differently(bare, folder, what):
+    with stage_of(bare, what, small_model(), [1, 2], loss_fn=F.mse_loss) as stage:
+        weights = [parameter for parameter in stage.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in stage.parameters() if parameter.ndim == 1]
+        groups = [{"params": weights}, {"params": others if bare.rank else []}]
+        lr = 0.5 + bare.rank if what == "rates" else 0.5
+        extra = {"epochs" if bare.rank and what == "names" else "epoch": 1}
+        state.save(folder, stage, torch.optim.SGD(groups, lr=lr), extra=extra)
 
 
-def test_other_arguments_than_on_rank_0_are_refused(ranks, tmp_path):
-    errors = ranks(2).run(save_differently, str(tmp_path), world=False).errors()
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("names", "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']"),
+        ("rates", "group 0 of the optimizer has lr = 0.5 on rank 0 and 1.5 on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_save_nothing(ranks, tmp_path, what, told):
+    """Group 1 is empty on rank 0, so groups are matched by their indices."""
+    folder = tmp_path / "run"
+    errors = ranks(2).run(save_differently, str(folder), what, world=False).errors()
 
     assert errors[0].is_a("ValueError")
     assert errors[1].is_a("RemoteStageError")
-    for error in errors:
-        assert "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']" in (
-            error.text
-        )
-
-
-def save_own_extra(bare, folder):
-    with stage_of(bare, "own", make_model(), [4, 3], loss_fn=F.mse_loss) as stage:
-        extra = {"mean": torch.full((2,), float(bare.rank)), "seconds": 1.5 + bare.rank}
-        state.save(folder, stage, extra=extra)
-        extra = {"mean": torch.zeros(2), "seconds": 0.0}
-        state.load(folder, stage, extra=extra)
-        return extra["mean"].tolist(), extra["seconds"]
-
-
-def test_each_rank_saves_its_own_extra_values(ranks, tmp_path):
-    """On as many stages each rank gets its own; on others all get rank 0's numbers, no tensors."""
-    found = ranks(2).run(save_own_extra, str(tmp_path), world=False).values()
-
-    assert found == [([0.0, 0.0], 1.5), ([1.0, 1.0], 2.5)]
-    model = make_model()
-    with pytest.raises(ValueError, match="extra 'mean' has another form, or other tensors, on ra"):
-        state.load(tmp_path, model, extra={"mean": None, "seconds": None})
-    extra = {"seconds": None}
-    state.load(tmp_path, model, extra=extra, strict=False)
-    assert extra == {"seconds": 1.5}
-
-
-def save_own_rates(bare, folder):
-    """Save a group a rank, each with a rate of its own, which its scheduler holds."""
-    with stage_of(bare, "rates", small_model(), [1, 2]) as stage:
-        optimizer, scheduler = scheduled(stage, 0.1 * (bare.rank + 1))
-        state.save(folder, stage, optimizer, extra={"scheduler": scheduler})
-
-
-def load_own_rates(bare, folder, balance):
-    with stage_of(bare, f"rates {balance}", small_model(), balance) as stage:
-        optimizer, scheduler = scheduled(stage, 0.3)
-        extra = {"scheduler": scheduler}
-        if balance == [1, 2]:
-            state.load(folder, stage, optimizer, extra=extra)
-            assert scheduler.base_lrs == [0.1 * (bare.rank + 1)]
-        else:
-            with pytest.raises(
-                ValueError,
-                match=r"rank 1 .* \(base_lrs of group 0 is 0\.1 on rank 0 and 0\.2 on rank 1\)",
-            ):
-                state.load(folder, stage, optimizer, extra=extra)
+    assert all(told in error.text for error in errors)
+    assert not folder.exists()
 
 
 def small_model():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-def scheduled(stage, lr):
-    optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+def with_own(stage, value):
+    """Return an optimizer, and what may differ between ranks: a tensor, a number, a rate."""
+    optimizer = torch.optim.SGD(stage.parameters(), lr=value)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    extra = {"mean": torch.full((2,), value), "seconds": 2 * value, "scheduler": scheduler}
+    return optimizer, extra
 
 
-def test_a_schedulers_rates_are_not_taken_to_other_layers(ranks, tmp_path):
-    """The scheduler's next step would set the rates of rank 0's groups on every stage."""
-    two, three = ranks(2), ranks(3)
-    two.run(save_own_rates, str(tmp_path), world=False).values()
-    two.run(load_own_rates, str(tmp_path), [1, 2], world=False).values()
-    two.run(load_own_rates, str(tmp_path), [2, 1], world=False).values()
-    three.run(load_own_rates, str(tmp_path), [1, 1, 1], world=False).values()
+def save_and_load_own(bare, folder):
+    with stage_of(bare, "own", small_model(), [1, 2]) as stage:
+        optimizer, extra = with_own(stage, 1.5 + bare.rank)
+        state.save(folder, stage, optimizer, extra=extra)
+        optimizer, extra = with_own(stage, 0.5)
+        state.load(folder, stage, optimizer, extra=extra)
+        return extra["mean"].tolist(), extra["seconds"], extra["scheduler"].base_lrs
+
+
+def refuse_those_of_other_layers(bare, folder, balance):
+    with stage_of(bare, f"other {balance}", small_model(), balance) as stage:
+        optimizer, extra = with_own(stage, 0.5)
+        told = []
+        for strict in (True, False):
+            with pytest.raises(ValueError, match="does not fit") as caught:
+                state.load(folder, stage, optimizer, extra=extra, strict=strict)
+            told.append(str(caught.value))
+        extra = {"seconds": 0.0}
+        state.load(folder, stage, extra=extra, strict=False)
+        return told, extra["seconds"]
+
+
+def test_each_rank_has_its_own_extra_values_and_other_stages_rank_0s_numbers(ranks, tmp_path):
+    """A tensor may be of its own stage, and a scheduler's next step would set the rates there."""
+    found = ranks(2).run(save_and_load_own, str(tmp_path), world=False).values()
+
+    assert found == [([1.5, 1.5], 3.0, [1.5]), ([2.5, 2.5], 5.0, [2.5])]
+    for balance in ([2, 1], [1, 1, 1]):
+        job = ranks(len(balance)).run(
+            refuse_those_of_other_layers, str(tmp_path), balance, world=False
+        )
+        for told, seconds in job.values():
+            assert seconds == 3.0
+            for each in told:
+                assert "extra 'mean' has another form, or other tensors, on rank 1" in each
+                assert "extra 'scheduler' has another form, or other learning rates, on r" in each
+                assert "(['base_lrs'][0] is 1.5 on rank 0 and 2.5 on rank 1)" in each
 
 
 # -- in the background ---------------------------------------------------------------------------
 
 
-class Gate:
-    """Blocks all writing of this process until it is opened."""
+@contextlib.contextmanager
+def gate():
+    """Block all writing of this process until the event is set."""
+    opened, fsync = threading.Event(), os.fsync
 
-    def __init__(self):
-        self.opened = threading.Event()
-        self._fsync = os.fsync
+    def wait(descriptor):
+        assert opened.wait(60)
+        fsync(descriptor)
 
-    def __enter__(self):
-        os.fsync = self._wait
-        return self
-
-    def __exit__(self, *_):
-        self.opened.set()
-        os.fsync = self._fsync
-
-    def _wait(self, descriptor):
-        assert self.opened.wait(60)
-        self._fsync(descriptor)
+    os.fsync = wait
+    try:
+        yield opened
+    finally:
+        opened.set()
+        os.fsync = fsync
 
 
 def save_while_training(bare, folder):
@@ -489,12 +428,12 @@ def save_while_training(bare, folder):
         scheduler = scheduler_of(optimizer)
         train(stage, optimizer, scheduler, batches[:2])
         then = copy.deepcopy([stage.state_dict(), optimizer.state_dict()])
-        with Gate() as gate:
+        with gate() as opened:
             saving = state.save(folder, stage, optimizer, step=2, asynchronous=True)
             train(stage, optimizer, scheduler, batches[2:4])
             assert not saving.is_done()
             assert state.load(folder, stage, missing_ok=True) is None
-            gate.opened.set()
+            opened.set()
             saving.wait()
         saving.wait()  # again: nothing to wait for
         one = state.save(folder, stage, optimizer, step=4, asynchronous=True)
@@ -553,9 +492,9 @@ def test_every_rank_reports_a_full_disk(ranks, tmp_path, full_rank, asynchronous
     assert found.step == 1
 
 
-# -- weights alone -------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------
 
-#: Layers of 4 MiB each; a quarter of the model is 16 MiB.
+#: Layers of 4 MiB each; a quarter of the model is 16 MiB, of its moments 32 MiB.
 WIDTH, NUM_LAYERS = 1024, 16
 
 
@@ -576,71 +515,9 @@ def peak_bytes(call):
     return resident("VmHWM") - before
 
 
-def load_own_weights(bare, folder):
-    share = [NUM_LAYERS // bare.num_ranks] * (bare.num_ranks - 1)
-    balance = [*share, NUM_LAYERS - sum(share)]
-    torch.manual_seed(1)
-    expected = big_model("cpu").state_dict()
-    peaks = {}
-    for name in ("plain.pt", "exported", "saved"):
-        with stage_of(bare, f"{name}{bare.num_ranks}", big_model(), balance) as stage:
-            stage.report()
-            state.load_weights(f"{folder}/warm/{name}", nn.Linear(1, 1))  # for its imports
-            peaks[name] = peak_bytes(lambda n=name, s=stage: state.load_weights(f"{folder}/{n}", s))
-            assert_same_as(stage.state_dict(), expected, name)
-    return peaks
-
-
-def export_own_weights(bare, folder):
-    torch.manual_seed(1)
-    with stage_of(bare, "export", big_model("cpu"), [6, 10]) as stage:
-        state.export(f"{folder}/exported", stage)
-        state.save(f"{folder}/saved", stage)
-    if bare.rank == 0:
-        warm = Path(folder, "warm")
-        state.export(warm / "exported", nn.Linear(1, 1))
-        state.save(warm / "saved", nn.Linear(1, 1))
-        torch.save(nn.Linear(1, 1).state_dict(), warm / "plain.pt")
-
-
-@pytest.mark.only_on_cpus  # their memory is that of the processes
-def test_no_process_holds_the_whole_model(ranks, tmp_path):
-    torch.manual_seed(1)
-    torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")
-    ranks(2).run(export_own_weights, str(tmp_path), world=False).values()
-    exported = sorted(path.name for path in (tmp_path / "exported").iterdir())
-    assert exported == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-    index = json.loads((tmp_path / "exported/model.safetensors.index.json").read_text())
-    assert index["weight_map"]["5.bias"] == exported[0]
-    assert index["weight_map"]["6.bias"] == exported[1]
-    num_bytes = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
-    assert index["metadata"]["total_size"] == num_bytes
-
-    for peaks in ranks(4).run(load_own_weights, str(tmp_path), world=False).values():
-        for name, peak in peaks.items():
-            # Beside its quarter of the model, which is there: one tensor.
-            assert peak < 0.15 * num_bytes / 4 + WIDTH * WIDTH * 4, (name, peak, num_bytes)
-
-
-def save_moments(bare, folder):
-    for name, model in (("warm", nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), ("big", big())):
-        half = len(model) // 2
-        with stage_of(bare, name, model, [half, half]) as stage:
-            optimizer = stepped(stage)
-            state.save(f"{folder}/{name}", stage, optimizer)
-
-
-def big():
-    return big_model("cpu")
-
-
 def stepped(module):
-    """Return an optimizer after a step with gradients of 1."""
-    optimizer = torch.optim.AdamW(module.parameters())
+    """Return an optimizer after a step with gradients of 1, which changes no parameter."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -648,29 +525,47 @@ def stepped(module):
     return optimizer
 
 
-def load_moments(bare, folder):
-    """Return what the first load and the next add to the memory, and the size of the state."""
-    small = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    with stage_of(bare, "warm moments", small, [1, 1]) as stage:
-        state.load(f"{folder}/warm", stage, torch.optim.AdamW(stage.parameters()))
-    with stage_of(bare, "moments", big(), [NUM_LAYERS // 2] * 2) as stage:
-        stage.report()
-        optimizer = torch.optim.AdamW(stage.parameters())
-        peaks = [
-            peak_bytes(lambda: state.load(f"{folder}/big", stage, optimizer)) for _ in range(2)
-        ]
-        of_all = (value for values in optimizer.state.values() for value in values.values())
-        return *peaks, sum(value.nbytes for value in of_all)
+def save_big(bare, folder):
+    torch.manual_seed(1)
+    with stage_of(bare, "save", big_model("cpu"), [6, 10]) as stage:
+        state.export(f"{folder}/exported", stage)
+        state.save(f"{folder}/saved", stage, stepped(stage))
+
+
+def load_big(bare, folder):
+    """Return what each load adds to the memory at its peak, and the size of the moments."""
+    small, warm = nn.Linear(1, 1), f"{folder}/warm{bare.rank}"  # for what is imported when used
+    state.export(f"{warm}/exported", small)
+    state.load_weights(f"{warm}/exported", small)
+    state.save(f"{warm}/saved", small, stepped(small))
+    state.load(f"{warm}/saved", small, torch.optim.AdamW(small.parameters()))
+    torch.manual_seed(1)
+    expected = big_model("cpu").state_dict()
+    peaks, num_bytes = {}, 0
+    for name in ("plain.pt", "exported", "saved"):
+        share = [NUM_LAYERS // bare.num_ranks] * bare.num_ranks
+        with stage_of(bare, name, big_model(), share) as stage:
+            stage.report()
+            peaks[name] = peak_bytes(partial(state.load_weights, f"{folder}/{name}", stage))
+            assert_same_as(stage.state_dict(), expected, name)
+            if name == "saved":
+                optimizer = torch.optim.AdamW(stage.parameters())
+                load = partial(state.load, f"{folder}/saved", stage, optimizer)
+                peaks |= {which: peak_bytes(load) for which in ("new moments", "moments there")}
+                of_all = (moment for each in optimizer.state.values() for moment in each.values())
+                num_bytes = sum(moment.nbytes for moment in of_all)
+    return peaks, num_bytes
 
 
 @pytest.mark.only_on_cpus  # their memory is that of the processes
-def test_a_loaded_optimizer_state_is_held_once(ranks, tmp_path):
-    """Beside its own state a process holds one tensor, also if it had a state before."""
-    two = ranks(2)
-    two.run(save_moments, str(tmp_path), world=False).values()
+def test_a_process_holds_one_tensor_beside_its_own(ranks, tmp_path):
+    torch.manual_seed(1)
+    torch.save(big_model("cpu").state_dict(), tmp_path / "plain.pt")
+    ranks(2).run(save_big, str(tmp_path), world=False).values()
 
-    for first, next_one, own in two.run(load_moments, str(tmp_path), world=False).values():
-        one_tensor = WIDTH * WIDTH * 4
-        assert own > 2 * 0.45 * NUM_LAYERS * one_tensor
-        assert first < own + 1.5 * one_tensor, (first, own)
-        assert next_one < 1.5 * one_tensor, (next_one, own)
+    one_tensor = WIDTH * WIDTH * 4
+    for peaks, of_moments in ranks(4).run(load_big, str(tmp_path), world=False).values():
+        assert of_moments > 2 * NUM_LAYERS / 4 * one_tensor
+        for name in ("plain.pt", "exported", "saved", "moments there"):
+            assert peaks[name] < 1.6 * one_tensor, (name, peaks)
+        assert peaks["new moments"] < of_moments + 1.6 * one_tensor, peaks
