@@ -43,19 +43,28 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StandIn:
-    """Has the attributes of a module, and calls a function in its place."""
+    """Calls a function in place of a module, and has the module's attributes.
 
-    def __init__(self, module: Any, function: Callable[..., Any]) -> None:
-        self._module, self._function = module, function
+    Tensors are among these only where ``find`` returns the module itself.
+    """
+
+    def __init__(
+        self,
+        bare: Any,
+        function: Callable[..., Any],
+        find: Callable[[], nn.Module | None] = lambda: None,
+    ) -> None:
+        self._bare, self._function, self._find = bare, function, find
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call the function."""
         return self._function(*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_module":  # not there yet, in a copy
+        if name.startswith("__") or name in ("_bare", "_find"):  # not there yet, in a copy
             raise AttributeError(name)
-        return getattr(self._module, name)
+        module = self._find()
+        return getattr(self._bare if module is None else module, name)
 
 
 class Stack:
@@ -161,7 +170,7 @@ class Stack:
         """
         is_after = bool(self._given)
         self._called[name].add("after" if is_after else "before")
-        module = _get(self._layer, name) if is_after == self._runs_after else None
+        module = self._find(name) if is_after == self._runs_after else None
         if module is not None:
             return module(*inputs, **named)
         value = named.get("inputs_embeds")
@@ -170,6 +179,13 @@ class Stack:
         if is_added and isinstance(value, Tensor):
             return torch.zeros((), dtype=torch.int64, device=value.device)
         return value
+
+    def _find(self, name: str) -> nn.Module | None:
+        """Return a module that the layer holds; None if it does not."""
+        try:
+            return self._layer and self._layer.get_submodule(name)
+        except AttributeError:
+            return None
 
     def _without_modules(self, module: Any, prefix: str) -> Any:
         """Return a copy of a module on the way to the blocks, with stand-ins for all others."""
@@ -186,7 +202,8 @@ class Stack:
                 made._modules[name] = None
             else:
                 is_added = isinstance(getattr(child, "base_layer", child), nn.Embedding)
-                made.__dict__[name] = StandIn(_bare(child), partial(self._call, full, is_added))
+                call, find = partial(self._call, full, is_added), partial(self._find, full)
+                made.__dict__[name] = StandIn(_bare(child), call, find)
                 self._called[full] = set()
         return made
 
@@ -271,11 +288,3 @@ def _path_of_blocks(stack: Any) -> str:
     if len(found) != 1:
         raise LookupError(f"its base model has {len(found)} lists of {number} blocks, not one")
     return found[0]
-
-
-def _get(layer: nn.Module | None, name: str) -> Any:
-    """Return the module of a layer that has a name; None if it has none."""
-    try:
-        return layer and layer.get_submodule(name)
-    except AttributeError:
-        return None

@@ -190,8 +190,15 @@ def test_other_classes_are_compared_at_the_start():
 
     values = {**TINY, "head_dim": 8, "num_key_value_heads": 1}
     helium = transformers.HeliumForCausalLM(transformers.HeliumConfig(**values))
+    experts: dict[str, Any] = {
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 8,
+        "pad_token_id": 0,
+    }
+    llama = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**values, **experts))
     state = torch.random.get_rng_state()
-    assert len(hf.sequential(helium)) == 3
+    for other in (helium, llama):  # the second reads an attribute of its embedding's matrix
+        assert len(hf.sequential(other)) == 3
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
