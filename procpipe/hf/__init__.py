@@ -1,8 +1,7 @@
 """Models of Hugging Face's transformers as pipelines: in, trained, out.
 
 sequential.py       sequential(): an nn.Sequential over a model's own modules
-families.py         the classes of models that were compared, and what few of them need
-compared.py         the others: a small copy is compared with transformers at the start
+compared.py         classes that were compared; a small copy of others is, at the start
 stack.py            a model's forward without its blocks: what they are called with
 layers.py           its layers: embeddings, blocks, head
 encoder_decoder.py  the layers of a model with an encoder

@@ -1,7 +1,8 @@
-"""Compares a small float64 copy of a model, as a pipeline's layers, with transformers.
+"""Which classes of models were compared with transformers; others are, when the model is divided.
 
-For classes that were not compared whole. It takes seconds, on the CPU, before the stage is built:
-logits and gradients of every parameter must be equal, with padding on both sides.
+A small float64 copy of such a model, as a pipeline's layers, must have the logits and the gradients
+of every parameter of transformers, with padding on both sides. It takes seconds, on the CPU, before
+the stage is built.
 """
 
 from __future__ import annotations
@@ -14,8 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.families import unsupported
 from procpipe.hf.layers import Block
+
+#: The classes of the table in docs/language_models.md, which ``python -m tests.hf`` compares.
+COMPARED = frozenset(
+    (
+        *("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
+        *("Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"),
+        *("Olmo2ForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+        *("FalconForCausalLM", "MptForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM"),
+        *("GraniteForCausalLM", "Starcoder2ForCausalLM", "SmolLM3ForCausalLM"),
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"),
+        *("GemmaForCausalLM", "PhiForCausalLM", "Mamba2ForCausalLM", "Olmo3ForCausalLM"),
+        *("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"),
+        "T5ForConditionalGeneration",
+    )
+)
 
 _TOLERANCE = 1e-10
 _NUM_WORDS, _NUM_SAMPLES, _LENGTH = 64, 3, 7
@@ -34,6 +49,20 @@ _FACTORS = (16, 8, 4, 2, 1)
 _LEAST_HEAD = 8
 
 
+def is_compared(model: nn.Module) -> bool:
+    """Return whether the class of a model was compared with transformers as a whole."""
+    is_theirs = type(model).__module__.startswith("transformers.models.")
+    return is_theirs and type(model).__name__ in COMPARED
+
+
+def unsupported(model: Any, reason: str) -> TypeError:
+    """Return the error for a model that cannot be made a pipeline."""
+    return TypeError(
+        f"hf.sequential cannot divide a {type(model).__qualname__}: {reason}; models that work are "
+        "in the table of docs/language_models.md, with or without LoRA of peft"
+    )
+
+
 def check_equal(model: Any, layers: nn.Sequential, divide: Callable[[Any], Any]) -> None:
     """Compare a small copy of a model with what ``divide`` makes of another one.
 
@@ -47,27 +76,22 @@ def check_equal(model: Any, layers: nn.Sequential, divide: Callable[[Any], Any])
     Raises:
         TypeError: logits or gradients differ, or no small copy runs.
     """
-    blocks = [layer._block[0] for layer in layers if isinstance(layer, Block)]
+    blocks = [layer.block for layer in layers if isinstance(layer, Block)]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(0)
         plain, batch = _small(model, _num_blocks(model.config, blocks))
-        divided = divide(copy.deepcopy(plain))
-        torch.manual_seed(1)
+        of_name = dict(plain.named_parameters())
         expected = _outputs(plain, batch)
-        torch.manual_seed(1)
+        gradients = _gradients(expected, of_name)
         try:
-            found = _outputs(divided, batch)
+            found = _outputs(divide(plain), batch)  # has the same parameters
         except Exception as error:
             raise unsupported(model, f"a small copy of it fails: {error}") from error
         if any(map(_differ, found, expected)):
             raise unsupported(model, "the logits of a small copy of it are not transformers'")
-        for outputs in (expected, found):
-            _weighed(outputs).backward()
-    of_layers = dict(divided.named_parameters())
-    ours = {divided.keys(key): parameter.grad for key, parameter in of_layers.items()}
-    for key, parameter in plain.named_parameters():
-        if _differ(ours[key], parameter.grad):
-            raise unsupported(model, f"a small copy of it has another gradient of {key}")
+        for key, ours in _gradients(found, of_name).items():
+            if _differ(ours, gradients[key]):
+                raise unsupported(model, f"a small copy of it has another gradient of {key}")
 
 
 def _small(model: Any, num_blocks: int) -> tuple[Any, dict[str, Tensor]]:
@@ -127,13 +151,11 @@ def _num_blocks(config: Any, blocks: Sequence[nn.Module]) -> int:
     configuration that have one for each block (its type of attention).
     """
     lists = [each for each in vars(config).values() if isinstance(each, list)]
+    of_blocks = [each for each in lists if len(each) == len(blocks)]
     kinds = []
     for k, block in enumerate(blocks):
-        modules = [(name, type(module).__name__) for name, module in block.named_modules()]
         shapes = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
-        kinds.append(
-            repr(([each[k] for each in lists if len(each) == len(blocks)], modules, shapes))
-        )
+        kinds.append(repr((block, shapes, [each[k] for each in of_blocks])))
     last = max(kinds.index(kind) for kind in kinds)
     return min(max(last + 1, 2), len(blocks), _MOST_BLOCKS)
 
@@ -159,6 +181,7 @@ def _batch(num_words: int, *, left: bool) -> dict[str, Tensor]:
 
 def _outputs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Return the logits that count, and the auxiliary loss if there is one."""
+    torch.manual_seed(1)
     if isinstance(model, nn.Sequential):
         result = model(**batch)
         logits, *auxiliary = result if isinstance(result, tuple) else (result,)
@@ -171,14 +194,18 @@ def _outputs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return logits[mask.bool()] if logits.shape[:2] == mask.shape else logits, *auxiliary
 
 
+def _gradients(
+    outputs: tuple[Tensor, ...], parameters: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Return the gradients of a sum over outputs, in which every element has its own weight."""
+    logits, *auxiliary = outputs
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
+    total = sum(auxiliary, (logits * weights).sum())
+    found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
 def _differ(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Return whether tensors differ; also where one is NaN. None is 0."""
     ours, theirs = (torch.zeros(()) if value is None else value for value in (ours, theirs))
     return not bool((ours - theirs).abs().max() <= _TOLERANCE * (1 + theirs.abs().max()))
-
-
-def _weighed(outputs: tuple[Tensor, ...]) -> Tensor:
-    """Return a sum over outputs whose gradient differs in every element."""
-    logits, *auxiliary = outputs
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
-    return sum(auxiliary, (logits * weights).sum())

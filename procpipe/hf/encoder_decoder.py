@@ -6,49 +6,55 @@ embed ────────────────────────�
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
 
-from procpipe.hf.families import Family
 from procpipe.hf.layers import Block, Embed, Head, ModelLayer, State, by_name
-from procpipe.hf.stack import Stack, copied, no_mask
+from procpipe.hf.stack import Stack, no_mask
 from procpipe.skip import pop, skippable, stash
+
+#: The classes of models that have these layers.
+CLASSES = ("T5ForConditionalGeneration",)
+
+#: A module that only the first block of a stack has, whose result the forward passes to the others.
+SHARED = "layer.0.SelfAttention.relative_attention_bias"
 
 _INPUTS, _MASK = "decoder_input_ids", "decoder_attention_mask"
 
 
-def layers_of(encoder: Stack, decoder: Stack, family: Family) -> dict[str, nn.Module]:
+def layers_of(model: Any, encoder: Stack, decoder: Stack) -> dict[str, nn.Module]:
     """Return all layers by name, in order."""
-    with_encoder = _stashing(len(decoder.blocks))
 
-    def block(kind: type[Block], stack: Stack, k: int) -> Block:
-        return kind(stack, k, _with_shared(stack.blocks, k, family))
+    def blocks(kind: type[Block], stack: Stack) -> list[Block]:
+        numbers = range(stack.num_blocks)
+        return [kind(stack, model, k, _with_shared(stack, model, k)) for k in numbers]
 
+    stashing = skippable(stash={"encoder": decoder.num_blocks})
+    norm: type[EncoderNorm] = stashing(type("EncoderNorm", (EncoderNorm,), {}))
     return {
-        "encoder_embed": EncoderEmbed(encoder, decoder.inputs),
-        **{f"encoder{k}": block(Block, encoder, k) for k in range(len(encoder.blocks))},
-        "encoder_norm": with_encoder(encoder),
-        "embed": DecoderEmbed(decoder),
-        **{f"block{k}": block(CrossBlock, decoder, k) for k in range(len(decoder.blocks))},
-        "head": Seq2SeqHead(decoder),
+        "encoder_embed": EncoderEmbed(encoder, model),
+        **{f"encoder{k}": block for k, block in enumerate(blocks(Block, encoder))},
+        "encoder_norm": norm(encoder, model),
+        "embed": DecoderEmbed(decoder, model),
+        **{f"block{k}": block for k, block in enumerate(blocks(CrossBlock, decoder))},
+        "head": Seq2SeqHead(decoder, model),
     }
 
 
 class EncoderEmbed(Embed):
     """The first layer of a model with an encoder; what the decoder takes travels through it."""
 
-    def __init__(self, stack: Stack, decoder_inputs: list[str]) -> None:
-        super().__init__(stack)
-        for name, module in stack.model._modules.items():
-            if name == stack.name:
-                break
+    def __init__(self, stack: Stack, model: nn.Module) -> None:
+        super().__init__(stack, model)
+        for name, module in takewhile(lambda each: each[0] != stack.name, model.named_children()):
             self.add_module(name, module)  # the matrix that is shared
 
     def forward(self, *inputs: Any, **named: Any) -> State:
         """Return the embeddings of a mini-batch, and what travels with them."""
-        named = by_name(inputs, named, [*self.inputs, _INPUTS, _MASK])
+        named = by_name(inputs, named, [*self.stack.inputs, _INPUTS, _MASK])
         if named.get(_INPUTS) is None:
             raise TypeError(
                 "the model needs decoder_input_ids: give them by "
@@ -62,22 +68,16 @@ class EncoderEmbed(Embed):
 class EncoderNorm(ModelLayer):
     """The end of an encoder."""
 
-    def __init__(self, stack: Stack) -> None:
-        after = stack.part("after")
-        super().__init__(stack, {stack.name: after.shell})
-        self._after = (after,)
+    def __init__(self, stack: Stack, model: nn.Module) -> None:
+        super().__init__(stack, model, stack.modules(model, "after"))
 
     def forward(self, state: State) -> Any:
         """Stash the encoder's output for all blocks of the decoder."""
-        states, (after,) = state["hidden_states"], self._after
+        states = state["hidden_states"]
         named = {"inputs_embeds": states, "attention_mask": no_mask(states)}
-        yield stash("encoder", after.left(states, after.shell, **named)[0])
+        result, _, _ = self.stack.run(self, left=states, training=self.training, **named)
+        yield stash("encoder", result[0])
         return {name: value for name, value in state.items() if name != "hidden_states"}
-
-
-def _stashing(num_pops: int) -> type[EncoderNorm]:
-    """Return a class whose tensor so many blocks pop."""
-    return skippable(stash={"encoder": num_pops})(type("EncoderNorm", (EncoderNorm,), {}))
 
 
 class DecoderEmbed(Embed):
@@ -86,7 +86,7 @@ class DecoderEmbed(Embed):
     def forward(self, state: State) -> State:
         """Return the embeddings of the decoder's input, and what travels with them."""
         state = dict(state)
-        return {"hidden_states": self.embedded(input_ids=state.pop(_INPUTS)), **state}
+        return {**super().forward(input_ids=state.pop(_INPUTS)), **state}
 
 
 @skippable(pop=["encoder"])
@@ -96,9 +96,9 @@ class CrossBlock(Block):
     def forward(self, state: State) -> Any:
         """Return the state with the block's hidden states."""
         encoder = yield pop("encoder")
-        given = self.given(
-            state["hidden_states"],
-            {"attention_mask": state[_MASK]} if _MASK in state else {},
+        _, given = self.given(
+            inputs_embeds=state["hidden_states"],
+            attention_mask=state.get(_MASK),
             encoder_hidden_states=encoder,
             encoder_attention_mask=state.get("attention_mask"),
         )
@@ -115,28 +115,18 @@ class Seq2SeqHead(Head):
         return {**given, "attention_mask": mask, _MASK: mask}
 
 
-def _with_shared(blocks: Sequence[nn.Module], k: int, family: Family) -> Any:
-    """Return block ``k``, which uses the first block's module where only that one has it.
+def _with_shared(stack: Stack, model: nn.Module, k: int) -> Any:
+    """Return block ``k``, which has the first block's shared module itself.
 
-    It is a copy of the modules on the path, then; the parameters are shared. Otherwise what the
-    module returns would have to travel: a tensor (heads, length, length), for every micro-batch.
+    It is a copy of the modules then; parameters are shared. Otherwise what the shared module
+    returns would have to travel: a tensor (heads, length, length), for every micro-batch.
     """
-    if family.shared is None or k == 0:
-        return blocks[k]
-    path, flag = family.shared
-    owner, _, name = path.rpartition(".")
-    return _with_module(blocks[k], owner.split("."), name, blocks[0].get_submodule(path), flag)
-
-
-def _with_module(
-    module: nn.Module, path: Sequence[str], name: str, shared: nn.Module, flag: str
-) -> Any:
-    children = dict(module._modules)
-    if path:
-        child = children[path[0]]
-        assert child is not None, "it is on the path"
-        children[path[0]] = _with_module(child, path[1:], name, shared, flag)
-        return copied(module, children)
-    made = copied(module, {**children, name: shared})
-    made.__dict__[flag] = True
+    block = model.get_submodule(f"{stack.path}.{k}")
+    if k == 0:
+        return block
+    made = copy.deepcopy(block, {id(each): each for each in (*block.parameters(), stack.config)})
+    owner, _, name = SHARED.rpartition(".")
+    attention: Any = made.get_submodule(owner)
+    setattr(attention, name, model.get_submodule(f"{stack.path}.0.{SHARED}"))
+    attention.has_relative_attention_bias = True
     return made

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from procpipe.hf.layers import Block, Embed, Head, model_of
+from procpipe.hf.layers import Embed, ModelLayer, model_of
 from procpipe.stage import Stage
 
 #: Options of transformers for the caches, which are here on the stages.
@@ -62,21 +63,21 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
-    with _caching(stage) as begin:
+    with _passes(stage) as run:
         if stage._grid.stage != 0:
-            return _follow(stage, begin)
-        lead = _Lead(stage, begin)
+            return _follow(stage, run)
         try:
             _check(model, input_ids, options)
-            tokens = _on_stages(model, lead).generate(input_ids.to(stage.device), **options)
+            on_stages = _on_stages(model, stage, run)
+            tokens = on_stages.generate(input_ids.to(stage.device), **options)
         except BaseException as error:
-            if not lead.is_in_call:  # otherwise all ranks have failed
+            with suppress(Exception):  # if a call failed, all ranks have
                 stage.fetch({"fault": f"{type(error).__name__}: {error}"})
             raise
         return stage.fetch({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
 
 
-def _follow(stage: Stage, begin: Callable[[bool], None]) -> Tensor:
+def _follow(stage: Stage, run: Callable[..., Tensor]) -> Tensor:
     """Run the forward passes that the first rank orders, until it gives the tokens."""
     while True:
         order = stage.fetch(None)
@@ -85,47 +86,92 @@ def _follow(stage: Stage, begin: Callable[[bool], None]) -> Tensor:
             return tokens
         if "fault" in order:
             raise ValueError(f"rank {stage._grid.rank_of(0)} could not generate: {order['fault']}")
-        begin(order["use_cache"])
-        stage.fetch(_last(stage()))
+        run(order["use_cache"])
 
 
-class _Lead:
-    """What the first rank does in each forward pass: order it, run its stage, get the logits."""
+@contextmanager
+def _passes(stage: Stage) -> Iterator[Callable[..., Tensor]]:
+    """Let the stage's layers keep caches, and its head give the last position only, for a while.
 
-    def __init__(self, stage: Stage, begin: Callable[[bool], None]) -> None:
-        self._stage, self._begin = stage, begin
-        (self._embed,) = (layer for layer in stage.children() if isinstance(layer, Embed))
-        self.cache_name = self._embed.cache_name
-        kinds = (value.dtype for value in stage.parameters() if value.is_floating_point())
-        self.place = stage.device, next(kinds, torch.get_default_dtype())
-        self.is_in_call = False
-        self._num_tokens = 0  # of each sequence, in all passes
+    Yields what runs the pipeline once, with caches or without; every rank calls it, and gets the
+    logits ``(batch, 1, words)``.
+    """
+    layers = [layer for layer in stage.children() if isinstance(layer, ModelLayer)]
+    caches: list[list[Any]] = [[] for _ in layers]  # the first layer of a partition uses its own
+    modes = [(module, module.training) for module in stage.modules()]
 
-    def logits(self, *, use_cache: bool, **inputs: Any) -> Tensor:
-        """Return the logits of the last position ``(batch, 1, words)``."""
-        named = {key: inputs[key] for key in self._embed.inputs if inputs.get(key) is not None}
-        size = len(named["input_ids"])
+    def run(use_cache: bool, **named: Any) -> Tensor:
+        for layer, of_layer in zip(layers, caches, strict=True):
+            layer.caches = _in_order(of_layer, layer.stack.config) if use_cache else repeat(None)
+        output = stage(**named)
+        logits: Tensor = stage.fetch(output[0] if isinstance(output, tuple) else output)
+        return logits
+
+    stage.eval()
+    try:
+        yield run
+    finally:
+        for layer in layers:
+            layer.caches = None
+        for module, mode in modes:
+            module.training = mode
+
+
+def _in_order(caches: list[Any], config: Any) -> Iterator[Any]:
+    """Yield the caches of micro-batches, which come in order; in the first pass new ones.
+
+    Each is of a whole model, of which only some layers are filled here. For masks and positions of
+    all blocks, the others are as long as those.
+    """
+    from transformers import DynamicCache
+
+    for cache in caches:
+        sized = [each for each in cache.layers if hasattr(each, "get_seq_length")]
+        filled = [each for each in sized if each.get_seq_length() > 0]
+        for k, each in enumerate(cache.layers):
+            if each in sized and each not in filled and filled:
+                same = (other for other in filled if type(other) is type(each))
+                cache.layers[k] = next(same, filled[0])
+        yield cache
+    while True:
+        caches.append(DynamicCache(config=config))
+        yield caches[-1]
+
+
+def _on_stages(model: Any, stage: Stage, run: Callable[..., Tensor]) -> Any:
+    """Return a copy of a model whose forward orders a pass of all ranks, and runs it."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    (embed,) = (layer for layer in stage.children() if isinstance(layer, Embed))
+    num_tokens = 0  # of each sequence, in all passes
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        nonlocal num_tokens
+        named = {key: inputs[key] for key in embed.stack.inputs if inputs.get(key) is not None}
+        size, length = named["input_ids"].shape
         for key, value in named.items():
             if isinstance(value, Tensor) and len(value) == 1 != size:
                 named[key] = value.expand(size, *value.shape[1:])  # one row for all samples
-        self.is_in_call = True
-        self._stage.fetch({"use_cache": use_cache})
-        self._begin(use_cache)
-        logits: Tensor = self._stage.fetch(_last(self._stage(**named)))
-        self.is_in_call = False
-        self._num_tokens = self._num_tokens * use_cache + named["input_ids"].shape[1]
+        use_cache = embed.stack.cache_name is not None and inputs.get("use_cache") is not False
+        stage.fetch({"use_cache": use_cache})
+        logits = run(use_cache, **named)
+        num_tokens = num_tokens * use_cache + length
         if (is_nan := logits.isnan().flatten(1).any(1)).any():
             raise ValueError(
-                f"the logits of sequence {int(is_nan.long().argmax())} are NaN after "
-                f"{self._num_tokens} tokens, so there is no next one: look for NaN in the weights; "
-                "some models give it for prompts that are padded on the left"
+                f"the logits of sequence {int(is_nan.long().argmax())} are NaN after {num_tokens} "
+                "tokens, so there is no next one: look for NaN in the weights; some models give it "
+                "for prompts that are padded on the left"
             )
-        return logits
+        return CausalLMOutputWithPast(logits=logits)
 
-
-def _last(output: Any) -> Any:
-    """Return the logits of an output, which may have an auxiliary loss, or the placeholder."""
-    return output[0] if isinstance(output, tuple) else output
+    plain = type(model)
+    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
+    kinds = (value.dtype for value in stage.parameters() if value.is_floating_point())
+    changes = {"dtype": next(kinds, torch.get_default_dtype()), "device": stage.device}
+    changes |= {"forward": forward, "__module__": plain.__module__}
+    made = copy.copy(model)
+    made.__class__ = type(plain.__name__, (plain,), changes)
+    return made
 
 
 def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
@@ -142,8 +188,7 @@ def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
             "or is 0 at the end of one: it must have their shape, and prompts be padded on the "
             "left (tokenizer.padding_side = 'left')"
         )
-    given = options.get("generation_config") or model.generation_config
-    config = copy.deepcopy(given)
+    config = copy.deepcopy(options.get("generation_config") or model.generation_config)
     config.update(**{key: value for key, value in options.items() if hasattr(config, key)})
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in ("greedy_search", "sample"):
@@ -158,98 +203,3 @@ def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
             f"{', '.join(refused)}: leave out, as hf.generate returns tokens only, and caches are "
             "on their stages"
         )
-
-
-def _on_stages(model: Any, lead: _Lead) -> Any:
-    """Return a copy of a model whose forward runs the pipeline."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    def forward(self: Any, **inputs: Any) -> Any:
-        use_cache = lead.cache_name is not None and inputs.get("use_cache") is not False
-        logits = lead.logits(**{**inputs, "use_cache": use_cache})
-        return CausalLMOutputWithPast(logits=logits)
-
-    plain = type(model)
-    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
-    device, dtype = lead.place
-    changes = {"forward": forward, "device": device, "dtype": dtype, "__module__": plain.__module__}
-    made = copy.copy(model)
-    made.__class__ = type(plain.__name__, (plain,), changes)
-    return made
-
-
-class _Caches:
-    """The caches of the blocks of one partition, one for each micro-batch, which come in order."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        self._caches: list[Any] = []
-        self._position = 0
-
-    def begin(self) -> None:
-        """Start with the first micro-batch again."""
-        self._position = 0
-
-    def next(self) -> Any:
-        """Return the cache of the next micro-batch; a new one in the first pass."""
-        if self._position == len(self._caches):
-            self._caches.append(_new_cache(self._config))
-        self._position += 1
-        return self._caches[self._position - 1]
-
-
-def _new_cache(config: Any) -> Any:
-    """Return a cache of a whole model, of which only some layers will be filled."""
-    from transformers import DynamicCache
-
-    class PartOfCache(DynamicCache):
-        """Is as long as those layers that are here, for masks and positions of all blocks."""
-
-        def _filled(self, layer_idx: int) -> int:
-            filled = [k for k, each in enumerate(self.layers) if _is_filled(each)]
-            if not filled or layer_idx in filled:
-                return layer_idx
-            kind = type(self.layers[layer_idx])
-            return next((k for k in filled if type(self.layers[k]) is kind), filled[0])
-
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            return int(super().get_seq_length(self._filled(layer_idx)))
-
-        def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
-            return super().get_mask_sizes(query_length, self._filled(layer_idx))
-
-    return PartOfCache(config=config)
-
-
-def _is_filled(layer: Any) -> bool:
-    return hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0
-
-
-@contextmanager
-def _caching(stage: Stage) -> Iterator[Callable[[bool], None]]:
-    """Let the stage's blocks use caches, and its head only the last position, for a while.
-
-    Yields what begins a forward pass, with caches or without.
-    """
-    blocks = [layer for layer in stage.children() if isinstance(layer, Block)]
-    heads = [layer for layer in stage.children() if isinstance(layer, Head)]
-    caches = [_Caches(layer.config) for layer in blocks]  # one is used in each partition
-    modes = [(module, module.training) for module in stage.modules()]
-
-    def begin(use_cache: bool) -> None:
-        for block, of_block in zip(blocks, caches, strict=True):
-            of_block.begin()
-            block.caches = of_block if use_cache else None
-
-    for head in heads:
-        head.num_logits = 1
-    stage.eval()
-    try:
-        yield begin
-    finally:
-        for block in blocks:
-            block.caches = None
-        for head in heads:
-            head.num_logits = 0
-        for module, mode in modes:
-            module.training = mode

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.hf import encoder_decoder
-from procpipe.hf.compared import check_equal
-from procpipe.hf.families import Family, family_of, is_compared, unsupported
+from procpipe.hf.compared import check_equal, is_compared, unsupported
 from procpipe.hf.layers import Block, Embed, Head
 from procpipe.hf.stack import Stack
 
 #: What peft puts into the keys of what it wraps.
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
+
+#: The number of a block that has the first one's shared module.
+_COPIES = re.compile(rf"\.\d+(?=\.{re.escape(encoder_decoder.SHARED)}\.)")
 
 #: The size of the input of which a balance is estimated.
 _NUM_SAMPLES, _LENGTH = 2, 128
@@ -76,36 +78,34 @@ def divided(model: Any) -> HFSequential:
 
     if not isinstance(model, transformers.PreTrainedModel):
         raise unsupported(model, "it is not a model of transformers")
-    family = family_of(model)
-    name = family.stack or model.base_model_prefix
+    has_encoder = type(model).__name__ in encoder_decoder.CLASSES
+    name = "decoder" if has_encoder else model.base_model_prefix
     if not hasattr(model, name):
         name = "model"  # of a decoder that is also part of a model of images
     try:
-        decoder = Stack(model, name)
-        encoder = Stack(model, family.encoder) if family.encoder else None
+        stack = Stack(model, name)
+        encoder = Stack(model, "encoder") if has_encoder else None
     except LookupError as error:
         raise unsupported(model, str(error)) from None
-    sample = _sample(decoder)
+    sample = _sample(stack)
     if encoder is not None:
-        layers = encoder_decoder.layers_of(encoder, decoder, family)
+        layers = encoder_decoder.layers_of(model, encoder, stack)
         sample |= {f"decoder_{name}": value for name, value in sample.items()}
     else:
-        layers = {"embed": Embed(decoder)}
-        layers |= {f"block{k}": Block(decoder, k) for k in range(len(decoder.blocks))}
-        layers["head"] = Head(decoder)
+        layers = {"embed": Embed(stack, model)}
+        layers |= {f"block{k}": Block(stack, model, k) for k in range(stack.num_blocks)}
+        layers["head"] = Head(stack, model)
     made = HFSequential(OrderedDict(layers))
     made.training = model.training
     made.sample = sample
-    made.keys = keys_of(family)
+    made.keys = _key_of
     _check_complete(made, model)
     return made
 
 
-def keys_of(family: Family) -> Callable[[str], str]:
-    """Return what makes Hugging Face's key from a key of the ``nn.Sequential``."""
-    owner = re.escape(family.shared[0]) if family.shared else "(?!)"
-    copies = re.compile(rf"\.\d+(?=\.{owner}\.)")
-    return lambda key: copies.sub(".0", _WRAPPED.sub(".", key.partition(".")[2]))
+def _key_of(key: str) -> str:
+    """Return Hugging Face's key for a key of the ``nn.Sequential``."""
+    return _COPIES.sub(".0", _WRAPPED.sub(".", key.partition(".")[2]))
 
 
 class HFSequential(nn.Sequential):

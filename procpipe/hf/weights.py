@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,14 +62,13 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         saved = [key for key in source.values if not any(re.search(each, key) for each in ignored)]
         keys = FileKeys.of(stage, to_file)
-        to_read = [*_ToRead.of(stage, model, keys, source)]
-        parts = {name: part for each in to_read for name, part in each.parts.items()}
+        pieces = [*_pieces(stage, model, keys, source)]
+        parts = {name: part for _, parts in pieces for name, part in parts.items()}
         faults = faults_of(parts, source, agree, saved, strict=strict, known=keys.facts())
         if not faults:
-            there = source.values.keys()
-            for each in to_read:
-                if all(name in there for name in each.parts):
-                    each.read(model, source)
+            for memory, parts in pieces:
+                if parts.keys() <= source.values.keys():
+                    _read(memory, parts, model, source)
             _start_adapters(stage)
             agree(None, lambda _: None)  # no rank goes on before all have read
         if not faults and (Path(folder) / _GENERATION).is_file():
@@ -106,7 +104,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     with member.call("hf.save_pretrained") as agree:
         faults = agree([*_active(stage)], lambda of_ranks: few(sorted({*chain(*of_ranks)})))
         if not faults:
-            agree(None, lambda _: (path / _NEW).mkdir(parents=True, exist_ok=True))
+            agree(None, lambda _: _make_anew(path / _NEW))
             values = stage.state_dict()
             own = {name: values[key] for key, name in _to_write(keys, tied)}
             write_files(path / _NEW, member.own_share(_parts(model, own)), member, agree)
@@ -120,25 +118,23 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     )
 
 
+def _make_anew(folder: Path) -> None:
+    """Make a folder, without what a save that was interrupted has left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
 def _finish(model: Any, path: Path, dtype: torch.dtype) -> None:
     """Let the new files replace those of an earlier save, the index last; write the rest."""
     new = path / _NEW
-    index = new / INDEX
-    kept = {SINGLE}
-    if index.is_file():
-        kept = {INDEX, *json.loads(index.read_text())["weight_map"].values()}
-    for name in sorted(kept - {INDEX}) + [INDEX] * index.is_file():
+    names = sorted((file.name for file in new.iterdir()), key=lambda name: (name == INDEX, name))
+    (path / INDEX).unlink(missing_ok=True)  # it must never name files of two saves
+    for name in names:
         os.replace(new / name, path / name)
     for old in [path / SINGLE, path / INDEX, *path.glob("model-?????-of-?????.safetensors")]:
-        if old.name not in kept:
+        if old.name not in names:
             old.unlink(missing_ok=True)
-    for left in [*new.iterdir()]:  # of a save that was interrupted
-        left.unlink()
     new.rmdir()
-    _write_configuration(model, path, dtype)
-
-
-def _write_configuration(model: Any, path: Path, dtype: torch.dtype) -> None:
     config = copy.copy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
@@ -177,7 +173,7 @@ def faults_of(
     agree: Agree,
     saved: Iterable[str],
     *,
-    strict: bool,
+    strict: bool = True,
     known: Sequence[list[str]] = (),
 ) -> list[str]:
     """Return how files differ from tensors by key, on all ranks, or none; also on every rank.
@@ -185,12 +181,10 @@ def faults_of(
     If it is ``strict``, each of the keys ``saved`` must be of some stage: in its pieces, or among
     the ``known`` facts of other names of the same memory.
     """
-    keys = FileKeys({name: name for name in pieces}, {}, lambda name: name)
+    keys = FileKeys({name: name for name in pieces}, {}, str)
+    own = weights_faults(pieces, keys, source.values, strict=strict)
     faults: list[str] = agree(
-        {
-            "keys": [*keys.facts(), *known],
-            "faults": weights_faults(pieces, keys, source.values, strict=strict),
-        },
+        {"keys": [*keys.facts(), *known], "faults": own},
         lambda facts: all_faults(facts, saved, strict=strict),
     )
     return faults
@@ -224,35 +218,34 @@ def _start_adapters(stage: Stage) -> None:
         set_magnitudes(module)
 
 
-@dataclass(frozen=True)
-class _ToRead:
-    """What a stage reads into one of its tensors."""
+def _pieces(
+    stage: Stage, model: Any, keys: FileKeys, source: Source
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield each tensor of a stage, but for those of adapters, and what to read, by key in files.
 
-    memory: Tensor
-    parts: dict[str, Tensor]  # shapes by key in files, as tensors without memory
-    is_joined: bool  # whether transformers joins the parts, or changes the only one
-
-    @classmethod
-    def of(cls, stage: Stage, model: Any, keys: FileKeys, source: Source) -> Iterator[_ToRead]:
-        """Yield what to read for each tensor of a stage, but for those of adapters."""
-        to_read = keys.to_read(source.values)
-        for key, memory in stage.state_dict().items():
-            if is_of_adapter(key):
-                continue
-            shape = torch.empty_like(memory, device="meta")
-            is_there = key in to_read
-            found = {to_read[key]: shape} if is_there else _parts(model, {keys.own[key]: shape})
-            one = torch.empty((), dtype=memory.dtype)
-            parts = {name: one.expand(part.shape) for name, part in found.items()}
-            yield cls(memory, parts, all(part is not shape for part in found.values()))
-
-    @torch.no_grad()
-    def read(self, model: Any, source: Source) -> None:
-        """Read the parts; holds no more than one tensor beside the stage's own."""
-        if self.is_joined:
-            self.memory.copy_(_joined(model, source.read(dict.fromkeys(self.parts))))
+    That is the tensor itself; or its parts, without memory, where transformers saves it so.
+    """
+    to_read = keys.to_read(source.values)
+    for key, memory in stage.state_dict().items():
+        if is_of_adapter(key):
+            continue
+        shape = torch.empty_like(memory, device="meta")
+        is_there = key in to_read
+        parts = {to_read[key]: shape} if is_there else _parts(model, {keys.own[key]: shape})
+        if any(part is shape for part in parts.values()):  # in one file, perhaps of another name
+            yield memory, dict.fromkeys(parts, memory)
         else:
-            source.read(dict.fromkeys(self.parts, self.memory))
+            one = torch.empty((), dtype=memory.dtype)
+            yield memory, {name: one.expand(part.shape) for name, part in parts.items()}
+
+
+@torch.no_grad()
+def _read(memory: Tensor, parts: Mapping[str, Tensor], model: Any, source: Source) -> None:
+    """Read a tensor or its parts; holds no more than one tensor beside the stage's own."""
+    if any(part is memory for part in parts.values()):
+        source.read(parts)
+    else:
+        memory.copy_(_joined(model, source.read(dict.fromkeys(parts))))
 
 
 def _joined(model: Any, parts: Mapping[str, Tensor]) -> Tensor:
@@ -264,13 +257,13 @@ def _joined(model: Any, parts: Mapping[str, Tensor]) -> Tensor:
     both: Any = [[each for each in transforms if isinstance(each, kind)] for kind in kinds]
     renamings, converters = both
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    joined: dict[str, Any] = {}
-    for name, part in parts.items():
+    key, converter = "", None
+    for name, part in parts.items():  # all of one pattern's converter
         renamed: Any = core_model_loading.rename_source_key(name, renamings, converters)
         key, pattern = renamed
-        converter = joined.setdefault(key, copy.deepcopy(of_pattern[pattern]))
+        converter = converter or copy.deepcopy(of_pattern[pattern])
         converter.add_tensor(key, name, pattern, part)
-    ((key, converter),) = joined.items()
+    assert converter is not None, "there are parts"
     (tensor,) = converter.convert(key, model=model, config=model.config).values()
     result: Tensor = tensor[0] if isinstance(tensor, list) else tensor
     return result

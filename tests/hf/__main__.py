@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.dist.forks import OF_HF, fork_server
 from tests.dist.pool import Pool, Ranks
-from tests.hf.compare import names, rows_of, table
+from tests.hf.cases import CASES
+from tests.hf.compare import kinds_of, rows_of, table
 
 
 def main() -> int:
@@ -17,15 +18,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="by default all of the table")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
-    if unknown := {*options.names}.difference(names()):
-        parser.error(f"there is no {min(unknown)!r}, but {', '.join(names())}")
+    if unknown := {*options.names}.difference(CASES):
+        parser.error(f"there is no {min(unknown)!r}, but {', '.join(CASES)}")
     fork_server().load(*OF_HF)
     pool = Pool()
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = rows_of(
                 lambda number: Ranks(pool, number),
-                options.names or names(),
+                kinds_of(options.names or CASES),
                 options.processes,
                 Path(folder),
             )

@@ -17,63 +17,19 @@ import transformers
 from procpipe import hf
 from procpipe.losses import masked_cross_entropy
 
-_PLAIN = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 20,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_PLAIN = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+_PLAIN |= {"intermediate_size": 20, "max_position_embeddings": 32}
+_PLAIN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_PLAIN, "num_key_value_heads": 2, "head_dim": 4}
-_TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"output_router_logits": True, "experts_implementation": "eager"}
 _GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 32}
 _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-_T5 = {
-    "vocab_size": 31,
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 20,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+_T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_heads": 4}
+_T5 |= {"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
 _MIXED = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 4,
     "query_pre_attn_scalar": 4,
-}
-
-#: By name: the class, without its suffix; the configuration's values.
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2", "LMHeadModel", _GPT2),
-    "GPT-2, untied": ("GPT2", "LMHeadModel", {**_GPT2, "tie_word_embeddings": False}),
-    "Llama": ("Llama", "ForCausalLM", _GROUPED),
-    "Llama, tied": ("Llama", "ForCausalLM", {**_GROUPED, **_TIED}),
-    "Mistral": ("Mistral", "ForCausalLM", {**_GROUPED, "sliding_window": 4}),
-    "Qwen2": ("Qwen2", "ForCausalLM", _GROUPED),
-    "Qwen3": ("Qwen3", "ForCausalLM", {**_GROUPED, **_TIED}),
-    "Gemma 2": ("Gemma2", "ForCausalLM", {**_GROUPED, **_MIXED}),
-    "Gemma 3": ("Gemma3", "ForCausalLM", {**_GROUPED, **_MIXED, "final_logit_softcapping": 5.0}),
-    "Phi-3": ("Phi3", "ForCausalLM", _GROUPED),
-    "OLMo 2": ("Olmo2", "ForCausalLM", _GROUPED),
-    "GPT-NeoX": ("GPTNeoX", "ForCausalLM", _PLAIN),
-    "Mixtral": ("Mixtral", "ForCausalLM", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}),
-    "Qwen3-MoE": (
-        *("Qwen3Moe", "ForCausalLM"),
-        {**_GROUPED, **_EXPERTS, "num_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 8, "mlp_only_layers": [0]},
-    ),
-    "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
-    "BERT, tokens": ("Bert", "ForTokenClassification", {**_PLAIN, "num_labels": 3}),
-    "BERT, tied": ("Bert", "ForMaskedLM", _PLAIN),
-    "T5": ("T5", "ForConditionalGeneration", _T5),
-    "T5, untied": ("T5", "ForConditionalGeneration", {**_T5, "tie_word_embeddings": False}),
 }
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "experts_implementation": "eager"}
@@ -89,8 +45,27 @@ _MPT = {"vocab_size": 31, "d_model": 16, "n_layers": 3, "n_heads": 4, "max_seq_l
 _MPT |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _MAMBA = {**_PLAIN, "num_heads": 8, "head_dim": 4, "state_size": 4, "n_groups": 1}
 
-#: Further ones, that only ``python -m tests.hf`` compares as a whole.
-MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+#: By name: the class, without its suffix; the configuration's values.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2", "LMHeadModel", _GPT2),
+    "Llama": ("Llama", "ForCausalLM", _GROUPED),
+    "Mistral": ("Mistral", "ForCausalLM", {**_GROUPED, "sliding_window": 4}),
+    "Qwen2": ("Qwen2", "ForCausalLM", _GROUPED),
+    "Qwen3": ("Qwen3", "ForCausalLM", _GROUPED),
+    "Gemma 2": ("Gemma2", "ForCausalLM", {**_GROUPED, **_MIXED}),
+    "Gemma 3": ("Gemma3", "ForCausalLM", {**_GROUPED, **_MIXED, "final_logit_softcapping": 5.0}),
+    "Phi-3": ("Phi3", "ForCausalLM", _GROUPED),
+    "OLMo 2": ("Olmo2", "ForCausalLM", _GROUPED),
+    "GPT-NeoX": ("GPTNeoX", "ForCausalLM", _PLAIN),
+    "Mixtral": ("Mixtral", "ForCausalLM", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}),
+    "Qwen3-MoE": (
+        *("Qwen3Moe", "ForCausalLM"),
+        {**_GROUPED, **_EXPERTS, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 8, "mlp_only_layers": [0]},
+    ),
+    "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
+    "BERT, tokens": ("Bert", "ForTokenClassification", {**_PLAIN, "num_labels": 3}),
+    "T5": ("T5", "ForConditionalGeneration", _T5),
     "Falcon": ("Falcon", "ForCausalLM", _PLAIN),
     "MPT": ("Mpt", "ForCausalLM", _MPT),
     "Cohere": ("Cohere", "ForCausalLM", _GROUPED),
@@ -105,6 +80,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phi": ("Phi", "ForCausalLM", _PLAIN),
     "Mamba 2": ("Mamba2", "ForCausalLM", _MAMBA),
     "OLMo 3": ("Olmo3", "ForCausalLM", {**_GROUPED, **_MIXED}),
+    "BERT, tied": ("Bert", "ForMaskedLM", _PLAIN),
 }
 
 _DROPOUTS = (
@@ -116,7 +92,7 @@ _DROPOUTS = (
 
 def config_of(name: str, dropout: float = 0.0, **others: Any) -> Any:
     """Return the configuration of a case, with some other values."""
-    family, _, values = (CASES | MORE)[name]
+    family, _, values = CASES[name]
     form = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, form)(**values | others)
     for key in _DROPOUTS:
@@ -127,7 +103,7 @@ def config_of(name: str, dropout: float = 0.0, **others: Any) -> Any:
 
 def class_of(name: str) -> Any:
     """Return the class of a case's model."""
-    family, suffix, _ = (CASES | MORE)[name]
+    family, suffix, _ = CASES[name]
     return getattr(transformers, family + suffix)
 
 
@@ -154,7 +130,7 @@ _EAGER = ("Gemma2", "Mpt")
 
 def batches_of(name: str) -> tuple[str, ...]:
     """Return the forms of mini-batches that a case has."""
-    family = (CASES | MORE)[name][0]
+    family = CASES[name][0]
     packed = () if family in ("Bert", "T5", "Mpt", "Mamba2") else (PACKED,)
     return (RIGHT, *(() if family in _EAGER else (LEFT,)), *packed)
 

@@ -1,17 +1,16 @@
 """Compares models as pipelines of one, two and three processes with transformers, in float64.
 
-For each case, tied and untied: loss and gradients of a mini-batch of each form, the logits of what
-``hf.save_pretrained`` writes, and greedy tokens.
+For each case, tied or untied: what ``hf.load_pretrained`` reads has the loss and gradients of a
+mini-batch of each form, and greedy tokens; what ``hf.save_pretrained`` writes has the logits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-import shutil
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import torch
 from procpipe import hf
 from tests.dist.stages import stage_of
 from tests.hf.cases import (
-    CASES,
-    MORE,
+    LEFT,
+    RIGHT,
     batch_of,
     batches_of,
     class_of,
+    config_of,
     loss_of,
     model_of,
     output_of,
@@ -32,8 +32,13 @@ from tests.hf.cases import (
 
 CHUNKS = 2
 
+#: By the number of processes.
+SCHEDULES = {1: "gpipe", 2: "1f1b", 3: "zb-h1"}
+
 #: Float32 inside of transformers' norms and rotary tables; other micro-batches round differently.
 TOLERANCE = 1e-12
+
+_GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
 #: A case, and whether embedding and head share their matrix.
 Kind = tuple[str, bool]
@@ -41,27 +46,34 @@ Kind = tuple[str, bool]
 
 @functools.cache
 def truth_of(name, form="both", tied=None):
-    """Return the loss and the gradients of the plain model over the same micro-batches."""
-    model = model_of(name, **_tying(tied))
+    """Return loss, gradients and buffers of the plain model over the same micro-batches."""
+    return plain_step(model_of(name, **tying(tied)), name, form)
+
+
+def plain_step(model, name, form="both", surroundings=contextlib.nullcontext):
+    """Run a step of a plain model, each micro-batch in surroundings of its own."""
     batch, labels = batch_of(name, form=form)
-    size = -(-len(labels) // CHUNKS)
-    loss_fn = loss_of(name)
-    loss = sum(
-        loss_fn(
-            output_of(model, {key: value[k : k + size] for key, value in batch.items()}),
-            labels[k : k + size],
+    size, loss_fn = -(-len(labels) // CHUNKS), loss_of(name)
+    loss: Any = 0.0
+    for k in range(0, len(labels), size):
+        part = {key: value[k : k + size] for key, value in batch.items()}
+        share = (
+            loss_fn.num_counted(labels[k : k + size]).item() / loss_fn.num_counted(labels).item()
         )
-        * (loss_fn.num_counted(labels[k : k + size]).item() / loss_fn.num_counted(labels).item())
-        for k in range(0, len(labels), size)
-    )
+        with surroundings():
+            loss = loss + share * loss_fn(output_of(model, part), labels[k : k + size])
     loss.backward()
-    gradients = {
-        key: parameter.grad for key, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    return loss.detach(), gradients, dict(model.named_buffers())
+    return loss.detach(), gradients_of(model), dict(model.named_buffers())
 
 
-def _tying(tied):
+def gradients_of(module, keys=str):
+    """Return the gradients of a module under all of its names, or what ``keys`` makes of these."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {keys(key): parameter.grad for key, parameter in named}
+
+
+def tying(tied):
+    """Return what of a configuration says whether embedding and head share their matrix."""
     return {} if tied is None else {"tie_word_embeddings": tied}
 
 
@@ -69,26 +81,29 @@ def step_of(stage, keys, name, form="both"):
     """Run a step; return the loss, and this stage's gradients and buffers by key."""
     batch, labels = batch_of(name, form=form)
     loss = stage.step(**batch, labels=labels)
-    named = stage.named_parameters(remove_duplicate=False)
-    return (
-        loss,
-        {keys(key): parameter.grad for key, parameter in named},
-        {keys(key): buffer for key, buffer in stage.named_buffers()},
-    )
+    buffers = {keys(key): buffer for key, buffer in stage.named_buffers()}
+    return loss, gradients_of(stage, keys), buffers
 
 
-def assert_same(found, expected, what):
+def assert_same(found, expected, what, tolerance=TOLERANCE):
     """Compare losses, gradients and buffers, each with the name of what differs."""
     loss, gradients, buffers = expected
-    assert abs(found[0] - loss) <= TOLERANCE, what
+    assert abs(found[0] - loss) <= tolerance, what
     for key, gradient in found[1].items():
         if gradients[key] is None:
             assert gradient is None or not gradient.any(), (what, key)
         else:
             difference = (gradient - gradients[key]).abs().max()
-            assert difference <= TOLERANCE * (1 + gradients[key].abs().max()), (what, key)
+            assert difference <= tolerance * (1 + gradients[key].abs().max()), (what, key)
     for key, buffer in found[2].items():
         assert torch.equal(buffer, buffers[key]), (what, key)
+
+
+def on_meta(name, **others):
+    """Return the layers of a case, built on the meta device."""
+    with torch.device("meta"):
+        model = class_of(name)(config_of(name, **others)).double()
+    return hf.sequential(model)
 
 
 def even(num_layers, number):
@@ -106,11 +121,14 @@ def kinds_of(names: Iterable[str]) -> list[Kind]:
     return [(name, tied) for name in names for tied in (False, True)[: 1 + (name not in untieable)]]
 
 
-def rows_of(ranks: Any, names: list[str], numbers: Iterable[int], folder: Path) -> dict[str, str]:
-    """Compare cases; return, for each, what is not equal, or "" if all is."""
-    found: dict[str, list[str]] = {name: [] for name in names}
+def rows_of(ranks: Any, kinds: list[Kind], numbers: Iterable[int], folder: Path) -> dict[str, str]:
+    """Compare cases; return, for each name, what is not equal, or "" if all is."""
+    found: dict[str, list[str]] = {name: [] for name, _ in kinds}
+    for name, tied in kinds:
+        model_of(name, **tying(tied)).save_pretrained(
+            folder / f"{name} {tied}", max_shard_size="9KB"
+        )
     for number in numbers:
-        kinds = kinds_of(names)
         parts = ranks(number).run(run_all, kinds, folder, world=False, timeout_s=600).values()
         for kind in kinds:
             faults = [
@@ -118,32 +136,32 @@ def rows_of(ranks: Any, names: list[str], numbers: Iterable[int], folder: Path) 
                 for rank, of_rank in enumerate(parts)
                 for fault in differences(kind, of_rank[kind], f"{number} processes, rank {rank}")
             ]
-            faults += of_folder(kind, folder / f"{kind[0]} {kind[1]}")
-            found[kind[0]] += faults
+            keys = set().union(*(of_rank[kind][RIGHT][1] for of_rank in parts))
+            if keys != truth_of(kind[0], RIGHT, kind[1])[1].keys():
+                faults.append(f"{number} processes do not have all gradients")
+            found[kind[0]] += faults + of_folder(kind, folder / f"{kind[0]} {kind[1]}", number)
     return {name: "; ".join(faults) for name, faults in found.items()}
 
 
 def run_all(bare, kinds, folder):
-    """Run steps of all forms, save and generate, for every case; return what was found."""
-    return {kind: run_one(bare, kind, folder) for kind in kinds}
+    """Load, run steps of all forms, generate, and save, for every case; return what was found."""
+    return {kind: run_one(bare, kind, folder / f"{kind[0]} {kind[1]}") for kind in kinds}
 
 
 def run_one(bare, kind, folder):
     name, tied = kind
-    layers: Any = hf.sequential(model_of(name, **_tying(tied)))
-    some = replace(bare, num_ranks=bare.num_ranks)
-    options = {"chunks": CHUNKS, "loss_fn": loss_of(name)}
+    layers: Any = on_meta(name, **tying(tied))
+    balance, schedule = even(len(layers), bare.num_ranks), SCHEDULES[bare.num_ranks]
+    options = {"chunks": CHUNKS, "schedule": schedule, "loss_fn": loss_of(name)}
     found: dict[str, Any] = {}
-    balance = even(len(layers), bare.num_ranks)
-    with stage_of(some, f"{kind}", layers, balance, **options) as stage:
+    with stage_of(bare, f"{kind}", layers, balance, **options) as stage:
+        hf.load_pretrained(stage, folder)
         for form in batches_of(name):
             found[form] = step_of(stage, layers.keys, name, form)
             stage.zero_grad()
-        if bare.rank == 0:
-            shutil.rmtree(folder / f"{name} {tied}", ignore_errors=True)
-        hf.save_pretrained(stage, folder / f"{name} {tied}")
         if _generates(name):
-            found["tokens"] = hf.generate(stage, **_prompts(name)).tolist()
+            found["tokens"] = hf.generate(stage, **prompts_of(name), **_GREEDY).tolist()
+        hf.save_pretrained(stage, folder)  # what is there is replaced
     return found
 
 
@@ -151,20 +169,25 @@ def _generates(name):
     return class_of(name).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def _prompts(name):
+def prompts_of(name):
+    """Return prompts, some of them padded on the left, and their mask, by name."""
     tokens = torch.randint(3, 31, (5, 7), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(tokens)
-    if "left" in batches_of(name):
+    if LEFT in batches_of(name):
         mask[1, :3] = mask[3, :1] = 0
-    options = {"max_new_tokens": 5, "do_sample": False}
-    return {"input_ids": tokens * mask, "attention_mask": mask, **options}
+    return {"input_ids": tokens * mask, "attention_mask": mask}
+
+
+def plain_of(name, tied=None):
+    """Return the plain model, which generates; transformers cannot with logits of routers."""
+    model = model_of(name, **tying(tied)).eval()
+    model.config.output_router_logits = False
+    return model
 
 
 @functools.cache
 def _tokens_of(kind):
-    model = model_of(kind[0], **_tying(kind[1])).eval()
-    model.config.output_router_logits = False  # transformers cannot generate with it
-    return model.generate(**_prompts(kind[0])).tolist()
+    return plain_of(*kind).generate(**prompts_of(kind[0]), **_GREEDY).tolist()
 
 
 def differences(kind, found, where):
@@ -182,17 +205,29 @@ def differences(kind, found, where):
     return faults
 
 
-def of_folder(kind, folder):
-    """Describe what of a folder that was saved is not the model of a case."""
+def of_folder(kind, folder, number):
+    """Describe what of a folder that was saved is not the model of a case, in so many files."""
     name, tied = kind
-    again = class_of(name).from_pretrained(folder, experts_implementation="eager").eval()
-    plain = model_of(name, **_tying(tied)).eval()
-    batch, _ = batch_of(name)
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        ours, theirs = (output_of(model, batch) for model in (again, plain))
-    ours, theirs = (value[0] if isinstance(value, tuple) else value for value in (ours, theirs))
-    is_same = (ours - theirs).abs().max() <= TOLERANCE
+    if len([*folder.glob("model*.safetensors")]) != number:
+        return [f"{folder.name} has other files, too"]
+    again, plain = read_again(name, folder), model_of(name, **tying(tied))
+    with warnings.catch_warnings(action="ignore"):
+        is_same = (logits_of(again, name) - logits_of(plain, name)).abs().max() <= TOLERANCE
     return [] if is_same else [f"{'tied' if tied else 'untied'}: {folder.name} is another model"]
+
+
+def read_again(name, folder):
+    """Return the model that transformers reads."""
+    return class_of(name).from_pretrained(folder, experts_implementation="eager")
+
+
+def logits_of(model, name):
+    """Return the logits of a plain model, or of a stage, in eval mode."""
+    batch, _ = batch_of(name)
+    with torch.no_grad():
+        is_stage = isinstance(model.eval(), torch.nn.Sequential)
+        output = model(**batch) if is_stage else output_of(model, batch)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def table(found: dict[str, str]) -> str:
@@ -208,10 +243,3 @@ def table(found: dict[str, str]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |" + (f" DIFFERS: {fault}" if fault else ""))
     return "\n".join(lines)
-
-
-def names() -> list[str]:
-    """Return the cases of the table: one of each class, tied and untied being two of one."""
-    return [name for name in CASES | MORE if not name.endswith((", tied", ", untied"))] + [
-        "BERT, tied"
-    ]

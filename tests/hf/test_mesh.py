@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from procpipe import hf
 from tests.dist.meshes import error_of, failing_all, mesh_of, stage_in, whole
 from tests.hf.cases import loss_of, model_of
-from tests.hf.compare import CHUNKS, assert_same, step_of, truth_of
+from tests.hf.compare import CHUNKS, assert_same, step_of, truth_of, tying
 
 
 def train(bare, names):
@@ -18,11 +18,11 @@ def train(bare, names):
     with mesh_of(bare, "dp", "pp") as mesh:
         for name, schedule in names.items():
             check(bare, mesh, name, schedule)
-        return error_of(partial(check, bare, mesh, "Llama, tied", "gpipe"))
+        return error_of(partial(check, bare, mesh, "Llama", "gpipe", tied=True))
 
 
-def check(bare, mesh, name, schedule):
-    layers = hf.sequential(model_of(name))
+def check(bare, mesh, name, schedule, tied=None):
+    layers = hf.sequential(model_of(name, **tying(tied)))
     options = {"chunks": CHUNKS, "schedule": schedule, "loss_fn": loss_of(name)}
     balance = [3, len(layers) - 3]
     stage = stage_in(bare, mesh, name, layers, balance, **options)

@@ -30,7 +30,7 @@ def test_the_script_of_the_page(tmp_path: Path) -> None:
     printed = []
     for num_ranks in (None, 2):
         folder = tmp_path / str(num_ranks)
-        plain = model_of("Llama, tied").float()
+        plain = model_of("Llama", tie_word_embeddings=True).float()
         plain.save_pretrained(folder)
         start = f"import os, torch\nos.environ['FOLDER'] = {str(folder)!r}\ntorch.manual_seed(0)\n"
         fork_server().load(*OF_HF)

@@ -11,53 +11,11 @@ from safetensors.torch import save_file
 
 from procpipe import Stage, hf
 from procpipe.hf import weights
-from tests.dist.stages import stage_of
-from tests.hf.cases import CASES, batch_of, class_of, config_of, model_of, output_of
-
-INDEX = "model.safetensors.index.json"
+from tests.hf.cases import model_of
+from tests.hf.compare import logits_of, on_meta, read_again
 
 #: Parameters are at other addresses, where sums may be of another order.
 TOLERANCE = 1e-13
-
-
-def on_meta(name):
-    """Return the layers of a case, built on the meta device."""
-    with torch.device("meta"):
-        model = class_of(name)._from_config(config_of(name), dtype=torch.float64)
-    return hf.sequential(model)
-
-
-def logits_of(model, name):
-    with torch.no_grad():
-        output = output_of(model.eval(), batch_of(name)[0])
-    return output[0] if isinstance(output, tuple) else output
-
-
-def stage_logits_of(stage, name):
-    with torch.no_grad():
-        output = stage.eval()(**batch_of(name)[0])
-    return output[0] if isinstance(output, tuple) else output
-
-
-def read_again(name, folder):
-    return class_of(name).from_pretrained(folder, experts_implementation="eager")
-
-
-def test_models_on_the_meta_device_load_and_save(tmp_path):
-    for name in CASES:
-        plain = model_of(name)
-        plain.save_pretrained(tmp_path / name / "in")
-        layers = on_meta(name)
-        stage = Stage(layers, [len(layers)])
-
-        hf.load_pretrained(stage, tmp_path / name / "in")
-        hf.save_pretrained(stage, tmp_path / name / "out")
-
-        expected = logits_of(plain, name)
-        assert (stage_logits_of(stage, name) - expected).abs().max() <= TOLERANCE, name
-        again = read_again(name, tmp_path / name / "out")
-        assert again.dtype == torch.float64, name
-        assert (logits_of(again, name) - expected).abs().max() <= TOLERANCE, name
 
 
 def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
@@ -82,7 +40,7 @@ def test_weights_of_the_base_model_alone_load(tmp_path):
 
     hf.load_pretrained(stage, tmp_path)
 
-    found = stage_logits_of(stage, "GPT-2")
+    found = logits_of(stage, "GPT-2")
     assert (found - logits_of(plain, "GPT-2")).abs().max() <= TOLERANCE
 
 
@@ -102,6 +60,8 @@ def test_what_does_not_fit_is_one_error(tmp_path):
     stage = Stage(on_meta("Llama"), [5])
     with pytest.raises(FileNotFoundError, match=r"snapshot_download\('meta/Llama-9'\) returns"):
         hf.load_pretrained(stage, "meta/Llama-9")
+    with pytest.raises(TypeError, match=r"was not made by hf\.sequential"):
+        hf.load_pretrained(Stage(torch.nn.Sequential(torch.nn.Linear(1, 1)), [1]), tmp_path)
 
 
 def test_a_folder_with_another_model_holds_only_the_new_one(tmp_path):
@@ -165,58 +125,9 @@ def test_the_generation_config_of_a_folder_is_that_of_the_model(tmp_path):
     assert saved["eos_token_id"] == [*range(3, 20)]
 
 
-def test_a_plain_sequential_is_refused(tmp_path):
-    stage = Stage(torch.nn.Sequential(torch.nn.Linear(1, 1)), [1])
-
-    with pytest.raises(TypeError, match=r"was not made by hf\.sequential"):
-        hf.load_pretrained(stage, tmp_path)
-
-
-#: Tied, with experts whose parts are saved alone, and with an encoder.
-IN_SEVERAL = ("GPT-2", "Mixtral", "T5")
-
-
-def test_each_rank_reads_and_writes_its_own_part(ranks, tmp_path):
-    for name in IN_SEVERAL:
-        for kind in ("in", "out"):  # another model, in more files, is replaced
-            model_of(name, seed=kind == "out").save_pretrained(
-                tmp_path / name / kind, max_shard_size="10KB"
-            )
-
-    parts = ranks(2).run(load_and_save, tmp_path, world=False, timeout_s=90).values()
-
-    for name in IN_SEVERAL:
-        folder = tmp_path / name / "out"
-        index = json.loads((folder / INDEX).read_text())
-        files = {*index["weight_map"].values()}
-        assert {file.name for file in folder.glob("model*")} == files | {INDEX}
-        assert len(files) == 2
-        for key, file in index["weight_map"].items():
-            with safe_open(folder / file, "pt") as opened:
-                assert key in opened.keys(), (name, key)  # noqa: SIM118 - it is no dict
-        expected = logits_of(model_of(name), name)
-        found = logits_of(read_again(name, folder), name)
-        assert (found - expected).abs().max() <= TOLERANCE, name
-        assert (parts[1][name] - expected).abs().max() <= TOLERANCE, name
-
-
-def load_and_save(bare, folder):
-    """Load and save each case; return the logits that the last rank has."""
-    found = {}
-    for name in IN_SEVERAL:
-        layers = on_meta(name)
-        half = len(layers) // 2
-        with stage_of(bare, name, layers, [half, len(layers) - half]) as stage:
-            hf.load_pretrained(stage, folder / name / "in")
-            hf.save_pretrained(stage, folder / name / "out")
-            logits = stage_logits_of(stage, name)
-            found[name] = logits if bare.rank == 1 else None
-    return found
-
-
 def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path):
-    plain = model_of("Llama, tied")
-    layers = on_meta("Llama, tied")
+    plain = model_of("Llama", tie_word_embeddings=True)
+    layers = on_meta("Llama", tie_word_embeddings=True)
     stage = Stage(layers, [len(layers)])
     values = plain.state_dict()
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= values.keys()
@@ -230,8 +141,8 @@ def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path)
 
         hf.load_pretrained(stage, folder)
 
-        found = stage_logits_of(stage, "Llama, tied")
-        assert (found - logits_of(plain, "Llama, tied")).abs().max() <= TOLERANCE, folder.name
+        found = logits_of(stage, "Llama")
+        assert (found - logits_of(plain, "Llama")).abs().max() <= TOLERANCE, folder.name
         torch.nn.init.zeros_(stage[0].model.embed_tokens.weight)
     hf.load_pretrained(stage, folders[0])
     hf.save_pretrained(stage, folders[3])
