@@ -148,3 +148,35 @@ def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path)
     hf.save_pretrained(stage, folders[3])
     with safe_open(folders[3] / "model.safetensors", "pt") as file:
         assert values.keys() - file.keys() == {"lm_head.weight"}
+
+
+def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(tmp_path, monkeypatch):
+    """Shards of two saves under one index would be read without an error."""
+    model = model_of("Llama")
+    for saved, part in (("old", tmp_path), ("new", tmp_path / weights._NEW)):
+        value = float(saved == "new")
+        names = [f"model-{k}-of-00002.safetensors" for k in ("00001", "00002")]
+        part.mkdir(exist_ok=True)
+        for key, name in zip("ab", names, strict=True):
+            save_file({key: torch.full((2,), value)}, part / name)
+        index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+        (part / weights.INDEX).write_text(json.dumps(index))
+    replace, num_left = weights.os.replace, 1
+
+    def replace_some(source, target):
+        nonlocal num_left
+        if num_left == 0:
+            raise KeyboardInterrupt
+        num_left -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(weights.os, "replace", replace_some)
+    for _ in range(2):  # killed after each file but the index
+        with pytest.raises(KeyboardInterrupt):
+            weights._finish(model, tmp_path, torch.float32)
+        with pytest.raises(FileNotFoundError, match="holds neither"):
+            weights.source_in(tmp_path)
+        num_left = 1
+    weights._finish(model, tmp_path, torch.float32)
+    read = weights.source_in(tmp_path).read({"a": None, "b": None})
+    assert torch.cat([*read.values()]).tolist() == [1.0] * 4
