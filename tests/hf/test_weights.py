@@ -150,18 +150,19 @@ def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path)
         assert values.keys() - file.keys() == {"lm_head.weight"}
 
 
-def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_replaced", [0, 1, 2, 3])
+def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(
+    tmp_path, monkeypatch, num_replaced
+):
     """Shards of two saves under one index would be read without an error."""
-    model = model_of("Llama")
-    for saved, part in (("old", tmp_path), ("new", tmp_path / weights._NEW)):
-        value = float(saved == "new")
-        names = [f"model-{k}-of-00002.safetensors" for k in ("00001", "00002")]
-        part.mkdir(exist_ok=True)
+    names = [f"model-{k}-of-00002.safetensors" for k in ("00001", "00002")]
+    for value, folder in enumerate((tmp_path, tmp_path / weights._NEW)):
+        folder.mkdir(exist_ok=True)
         for key, name in zip("ab", names, strict=True):
-            save_file({key: torch.full((2,), value)}, part / name)
+            save_file({key: torch.full((2,), float(value))}, folder / name)
         index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
-        (part / weights.INDEX).write_text(json.dumps(index))
-    replace, num_left = weights.os.replace, 1
+        (folder / weights.INDEX).write_text(json.dumps(index))
+    replace, num_left = weights.os.replace, num_replaced
 
     def replace_some(source, target):
         nonlocal num_left
@@ -171,12 +172,12 @@ def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(tmp_path, mon
         replace(source, target)
 
     monkeypatch.setattr(weights.os, "replace", replace_some)
-    for _ in range(2):  # killed after each file but the index
-        with pytest.raises(KeyboardInterrupt):
-            weights._finish(model, tmp_path, torch.float32)
-        with pytest.raises(FileNotFoundError, match="holds neither"):
-            weights.source_in(tmp_path)
-        num_left = 1
-    weights._finish(model, tmp_path, torch.float32)
-    read = weights.source_in(tmp_path).read({"a": None, "b": None})
-    assert torch.cat([*read.values()]).tolist() == [1.0] * 4
+    if num_replaced == 3:
+        weights._finish(model_of("Llama"), tmp_path, torch.float32)
+        read = weights.source_in(tmp_path).read({"a": None, "b": None})
+        assert torch.cat([*read.values()]).tolist() == [1.0] * 4
+        return
+    with pytest.raises(KeyboardInterrupt):
+        weights._finish(model_of("Llama"), tmp_path, torch.float32)
+    with pytest.raises(FileNotFoundError, match="holds neither"):
+        weights.source_in(tmp_path)
