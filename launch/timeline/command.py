@@ -6,7 +6,6 @@ Reads the files that the ranks of a run wrote (``Stage(trace="run.json")``) and 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,7 +67,7 @@ def _described(recording: Recording, step: Step) -> Iterator[str]:
 
 def _write(path: Path, traces: Sequence[Trace], recording: Recording, step: Step) -> None:
     if path.suffix == ".json":
-        path.write_text(json.dumps(to_chrome(traces, recording)), encoding="utf-8")
+        path.write_bytes(to_chrome(traces, recording))
         return
     try:
         from procpipe.launch.timeline.figure import draw, panels_of

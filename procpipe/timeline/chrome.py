@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,6 @@ _QUARTER_S = 7_889_238
 _CLOSED = "closed"
 _TAIL = b"\n]}\n"
 
-Event = dict[str, Any]
-
 
 def rank_path(path: str | os.PathLike[str], job_rank: int) -> Path:
     """Return the file of a rank: "run.3.json" for "run.json" and rank 3 of the job.
@@ -76,36 +74,31 @@ class TraceFile:
         self._rank = rank
         clock, base_ns = Clock.here(), _base_ns()
         self._shift_ns = clock.offset_ns - base_ns
-        head = {
-            "otherData": {
-                "format": FORMAT,
-                "rank": rank,
-                "run": run,
-                "clock": clock,
-                "facts": dict(facts),
-            },
-            "displayTimeUnit": "ms",
-            "baseTimeNanoseconds": base_ns,
-            "traceEvents": [*_names(rank, facts)],
+        other = {
+            "format": FORMAT,
+            "rank": rank,
+            "run": run,
+            "clock": clock,
+            "facts": dict(facts),
         }
-        self._head = _encoded(head).removesuffix(b"]}")
-        self._parts: list[bytes] = []
+        self._head = _file_of(base_ns, _names(rank, facts), **other).removesuffix(_TAIL)
+        self._parts: list[bytes] = []  # a step each
         self._left: tuple[int, int] | None = None  # the file as it was left, or that it is lost
         self._write(self._write_whole)
 
     def add(self, record: Record) -> None:
         """Add what the rank recorded of a step: ``Recorder.last_record``."""
-        self._add(list(_events(self._rank, record, self._shift_ns)))
+        self._add(_events(self._rank, record, self._shift_ns))
 
     def close(self) -> None:
         """Note that the run closed its stages."""
-        mark = {"ph": "i", "s": "p", "name": _CLOSED, **_place(self._rank, _STEPS)}
-        self._add([mark | {"ts": (time.perf_counter_ns() + self._shift_ns) / 1000}])
+        now_ns = time.perf_counter_ns() + self._shift_ns
+        self._add([_event("i", _CLOSED, self._rank, _STEPS, now_ns, ',"s":"p"')])
 
-    def _add(self, events: list[Event]) -> None:
+    def _add(self, events: Iterable[str]) -> None:
         if self._left is None:
             return
-        self._parts.append(b",\n" + _encoded(events)[1:-1])
+        self._parts.append("".join(f",\n{event}" for event in events).encode())
         if len(self._parts) > FIRST + 2 * LAST:
             del self._parts[FIRST:-LAST]
             self._write(self._write_whole)
@@ -135,10 +128,6 @@ class TraceFile:
     def _present(self) -> tuple[int, int]:
         status = self._path.stat()
         return status.st_ino, status.st_size
-
-
-def _encoded(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _base_ns() -> int:
@@ -182,9 +171,9 @@ def read(path: Path) -> Trace:
 # -- for viewers --------------------------------------------------------------------------------
 
 
-def to_chrome(traces: Sequence[Trace], recording: Recording) -> dict[str, Any]:
-    """Return all ranks' events as one file, with an arrow from each send to the task it is for."""
-    events: list[Event] = []
+def to_chrome(traces: Sequence[Trace], recording: Recording) -> bytes:
+    """Return one file of all ranks' events, with an arrow from each send to the task it is for."""
+    events: list[str] = []
     base_ns = _base_ns()
     offsets_ns = common_offsets([trace.clock for trace in traces])
     for trace, offset_ns in zip(traces, offsets_ns, strict=True):
@@ -195,61 +184,73 @@ def to_chrome(traces: Sequence[Trace], recording: Recording) -> dict[str, Any]:
     for number, (step, hop) in enumerate(hops):
         if hop.transfer.payload == LOSS:
             continue  # no task is for it
-        zero_us = (step.begin_ns - base_ns) / 1000
-        arrow = {"name": hop.transfer.payload, "cat": "message", "id": number}
-        begin, end = _place(hop.source, _SENDS), _place(hop.destination, _TASKS)
-        events.append(arrow | {"ph": "s", **begin, "ts": zero_us + hop.posted_s * 1e6})
-        events.append(arrow | {"ph": "f", **end, "ts": zero_us + hop.taken_s * 1e6})
-    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events}
+        name, more = hop.transfer.payload, f',"cat":"message","id":{number}'
+        posted_ns, taken_ns = (
+            step.begin_ns - base_ns + round(at_s * 1e9) for at_s in (hop.posted_s, hop.taken_s)
+        )
+        events.append(_event("s", name, hop.source, _SENDS, posted_ns, more))
+        events.append(_event("f", name, hop.destination, _TASKS, taken_ns, more))
+    return _file_of(base_ns, events)
 
 
-def _names(rank: int, facts: Mapping[str, Any]) -> Iterator[Event]:
+def _file_of(base_ns: int, events: Iterable[str], **other: Any) -> bytes:
+    head = {"otherData": other, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
+    lines = ",\n".join(events)
+    text = f'{json.dumps(head)[:-1]},\n"traceEvents":[\n{lines}'
+    return text.encode() + _TAIL
+
+
+def _names(rank: int, facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a rank's process and rows."""
     num_replicas = facts["replicas"]
     replica, stage = divmod(rank, facts["the number of processes"] // num_replicas)
     of = f" of replica {replica}" if num_replicas > 1 else ""
-    yield _meta(rank, _STEPS, "process_name", {"name": f"stage {stage}{of} (rank {rank})"})
-    yield _meta(rank, _STEPS, "process_sort_index", {"sort_index": rank})
+
+    def meta(what: str, row: int, args: Mapping[str, Any]) -> str:
+        return _event("M", what, rank, row, 0, f',"args":{json.dumps(args)}')
+
+    yield meta("process_name", _STEPS, {"name": f"stage {stage}{of} (rank {rank})"})
+    yield meta("process_sort_index", _STEPS, {"sort_index": rank})
     for row, name in enumerate(_ROWS if num_replicas > 1 else _ROWS[:_SUMS]):
-        yield _meta(rank, row, "thread_name", {"name": name})
-        yield _meta(rank, row, "thread_sort_index", {"sort_index": row})
+        yield meta("thread_name", row, {"name": name})
+        yield meta("thread_sort_index", row, {"sort_index": row})
 
 
-def _meta(rank: int, row: int, name: str, args: Event) -> Event:
-    return {"ph": "M", "name": name, **_place(rank, row), "args": args}
+def _event(phase: str, name: str, rank: int, row: int, at_ns: int, more: str = "") -> str:
+    """Write an event; by hand, as ``json`` takes several times as long."""
+    return f'{{"ph":"{phase}","name":"{name}",{_place(rank, row)},"ts":{at_ns / 1000:.3f}{more}}}'
 
 
-def _place(rank: int, row: int) -> Event:
+def _place(rank: int, row: int) -> str:
     """Return the numbers of process and thread for a row of a rank.
 
-    Each number is used once: for Perfetto, a thread with its process's number is the main thread.
+    Each is used once: for Perfetto, a thread with its process's number is the main thread.
     """
     pid = _FIRST_PID + rank
-    return {"pid": pid, "tid": 10 * pid + row}
+    return f'"pid":{pid},"tid":{10 * pid + row}'
 
 
-def _events(rank: int, record: Record, shift_ns: int) -> Iterator[Event]:
+def _events(rank: int, record: Record, shift_ns: int) -> Iterator[str]:
     """Yield the events of a step; ``shift_ns`` is the zero of a file less that of the record."""
+    places = [_place(rank, row) for row in range(len(_ROWS))]
 
-    def at_us(at_ns: int) -> float:
-        return (at_ns + shift_ns) / 1000
-
-    def box(row: int, name: str, start_ns: int, end_ns: int, **more: Any) -> Event:
-        times = {"ts": at_us(start_ns), "dur": (end_ns - start_ns) / 1000}
-        return {"ph": "X", "name": name, **_place(rank, row), **times, **more}
+    def box(row: int, name: str, start_ns: int, end_ns: int, more: str = "") -> str:
+        times = f'"ts":{(start_ns + shift_ns) / 1000:.3f},"dur":{(end_ns - start_ns) / 1000:.3f}'
+        return f'{{"ph":"X","name":"{name}",{places[row]},{times}{more}}}'
 
     title = f"step {record['step']} ({record['call']})"
-    yield box(_STEPS, title, record["begin"], record["end"], record=record)
+    whole = json.dumps(record, separators=(",", ":"))
+    yield box(_STEPS, title, record["begin"], record["end"], f',"record":{whole}')
     for kind, i, j, *times_ns in record["tasks"]:
         yield box(_TASKS, f"{kind}{i}@{j}", *times_ns)
     for row, ends in ((_WAITS, "takes"), (_SENDS, "sends")):
         for payload, i, source, destination, size, *times_ns in record[ends]:
             name = f"{payload} {i}: {source}->{destination}"
-            yield box(row, name, *times_ns, args={"bytes": size})
+            yield box(row, name, *times_ns, more=f',"args":{{"bytes":{size}}}')
     for what, size, begun_ns, ended_ns, *times_ns in record["sums"]:
-        yield box(_WAITS, f"all-reduce {what}", *times_ns, args={"bytes": size})
+        args = f',"args":{{"bytes":{size}}}'
+        yield box(_WAITS, f"all-reduce {what}", *times_ns, more=args)
         # Several sums may be under way at a time, so they are asynchronous events.
-        number = f"{rank}.{record['step']}.{what}"
-        one = {"name": what, "cat": "all-reduce", "id": number, **_place(rank, _SUMS)}
-        yield {**one, "ph": "b", "ts": at_us(begun_ns), "args": {"bytes": size}}
-        yield {**one, "ph": "e", "ts": at_us(ended_ns)}
+        args += f',"cat":"all-reduce","id":"{rank}.{record["step"]}.{what}"'
+        yield _event("b", what, rank, _SUMS, begun_ns + shift_ns, args)
+        yield _event("e", what, rank, _SUMS, ended_ns + shift_ns, args)

@@ -170,7 +170,7 @@ def test_all_ranks_in_one_file_have_an_arrow_from_each_send_to_its_task(
 ) -> None:
     monkeypatch.setattr(chrome, "_base_ns", lambda: 5000 * 10**9)
     traces = traces_of(*([record] for record in records_of()))
-    data = json.loads(json.dumps(to_chrome(traces, merged(traces))))
+    data = json.loads(to_chrome(traces, merged(traces)))
     events = data["traceEvents"]
     boxes = [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
     arrows = [
