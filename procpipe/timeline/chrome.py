@@ -244,12 +244,12 @@ def _events(rank: int, record: Record, shift_ns: int) -> Iterator[str]:
     for kind, i, j, *times_ns in record["tasks"]:
         yield box(_TASKS, f"{kind}{i}@{j}", *times_ns)
     for row, ends in ((_WAITS, "takes"), (_SENDS, "sends")):
-        for payload, i, source, destination, size, *times_ns in record[ends]:
+        for payload, i, source, destination, size, start_ns, end_ns in record[ends]:
             name = f"{payload} {i}: {source}->{destination}"
-            yield box(row, name, *times_ns, more=f',"args":{{"bytes":{size}}}')
-    for what, size, begun_ns, ended_ns, *times_ns in record["sums"]:
+            yield box(row, name, start_ns, end_ns, f',"args":{{"bytes":{size}}}')
+    for what, size, begun_ns, ended_ns, asked_ns, taken_ns in record["sums"]:
         args = f',"args":{{"bytes":{size}}}'
-        yield box(_WAITS, f"all-reduce {what}", *times_ns, more=args)
+        yield box(_WAITS, f"all-reduce {what}", asked_ns, taken_ns, args)
         # Several sums may be under way at a time, so they are asynchronous events.
         args += f',"cat":"all-reduce","id":"{rank}.{record["step"]}.{what}"'
         yield _event("b", what, rank, _SUMS, begun_ns + shift_ns, args)

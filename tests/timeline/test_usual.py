@@ -46,17 +46,13 @@ def test_messages_are_by_channel() -> None:
 
 
 def test_the_host_s_seconds_are_those_in_no_task_send_or_wait() -> None:
-    # Stage 0: F0 ends at 1, is sent until 1.1, F1 begins at 1.25; its end is sent, then it waits.
-    # Stage 1 begins F0 0.5 s after its wait, and each next task 0.25 s after the one before it.
+    # Stage 0 sends from 1.125 to 1.25 s, stage 1 waits until 1.5 s.
     step = read_step(
-        "F0 0-1 F1 1.25-2 B1 6.25-7 B0 7.75-8 \n F0 1.75-2.75 F1 3-4 B1 4.25-5.25 B0 5.5-7",
-        hops=(
-            hop("activation", 0, 0, 1, 1.0, 1.125, 0.0, 1.5),
-            hop("gradient", 1, 1, 0, 5.25, 5.375, 2.0, 6.0),
-        ),
+        "F0 0-1 B0 1.5-2 \n F0 1.75-2.75 B0 3.125-4",
+        hops=(hop("activation", 0, 0, 1, 1.125, 1.25, 0.0, 1.5),),
     )
-    # 0.125, 0.25, 0.75; 0.25, 0.25, 0.25, 0.125
-    assert usual(recording_of(step)).host_s == 0.25
+    # Stage 0: 0.125 + 0.25; stage 1: 0.25 and 0.375.
+    assert usual(recording_of(step)).host_s == 0.375
 
 
 def test_a_run_without_a_training_step_is_an_error() -> None:

@@ -215,6 +215,7 @@ def test_a_simulated_plan_is_drawn_with_a_unit_that_fits():
     (axes,) = figure.axes
     assert axes.get_xlabel() == "time (ms)"
     assert axes.get_title(loc="left").startswith("gpipe: 19 ms")
+    assert max(start + width for start, width, *_ in boxes(axes)[3:]) == pytest.approx(19)
     assert len(boxes(axes)) == 3 + len([*gpipe(4, 3, recompute={0}).tasks()])
 
 
