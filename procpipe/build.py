@@ -10,9 +10,9 @@ and only where the user asks for them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,12 +187,12 @@ def connect(
     cut: Cut,
     layers: Mapping[str, nn.Module],
     settings: Mapping[str, Any],
-    trace: str | os.PathLike[str] | None,
+    trace: Path | None,
 ) -> Runner:
     """Build this rank's part of the pipeline; every rank calls it, and it waits for all of them.
 
     ``layers`` are this rank's, as they are now, by name; ``settings`` what else the user has set,
-    which is the same on all ranks.
+    which is the same on all ranks; ``trace`` this rank's file of a recording.
     """
     grid = world.grid
     facts = {
@@ -229,12 +229,8 @@ def connect(
         log = Log(world.board, world.device)
     else:
         with needed("procpipe.timeline", "trace=…"):
-            from procpipe.timeline.clocks import Clocks
-            from procpipe.timeline.collect import Tracing
             from procpipe.timeline.recorder import Recorder
-        plan_of = coordinator.programs.plan
-        tracing = Tracing(trace, wires.mesh, Clocks(wires.mesh), facts, plan_of)
-        log = Recorder(tracing, world.board, world.device)
+        log = Recorder(trace, grid.rank, facts, world.board, world.device)
     replicas = _connect_replicas(world, cut, wires, layers, log, coordinator.meet)
     runner = Runner(world, wires, coordinator, segments, cut.placement, cut.tied, replicas, log)
     cut.tied.make_equal(

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,10 +137,11 @@ class Stage(LocalLayers):
             different options for them, or if your code writes into one. Give it on every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
-        trace: where rank 0 writes a timeline of all stages when the stages close, or when the run
-            fails: JSON for https://ui.perfetto.dev and ``procpipe timeline``. Has the first steps
-            of a run and the last; give it on every rank, rank 0's path counts. Each stage of a
-            process needs a file of its own. On GPUs each step then waits for the device.
+        trace: where each rank writes what it does, after each step: ``"run.json"`` gives
+            ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe timeline`` and
+            https://ui.perfetto.dev. They have the first steps of a run and the last. Give it on
+            every rank, and each stage of a process another path: the newest stage with a path
+            writes it. On GPUs each step then waits for the device.
         world: this process's place in the job; by default as the launcher set it.
 
     "The last stage" is that of the last partition.
@@ -161,8 +163,7 @@ class Stage(LocalLayers):
             that are not stashed and popped in pairs, or of another package; data parallelism around
             a layer.
         ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; fewer
-            partitions than processes; a ``trace`` without a folder, or that another stage of this
-            process writes or has written.
+            partitions than processes; a ``trace`` without a folder.
         IndexError: more partitions than processes, or more processes than devices.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
@@ -254,12 +255,11 @@ class Stage(LocalLayers):
                 self._loss, self._batches, self._grid, self.placement[-1], self.device
             )
             self._same_input = SameInput(self._grid)
-            if trace is not None:  # an error before a long run, not after it
+            self._trace: Path | None = None
+            if trace is not None:
                 with needed("procpipe.timeline", "trace=…"):
-                    from procpipe.timeline.collect import claimed
-                if self.rank == 0:
-                    claimed(trace)
-            self._trace = trace
+                    from procpipe.timeline.chrome import rank_path
+                self._trace = rank_path(trace, self._grid.job_rank)
             self._guard = refuse_wrappers_of(self)
         except BaseException as error:
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
@@ -593,7 +593,7 @@ class Stage(LocalLayers):
         the same numbers from then on.
         """
         with needed("procpipe.timeline", "report()"):
-            from procpipe.timeline.reporting import report_of_all
+            from procpipe.timeline.report import report_of_all
         with self._shared_call("report") as pipeline:
             pipeline.coordinator.meet()
             statistics = report_of_all(pipeline)

@@ -13,6 +13,7 @@
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
     amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
+    autograd.profiler._is_profiler_enabled          profiles do not name the tasks of a recording
     ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
     ops.aten._grouped_mm                            likewise
     _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
@@ -279,3 +280,8 @@ def in_a_batch(group: Any, begin: Callable[[], None]) -> Any:
             group._end_coalescing()
         raise
     return group._end_coalescing()
+
+
+def is_profiler_on() -> bool:
+    """Return whether torch's profiler records this process."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from procpipe.launch.main import main
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
-from procpipe.timeline.pictures import render_text
+from procpipe.timeline.text import render_text
 from procpipe.torch_versions import release_of
 from tests.dist.script import run_forked
 from tests.launch.forked import start_as_forks
@@ -320,15 +320,15 @@ def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     )
     done = run_forked(code, num_ranks=2, tears_down=True).check()
     assert done.stdout.count("Split(stage=") == 2
-    assert main(["timeline", "run.json"]) == 0
+    assert main(["timeline", "run.0.json", "run.1.json"]) == 0
     out = capsys.readouterr().out
     (shown,) = re.findall(r"```text\n(.*?)```", TIMELINE.read_text(), re.DOTALL)
     table, shown_table = (re.sub(r"[\d.]+", "0", text).split("\n\n")[:2] for text in (out, shown))
     assert [line.split() for line in table] == [line.split() for line in shown_table]
-    assert out.endswith("\nrun.html\n")
-    # The report has the table of the page; only the clocks were read again.
+    assert out.endswith("\nrun.png\n")
+    # The report has the table of the page.
     ours, theirs = (re.findall(r"^ +[01] .*%.*$", text, re.M)[-2:] for text in (done.stdout, out))
-    assert [line.split()[:2] for line in ours] == [line.split()[:2] for line in theirs]
+    assert ours == theirs
 
 
 # -- docs/schedules.md ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from procpipe import (
     Stage,
     StageClosedError,
 )
+from procpipe.timeline.chrome import read
 
 
 @pytest.fixture(autouse=True)
@@ -310,12 +311,14 @@ def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ValueError, match="must be a file in a folder that is there"):
             stage_of(make_model(), [4], trace=path)
-    stage = stage_of(make_model(), [4], trace=tmp_path / "run.json", loss_fn=F.cross_entropy)
-    stage.step(*batch())
-    stage.close()
-    assert (tmp_path / "run.json").exists()
-    with pytest.raises(ValueError, match="another stage of this process writes that file or has"):
-        stage_of(make_model(), [4], trace=tmp_path / "run.json")
+
+
+def test_a_cell_that_runs_twice_records_the_second_run(stage_of, tmp_path):
+    for num_steps in (1, 2):
+        stage = stage_of(make_model(), [4], trace=tmp_path / "run.json", loss_fn=F.cross_entropy)
+        for _ in range(num_steps):
+            stage.step(*batch())
+    assert len(read(tmp_path / "run.0.json").records) == 2
 
 
 def test_calls_of_a_closed_stage_are_errors(stage_of):

@@ -57,6 +57,7 @@ NAMES = {
     "_start_coalescing": (lambda: nccl(), TESTED),
     "_end_coalescing": (lambda: nccl(), TESTED),
     "_unscale_grads_": (lambda: torch.amp.GradScaler, TESTED),
+    "_is_profiler_enabled": (lambda: torch.autograd.profiler, TESTED),
     "_scaled_dot_product_flash_attention_for_cpu": (lambda: torch.ops.aten, TESTED),
     "_grouped_mm": (lambda: torch.ops.aten, TESTED),
     "FakeTensorMode": (lambda: importlib.import_module("torch._subclasses"), TESTED),

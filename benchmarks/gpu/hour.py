@@ -6,7 +6,7 @@ time (steps.py), and each finding is written at once (results.py).
     FOLDER/results.jsonl   every finding, as it came
     FOLDER/logs.txt        all output of all processes
     FOLDER/gpu.txt         the tables; gpu.json has the findings too, gpu.md is text for docs/
-    FOLDER/trace.json      a timeline for https://ui.perfetto.dev
+    FOLDER/trace.*.json    a timeline of each rank for https://ui.perfetto.dev
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"--nccl {nccl}: there is no libnccl.so.2")
             nccl = found[0]
         folder.mkdir(parents=True, exist_ok=True)
-        for old in ("results.jsonl", "logs.txt", "trace.json"):
-            folder.joinpath(old).unlink(missing_ok=True)
+        for old in ("results.jsonl", "logs.txt", "trace.*.json"):
+            for path in folder.glob(old):
+                path.unlink()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         run = _Run(folder, options.budget_s, options.tiny, nccl)
         try:

@@ -245,7 +245,7 @@ def trace(record: Recorder, devices: Sequence[str], transport: str | None, **siz
         ours = {"step, ms": split.step_s * 1e3}
         ours |= {n.removesuffix("_s"): f"{getattr(split, n) / split.step_s:.0%}" for n in names}
     for k, cells in enumerate(gathered(ours)):
-        note = f"the whole timeline is in {path.name}"
+        note = "the whole timeline is in trace.*.json"
         record("trace", f"{_where(devices, transport)}: stage {k}", cells, note)
     stage.close()
 

@@ -10,7 +10,7 @@ from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Task
 #: The tasks of one stage, each as its text, its start and its end in seconds.
 Tasks = Sequence[tuple[str, float, float]]
 
-#: As in ``procpipe.timeline.pictures``: colours that colour-blind readers can distinguish.
+#: As in ``procpipe timeline``: colours that colour-blind readers can distinguish.
 _LOOKS = {
     FORWARD: ("forward", "#0072b2", "white"),
     RECOMPUTE: ("recompute", "#c4c4c4", "black"),

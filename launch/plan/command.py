@@ -57,7 +57,7 @@ from procpipe.planner.propose import (
     leanest,
     propose,
 )
-from procpipe.timeline.pictures import render_timeline_text
+from procpipe.timeline.text import render_timeline_text
 from procpipe.words import bytes_text, counted, seconds_text
 
 

@@ -13,7 +13,7 @@ from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
 from procpipe.planner.model import Model, TiedLayers
 from procpipe.planner.propose import Proposal
-from procpipe.timeline.palette import LOOKS
+from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import bytes_text, seconds_text
 
 
@@ -141,7 +141,7 @@ def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[s
         for kind in KINDS:
             if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
                 continue
-            yield _compared(f"{where}, {LOOKS[kind].name}", planned_s[kind, j], found_s)
+            yield _compared(f"{where}, {KIND_NAMES[kind]}", planned_s[kind, j], found_s)
 
 
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:

@@ -1,69 +1,79 @@
-"""``procpipe timeline run.json``: a page that shows where a run's time went.
+"""``procpipe timeline run.*.json``: where a run's time went, as a table and a figure.
 
-Reads what ``Stage(trace="run.json")`` wrote, writes the page (page.py), and prints a summary.
+Reads the files that the ranks of a run wrote (``Stage(trace="run.json")``) and merges them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from procpipe.balance.blocks import blocks
-from procpipe.launch.timeline.page import page
 from procpipe.run.statistics import split_table
-from procpipe.timeline.advice import advise, basis
-from procpipe.timeline.chrome import from_chrome
-from procpipe.timeline.idle import split
-from procpipe.timeline.recording import Recording
+from procpipe.timeline.chrome import read, to_chrome
+from procpipe.timeline.split import split
+from procpipe.timeline.steps import Recording, Step, Trace, early_hops_s, merged
+from procpipe.words import seconds_text
 
 _EPILOG = """\
-The page needs no network. The file itself opens in https://ui.perfetto.dev and chrome://tracing.
+The files also open in https://ui.perfetto.dev and chrome://tracing. The figure needs matplotlib:
+pip install 'procpipe[plots]'.
 
-exit code: 0; 1 if the file cannot be read or the page cannot be written; 2 for a mistake in
-the command line.
+exit code: 0; 1 if a file cannot be read or written; 2 for a mistake in the command line.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page of the file that the words name; return the exit code."""
+    """Print and draw a step of the run that the words name; return the exit code."""
     options = _parser().parse_args(argv)
-    path = Path(options.file)
     try:
-        recording = read(path)
-        target = Path(options.output) if options.output else path.with_suffix(".html")
-        if target.absolute() == path.absolute():
-            raise ValueError("the page would take its place; give another -o")
+        traces = [_read(Path(name)) for name in options.files]
+        recording = merged(traces)
         step = recording.step(options.step)
-        splits, advice = split(step), advise(recording, step, blocks)
-        target.write_text(page(path.name, recording, step, splits, advice), encoding="utf-8")
+        print("\n".join(_described(recording, step)))
+        for name in options.output or [Path(options.files[0]).with_suffix("").with_suffix(".png")]:
+            _write(Path(name), traces, recording, step)
+            print(name)
     except (OSError, ValueError, KeyError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error.args[0]
-        where = error.filename if isinstance(error, OSError) and error.filename else path
-        print(f"procpipe timeline: {where}: {reason}", file=sys.stderr)
+        reason = error.args[0] if isinstance(error, KeyError) else error
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
+        print(f"procpipe timeline: {reason}", file=sys.stderr)
         return 1
-    print(f"step {step.number} of {path} ({recording.kept_text()} of {recording.num_steps}):\n")
-    print(split_table(splits))
-    for sentence in advice:
-        print(f"\n- {sentence}")
-    if advice:
-        print(f"\nWorked out from {basis(recording, step)}.")
-    print(f"\n{target}")
     return 0
 
 
-def read(path: Path) -> Recording:
-    """Read a recording from its file; raises ``OSError``, or ``ValueError`` if it is not one."""
-    data = path.read_bytes()
-    if not data.strip():
-        raise ValueError("it is empty")
+def _read(path: Path) -> Trace:
     try:
-        content = json.loads(data)
+        return read(path)
     except ValueError as error:
-        raise ValueError(f"it is not JSON ({error})") from error
-    return from_chrome(content)
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _described(recording: Recording, step: Step) -> Iterator[str]:
+    yield f"step {step.number} (recorded: {recording.kept_text()}):\n"
+    yield f"{split_table(split(step))}\n"
+    if not recording.is_closed:
+        last = recording.steps[-1].number
+        yield f"The run has not closed its stages: it failed, or goes on, after step {last}.\n"
+    for (source, destination), early_s in early_hops_s(recording.steps).items():
+        yield (
+            f"The clocks of the hosts of rank {source} and rank {destination} differ: messages "
+            f"arrive up to {seconds_text(early_s)} before they are sent. What is said of idle time "
+            "may be wrong by as much.\n"
+        )
+
+
+def _write(path: Path, traces: Sequence[Trace], recording: Recording, step: Step) -> None:
+    if path.suffix == ".json":
+        path.write_bytes(to_chrome(traces, recording))
+        return
+    try:
+        from procpipe.launch.timeline.figure import draw, panels_of
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a figure needs {error.name}: pip install 'procpipe[plots]'") from error
+    draw(panels_of(recording, step)).savefig(path, format=path.suffix[1:] or "png", dpi=200)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,8 +83,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="run.json", help="what Stage(trace=…) wrote")
-    parser.add_argument("-o", "--output", metavar="page.html", help="by default beside run.json")
+    parser.add_argument(
+        "files",
+        metavar="run.0.json",
+        nargs="+",
+        help='the files of all ranks: Stage(trace="run.json") writes run.*.json',
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        action="append",
+        help="a figure (.png, .svg, .pdf; by default run.png), or the events of all "
+        "ranks for ui.perfetto.dev (.json); may be repeated",
+    )
     parser.add_argument("--step", type=int, metavar="N",
                         help="step to show; by default the last one that trained")  # fmt: skip
     return parser

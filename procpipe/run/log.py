@@ -58,14 +58,11 @@ class Log:
 
     # -- of the pipeline ------------------------------------------------------------------------
 
-    def connected(self) -> None:
-        """All ranks are connected; called on rank 0, while the others wait."""
+    def connected(self, run: int) -> None:
+        """All ranks are connected, and have agreed on a number for this run."""
 
     def finish(self) -> None:
-        """The pipeline closes after a good end: all was sent, and every rank calls this."""
-
-    def leave(self) -> None:
-        """The pipeline is disconnected, after a good end or a failure; must not raise."""
+        """The pipeline closes after a good end: all was sent."""
 
     # -- of a step ------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class Runner:
         for segment in self.segments.values():
             segment.layers.board = log.board_for(segment.layers.shown)
         # Otherwise a rank could run its part and leave while another one still connects.
-        coordinator.agree(None, lambda _: log.connected())
+        log.connected(coordinator.agree(None, lambda _: time.time_ns()))
 
     # -- a program ------------------------------------------------------------------------------
 
@@ -432,7 +432,6 @@ class Runner:
         self.replicas.close()
         self.wires.close()
         self._world.close()
-        self.log.leave()
 
 
 def _once(channel: Channel) -> Transfer:

@@ -1,286 +1,256 @@
-"""Writes a recording as JSON in the Trace Event Format, and reads it back.
+"""One rank's file in the Trace Event Format, whole after every step; and those of all ranks in one.
 
-The file opens in https://ui.perfetto.dev and ``chrome://tracing``. A stage is a process with rows
-(threads) for steps, tasks, waits and messages, and with replicas for sums:
+The files open in https://ui.perfetto.dev and ``chrome://tracing``, also beside a profile of
+``torch.profiler``, whose times begin at the same zero. A rank is a process with these rows
+(threads), the last one only with replicas:
 
     stage 0   steps      [──────────── step 0 (step) ────────────]
               tasks      [F0@0][F1@0]                 [B1@0][B0@0]
-              waits                  [gradient 1 from stage 1]
-              transfers       ─ ─     activation 0 to stage 1
-                              └──▶ an arrow to the receiver's row of transfers
+              waits                  [gradient 1: 1->0]
+              sends           ─ ─     activation 0: 0->1
               all-reduce                                 [──── gradients 0 ────]
 
-Sums are asynchronous events, as several may be under way at a time.
-Everything else is in ``otherData``. Entries of other programs are ignored.
+The event of a step also has what the rank recorded of it, in nanoseconds of the rank's own clock:
+``"record"``, an entry that viewers ignore, and the only one that is read back. ``"otherData"`` has
+the offset of that clock to wall time, and the arguments of the ``Stage``.
 
 Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from procpipe.plan.task import Task
-from procpipe.timeline.recording import Clock, Hop, Ran, Recording, Step, Summed
+from procpipe.notes import write_note
+from procpipe.plan.routes import LOSS
+from procpipe.timeline.steps import Clock, Record, Recording, Trace, common_offsets
 
-#: The file format; the number increases when older readers cannot read it: 2 with replicas.
-FORMAT = "procpipe timeline 1"
-FORMAT_OF_REPLICAS = "procpipe timeline 2"
+#: The format of a file; the number increases when older readers cannot read it.
+FORMAT = "procpipe timeline 3"
 
-#: The rows of a stage, in order from the top; the last one only with replicas.
-_ROWS = ("steps", "tasks", "waits", "transfers", "all-reduce")
-_STEPS, _TASKS, _WAITS, _TRANSFERS, _SUMS = range(5)
+#: How many steps a file keeps, from the beginning and, at least, from the end of a run.
+FIRST, LAST = 5, 100
 
-#: The number of rank 0's process.
-_FIRST_PID = 1000
+#: The rows of a rank, in order from the top.
+_ROWS = ("steps", "tasks", "waits", "sends", "all-reduce")
+_STEPS, _TASKS, _WAITS, _SENDS, _SUMS = range(5)
 
-#: The least length of a slice in which an arrow can end.
-_INSTANT_US = 0.001
+#: The number of rank 0's process: larger than any of the kernel's, which torch's profiles have.
+_FIRST_PID = 5_000_000
 
-Event = dict[str, Any]
+#: torch's profiles begin with such a part of a year, so that their times are exact as doubles.
+_QUARTER_S = 7_889_238
 
-
-def to_chrome(recording: Recording) -> dict[str, Any]:
-    """Return a recording as plain JSON."""
-    events = list(_names(recording))
-    num_hops = num_sums = 0
-    for step in recording.steps:
-        events += _step_events(step)
-        events += [_task_event(step.number, ran) for ran in step.tasks]
-        for number, hop in enumerate(step.hops, start=num_hops):
-            events += _hop_events(step, number, hop)
-        num_hops += len(step.hops)
-        for number, one in enumerate(step.sums, start=num_sums):
-            events += _sum_events(step, number, one)
-        num_sums += len(step.sums)
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "format": FORMAT if _num_replicas(recording) == 1 else FORMAT_OF_REPLICAS,
-            **recording.facts,
-            "num_steps": recording.num_steps,
-            "kept": recording.kept_text(),
-            "is_closed": recording.is_closed,
-            "clock_error_s": recording.clock_error_s,
-            "clocks": [asdict(clock) for clock in recording.clocks],
-            "layer_forward_s": list(recording.layer_s),
-            "plans": dict(recording.plans),
-            "steps": [_boundaries(step) for step in recording.steps],
-        },
-    }
+_CLOSED = "closed"
+_TAIL = b"\n]}\n"
 
 
-def from_chrome(data: Any) -> Recording:
-    """Read what :func:`to_chrome` wrote.
+def rank_path(path: str | os.PathLike[str], job_rank: int) -> Path:
+    """Return the file of a rank: "run.3.json" for "run.json" and rank 3 of the job.
 
     Raises:
-        ValueError: it is something else, or damaged.
+        ValueError: there is no such folder: an error before a long run, not after it.
     """
-    other = data.get("otherData") if isinstance(data, dict) else None
-    if not isinstance(other, dict) or "format" not in other:
-        raise ValueError("it is not a timeline that Stage(trace=…) wrote")
-    if other["format"] not in (FORMAT, FORMAT_OF_REPLICAS):
-        raise ValueError(
-            f"its form is {other['format']!r}, but this version reads {FORMAT!r} and "
-            f"{FORMAT_OF_REPLICAS!r}"
-        )
-    try:
-        return _recording(data["traceEvents"], other)
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+    path = Path(path)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"trace is {str(path)!r}, but must be a file in a folder that is there")
+    return path.with_name(f"{path.stem}.{job_rank}{path.suffix}")
 
 
-# -- writing ------------------------------------------------------------------------------------
+class TraceFile:
+    """Writes a rank's file step by step: it is complete JSON at any time, even if killed.
 
-
-def _names(recording: Recording) -> Iterator[Event]:
-    num_replicas = _num_replicas(recording)
-    num_stages = len(recording.clocks) // num_replicas
-    for clock in recording.clocks:
-        rank = clock.stage
-        replica, stage = divmod(rank, num_stages)
-        of = f" of replica {replica}" if num_replicas > 1 else ""
-        yield _meta("process_name", rank, 0, {"name": f"stage {stage}{of} (rank {rank})"})
-        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
-        for row, name in enumerate(_ROWS if num_replicas > 1 else _ROWS[:_SUMS]):
-            yield _meta("thread_name", rank, row, {"name": name})
-            yield _meta("thread_sort_index", rank, row, {"sort_index": row})
-
-
-def _num_replicas(recording: Recording) -> int:
-    return int(recording.facts.get("replicas", 1))
-
-
-def _place(rank: int, row: int) -> Event:
-    """Return the numbers of process and thread for a row of a rank.
-
-    Each number is used once and 0 never: for Perfetto, a thread with its process's number is the
-    main thread, and thread 0 is an idle processor.
+    The first steps are kept and the last. What cannot be written gives one note, and no error. The
+    newest stage with a path has the file: one that has it no longer stops, with a note.
     """
-    pid = _FIRST_PID + rank
-    return {"pid": pid, "tid": 10 * pid + row}
+
+    def __init__(self, path: Path, rank: int, run: int, facts: Mapping[str, Any]) -> None:
+        self._path = path
+        self._rank = rank
+        clock, base_ns = Clock.here(), _base_ns()
+        self._shift_ns = clock.offset_ns - base_ns
+        other = {
+            "format": FORMAT,
+            "rank": rank,
+            "run": run,
+            "clock": clock,
+            "facts": dict(facts),
+        }
+        self._head = _file_of(base_ns, _names(rank, facts), **other).removesuffix(_TAIL)
+        self._parts: list[bytes] = []  # a step each
+        self._left: tuple[int, int] | None = None  # the file as it was left, or that it is lost
+        self._write(self._write_whole)
+
+    def add(self, record: Record) -> None:
+        """Add what the rank recorded of a step: ``Recorder.last_record``."""
+        self._add(_events(self._rank, record, self._shift_ns))
+
+    def close(self) -> None:
+        """Note that the run closed its stages."""
+        now_ns = time.perf_counter_ns() + self._shift_ns
+        self._add([_event("i", _CLOSED, self._rank, _STEPS, now_ns, ',"s":"p"')])
+
+    def _add(self, events: Iterable[str]) -> None:
+        if self._left is None:
+            return
+        self._parts.append("".join(f",\n{event}" for event in events).encode())
+        if len(self._parts) > FIRST + 2 * LAST:
+            del self._parts[FIRST:-LAST]
+            self._write(self._write_whole)
+        else:
+            self._write(self._append)
+
+    def _write(self, how: Callable[[], None]) -> None:
+        try:
+            if self._left is not None and self._left != self._present():
+                raise FileExistsError("something else writes it now; give each stage its own path")
+            how()
+            self._left = self._present()
+        except OSError as error:
+            self._left = None
+            write_note(f"procpipe: the trace {self._path} is not written on: {error!r}")
+
+    def _write_whole(self) -> None:
+        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        unfinished.write_bytes(self._head + b"".join(self._parts) + _TAIL)
+        unfinished.replace(self._path)  # a reader sees the old file or the new one
+
+    def _append(self) -> None:
+        with open(self._path, "r+b", buffering=0) as file:
+            file.seek(-len(_TAIL), os.SEEK_END)
+            file.write(self._parts[-1] + _TAIL)  # at once: the file is never without its tail
+
+    def _present(self) -> tuple[int, int]:
+        status = self._path.stat()
+        return status.st_ino, status.st_size
 
 
-def _meta(name: str, rank: int, row: int, args: Event) -> Event:
-    return {"ph": "M", "name": name, **_place(rank, row), "args": args}
-
-
-def _slice(
-    name: str, cat: str, rank: int, row: int, start_s: float, end_s: float, **args: Any
-) -> Event:
-    ts, dur = _microseconds(start_s), _microseconds(end_s - start_s)
-    return {"ph": "X", "name": name, "cat": cat, **_place(rank, row), "ts": ts, "dur": dur,
-            "args": args}  # fmt: skip
-
-
-def _step_events(step: Step) -> Iterator[Event]:
-    for rank, (begin_s, end_s) in enumerate(zip(step.begins_s, step.ends_s, strict=True)):
-        name = f"step {step.number} ({step.call})"
-        yield _slice(name, "step", rank, _STEPS, begin_s, end_s, step=step.number)
-
-
-def _task_event(number: int, ran: Ran) -> Event:
-    _, i, j = ran.task
-    return _slice(
-        str(ran.task), "task", ran.rank, _TASKS, ran.start_s, ran.end_s,
-        step=number, micro_batch=i, partition=j,
-    )  # fmt: skip
-
-
-def _hop_events(step: Step, number: int, hop: Hop) -> Iterator[Event]:
-    """Yield the events of a message: sending, waiting, arrival, and an arrow."""
-    args = {
-        "step": step.number,
-        "transfer": number,
-        "kind": hop.payload,
-        "micro_batch": hop.i,
-        "from": hop.source,
-        "to": hop.destination,
-        "bytes": hop.num_bytes,
-        "posted_to_taken_us": _microseconds(hop.taken_s - hop.posted_s),
-    }
-    arrives = f"{hop.payload} {hop.i} from {step.name_of(hop.source)}"
-    yield _slice(
-        f"{hop.payload} {hop.i} to {step.name_of(hop.destination)}", "transfer",
-        hop.source, _TRANSFERS, hop.posted_s, hop.sent_s, **args,
-    )  # fmt: skip
-    yield _slice(
-        arrives, "wait", hop.destination, _WAITS, hop.asked_s, hop.taken_s,
-        **{name: args[name] for name in ("step", "transfer", "micro_batch", "from")},
-    )  # fmt: skip
-    # Perfetto reverses an arrow into a slice that began earlier, as waits do. So the end of the
-    # wait, from when the message was sent, is a slice of its own.
-    taken_us = _microseconds(hop.taken_s)
-    arrival_us = min(_microseconds(max(hop.asked_s, hop.sent_s)), round(taken_us - _INSTANT_US, 3))
-    yield {
-        "ph": "X", "name": arrives, "cat": "arrival",
-        **_place(hop.destination, _TRANSFERS),
-        "ts": arrival_us, "dur": round(taken_us - arrival_us, 3), "args": args,
-    }  # fmt: skip
-    arrow = {"name": hop.payload, "cat": "flow", "id": number}
-    yield {**arrow, "ph": "s", **_place(hop.source, _TRANSFERS), "ts": _microseconds(hop.posted_s)}
-    yield {**arrow, "ph": "f", "bp": "e", **_place(hop.destination, _TRANSFERS), "ts": arrival_us}
-
-
-def _sum_events(step: Step, number: int, one: Summed) -> Iterator[Event]:
-    """Yield the events of a sum over replicas: its beginning and end, and the wait for it."""
-    name = f"all-reduce {one.what}"
-    args = {"step": step.number, "sum": number, "what": one.what, "bytes": one.num_bytes}
-    event = {"name": name, "cat": "all-reduce", "id": number, **_place(one.rank, _SUMS)}
-    yield {**event, "ph": "b", "ts": _microseconds(one.start_s), "args": args}
-    yield {**event, "ph": "e", "ts": _microseconds(one.end_s), "args": args}
-    yield _slice(
-        name, "all-reduce wait", one.rank, _WAITS, one.asked_s, one.taken_s, **args
-    )  # fmt: skip
-
-
-def _boundaries(step: Step) -> dict[str, Any]:
-    return {
-        "step": step.number,
-        "call": step.call,
-        "plan": step.plan,
-        "sizes": list(step.shares[0]),
-        "begins_us": [_microseconds(begin_s) for begin_s in step.begins_s],
-        "ends_us": [_microseconds(end_s) for end_s in step.ends_s],
-        **({"shares": list(map(list, step.shares))} if step.num_replicas > 1 else {}),
-    }
-
-
-def _microseconds(seconds: float) -> float:
-    """Return microseconds rounded to nanoseconds, the resolution of the clocks."""
-    return round(seconds * 1e6, 3)
+def _base_ns() -> int:
+    return time.time_ns() // 10**9 // _QUARTER_S * _QUARTER_S * 10**9
 
 
 # -- reading ------------------------------------------------------------------------------------
 
 
-#: What the events of a step hold.
-_Parts = tuple[list[Ran], list[Hop], list[Summed]]
+def read(path: Path) -> Trace:
+    """Read a rank's file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or damaged.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    other = data.get("otherData") if isinstance(data, dict) else None
+    if not isinstance(other, dict) or "format" not in other:
+        raise ValueError("it is not a timeline that Stage(trace=…) wrote")
+    if other["format"] != FORMAT:
+        raise ValueError(f"its form is {other['format']!r}, but this version reads {FORMAT!r}")
+    try:
+        events = data["traceEvents"]
+        return Trace(
+            name=path.name,
+            rank=other["rank"],
+            run=other["run"],
+            clock=Clock(*other["clock"]),
+            facts=other["facts"],
+            records=[event["record"] for event in events if "record" in event],
+            is_closed=events[-1]["name"] == _CLOSED,
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
-def _recording(events: list[Event], other: Mapping[str, Any]) -> Recording:
-    parts: dict[int, _Parts] = {entry["step"]: ([], [], []) for entry in other["steps"]}
-    of_hops: dict[int, dict[str, Event]] = {}
-    of_sums: dict[int, dict[str, Event]] = {}
-    for event in events:
-        category = event.get("cat")
-        if category == "task":
-            task = Task.parse(event["name"])
-            ran = Ran(event["pid"] - _FIRST_PID, task, *_times(event))
-            parts[event["args"]["step"]][0].append(ran)
-        elif category in ("transfer", "wait"):
-            of_hops.setdefault(event["args"]["transfer"], {})[category] = event
-        elif category in ("all-reduce", "all-reduce wait"):
-            of_sums.setdefault(event["args"]["sum"], {})[event["ph"]] = event
-    for both in of_hops.values():
-        parts[both["transfer"]["args"]["step"]][1].append(_hop(both["transfer"], both["wait"]))
-    for three in of_sums.values():
-        parts[three["b"]["args"]["step"]][2].append(_sum(three["b"], three["e"], three["X"]))
-    known = {"format", "num_steps", "kept", "is_closed", "clock_error_s", "clocks",
-             "layer_forward_s", "plans", "steps"}  # fmt: skip
-    return Recording(
-        steps=tuple(_step(entry, *parts[entry["step"]]) for entry in other["steps"]),
-        num_steps=other["num_steps"],
-        plans=other["plans"],
-        facts={name: fact for name, fact in other.items() if name not in known},
-        clocks=tuple(Clock(**entry) for entry in other["clocks"]),
-        layer_s=tuple(other["layer_forward_s"]),
-        is_closed=other["is_closed"],
-    )
+# -- for viewers --------------------------------------------------------------------------------
 
 
-def _step(entry: Event, tasks: list[Ran], hops: list[Hop], sums: list[Summed]) -> Step:
-    return Step(
-        entry["step"],
-        entry["call"],
-        entry["plan"],
-        tuple(map(tuple, entry.get("shares") or [entry["sizes"]])),
-        tuple(begin / 1e6 for begin in entry["begins_us"]),
-        tuple(end / 1e6 for end in entry["ends_us"]),
-        tuple(tasks),
-        tuple(hops),
-        tuple(sums),
-    )
+def to_chrome(traces: Sequence[Trace], recording: Recording) -> bytes:
+    """Return one file of all ranks' events, with an arrow from each send to the task it is for."""
+    events: list[str] = []
+    base_ns = _base_ns()
+    offsets_ns = common_offsets([trace.clock for trace in traces])
+    for trace, offset_ns in zip(traces, offsets_ns, strict=True):
+        events += _names(trace.rank, trace.facts)
+        for record in trace.records:
+            events += _events(trace.rank, record, offset_ns - base_ns)
+    hops = [(step, hop) for step in recording.steps for hop in step.hops]
+    for number, (step, hop) in enumerate(hops):
+        if hop.transfer.payload == LOSS:
+            continue  # no task is for it
+        name, more = hop.transfer.payload, f',"cat":"message","id":{number}'
+        posted_ns, taken_ns = (
+            step.begin_ns - base_ns + round(at_s * 1e9) for at_s in (hop.posted_s, hop.taken_s)
+        )
+        events.append(_event("s", name, hop.source, _SENDS, posted_ns, more))
+        events.append(_event("f", name, hop.destination, _TASKS, taken_ns, more))
+    return _file_of(base_ns, events)
 
 
-def _hop(sent: Event, taken: Event) -> Hop:
-    args = sent["args"]
-    return Hop(
-        args["kind"], args["micro_batch"], args["from"], args["to"], args["bytes"],
-        *_times(sent), *_times(taken),
-    )  # fmt: skip
+def _file_of(base_ns: int, events: Iterable[str], **other: Any) -> bytes:
+    head = {"otherData": other, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
+    lines = ",\n".join(events)
+    text = f'{json.dumps(head)[:-1]},\n"traceEvents":[\n{lines}'
+    return text.encode() + _TAIL
 
 
-def _sum(begin: Event, end: Event, wait: Event) -> Summed:
-    args = begin["args"]
-    return Summed(
-        begin["pid"] - _FIRST_PID, args["what"], args["bytes"],
-        begin["ts"] / 1e6, end["ts"] / 1e6, *_times(wait),
-    )  # fmt: skip
+def _names(rank: int, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a rank's process and rows."""
+    num_replicas = facts["replicas"]
+    replica, stage = divmod(rank, facts["the number of processes"] // num_replicas)
+    of = f" of replica {replica}" if num_replicas > 1 else ""
+
+    def meta(what: str, row: int, args: Mapping[str, Any]) -> str:
+        return _event("M", what, rank, row, 0, f',"args":{json.dumps(args)}')
+
+    yield meta("process_name", _STEPS, {"name": f"stage {stage}{of} (rank {rank})"})
+    yield meta("process_sort_index", _STEPS, {"sort_index": rank})
+    for row, name in enumerate(_ROWS if num_replicas > 1 else _ROWS[:_SUMS]):
+        yield meta("thread_name", row, {"name": name})
+        yield meta("thread_sort_index", row, {"sort_index": row})
 
 
-def _times(event: Event) -> tuple[float, float]:
-    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+def _event(phase: str, name: str, rank: int, row: int, at_ns: int, more: str = "") -> str:
+    """Write an event; by hand, as ``json`` takes several times as long."""
+    return f'{{"ph":"{phase}","name":"{name}",{_place(rank, row)},"ts":{at_ns / 1000:.3f}{more}}}'
+
+
+def _place(rank: int, row: int) -> str:
+    """Return the numbers of process and thread for a row of a rank.
+
+    Each is used once: for Perfetto, a thread with its process's number is the main thread.
+    """
+    pid = _FIRST_PID + rank
+    return f'"pid":{pid},"tid":{10 * pid + row}'
+
+
+def _events(rank: int, record: Record, shift_ns: int) -> Iterator[str]:
+    """Yield the events of a step; ``shift_ns`` is the zero of a file less that of the record."""
+    places = [_place(rank, row) for row in range(len(_ROWS))]
+
+    def box(row: int, name: str, start_ns: int, end_ns: int, more: str = "") -> str:
+        times = f'"ts":{(start_ns + shift_ns) / 1000:.3f},"dur":{(end_ns - start_ns) / 1000:.3f}'
+        return f'{{"ph":"X","name":"{name}",{places[row]},{times}{more}}}'
+
+    title = f"step {record['step']} ({record['call']})"
+    whole = json.dumps(record, separators=(",", ":"))
+    yield box(_STEPS, title, record["begin"], record["end"], f',"record":{whole}')
+    for kind, i, j, *times_ns in record["tasks"]:
+        yield box(_TASKS, f"{kind}{i}@{j}", *times_ns)
+    for row, ends in ((_WAITS, "takes"), (_SENDS, "sends")):
+        for payload, i, source, destination, size, start_ns, end_ns in record[ends]:
+            name = f"{payload} {i}: {source}->{destination}"
+            yield box(row, name, start_ns, end_ns, f',"args":{{"bytes":{size}}}')
+    for what, size, begun_ns, ended_ns, asked_ns, taken_ns in record["sums"]:
+        args = f',"args":{{"bytes":{size}}}'
+        yield box(_WAITS, f"all-reduce {what}", asked_ns, taken_ns, args)
+        # Several sums may be under way at a time, so they are asynchronous events.
+        args += f',"cat":"all-reduce","id":"{rank}.{record["step"]}.{what}"'
+        yield _event("b", what, rank, _SUMS, begun_ns + shift_ns, args)
+        yield _event("e", what, rank, _SUMS, ended_ns + shift_ns, args)

@@ -1,7 +1,8 @@
 """A log that also keeps each wait, each message and the seconds of each layer.
 
-Used instead of the plain ``Log`` by ``Stage(trace=…)``. ``collect.py`` sends what it has recorded
-of a step to rank 0.
+Used instead of the plain ``Log`` by ``Stage(trace=…)``. Each rank writes what it has recorded of a
+step to a file of its own (``chrome.py``), so a recording needs no other rank. While torch's
+profiler is on, its profile has the names of tasks.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task and of a sum over replicas, and the host waits for the last one when the step is over: so
@@ -12,26 +13,31 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from procpipe.compute.sizes import num_bytes
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.log import Log
 from procpipe.run.order import Order
-from procpipe.timeline.collect import Tracing
+from procpipe.timeline.chrome import TraceFile
+from procpipe.torch_internals import is_profiler_on
 
 
 class Recorder(Log):
     """Records all that happens on one stage, one step at a time."""
 
-    def __init__(self, tracing: Tracing, *of_log: Any) -> None:
+    def __init__(self, path: Path, rank: int, facts: Mapping[str, Any], *of_log: Any) -> None:
         super().__init__(*of_log)
-        self.tracing = tracing
+        self._place = path, rank, facts
+        self._file: TraceFile | None = None
+        self._name: record_function | None = None  # of the task that runs, in torch's profile
         self._takes: list[list[Any]] = []
         self._sends: list[list[Any]] = []
         self._is_cuda = self._device.type == "cuda"
@@ -42,17 +48,15 @@ class Recorder(Log):
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
 
-    def connected(self) -> None:
-        """Compare all clocks."""
-        self.tracing.connected()
+    def connected(self, run: int) -> None:
+        """Begin this rank's file."""
+        path, rank, facts = self._place
+        self._file = TraceFile(path, rank, run, facts)
 
     def finish(self) -> None:
-        """Compare the clocks once more before a good end; waits for the other ranks."""
-        self.tracing.finish()
-
-    def leave(self) -> None:
-        """Write the file on rank 0."""
-        self.tracing.leave()
+        """Note in the file that the run has ended well."""
+        if self._file is not None:
+            self._file.close()
 
     def board_for(self, places: Sequence[str]) -> Any:
         """Time layers, too; not on a GPU, where the host's times would mean nothing."""
@@ -61,6 +65,7 @@ class Recorder(Log):
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step; drop what a step that failed has left."""
+        self._name = None
         for recorded in (self._takes, self._sends, self._marks, self._passed, self._layers):
             recorded.clear()
         self._begun_sums.clear()
@@ -71,6 +76,9 @@ class Recorder(Log):
         """Note when a task starts."""
         if self._is_cuda:
             self._marks.append(_event())
+        if is_profiler_on():
+            self._name = record_function(str(task))
+            self._name.__enter__()
         super().begin_layers(task)
 
     def end_task(self, task: Task) -> None:
@@ -78,6 +86,9 @@ class Recorder(Log):
         if self._is_cuda:
             self._marks.append(_event())
         super().end_task(task)
+        if self._name is not None:
+            self._name.__exit__(None, None, None)
+            self._name = None
         if task.kind in (FORWARD, RECOMPUTE):
             for index, took_ns in self._passed:
                 sums = self._layers[task.j, index]
@@ -122,14 +133,16 @@ class Recorder(Log):
             self._marks_of_sums.append([began, ended or taken, asked or began, taken])
 
     def end_step(self, order: Order) -> None:
-        """Add the step to the sums, and send what was recorded of it."""
+        """Add the step to the sums, and what was recorded of it to the file."""
         if self._marks or self._marks_of_sums:
             self._use_device_times()
         super().end_step(order)
-        self.tracing.end_step(order, self.last_record())
+        if self._file is not None:
+            work = {"call": order.call, "sizes": order.sizes, "plan": order.plan}
+            self._file.add(self.last_record() | work)
 
     def last_record(self) -> dict[str, Any]:
-        """Return the last step as plain JSON, for ``merging.py``."""
+        """Return the last step as plain JSON, for ``steps.py``."""
         return {
             **super().last_record(),
             "takes": self._takes,

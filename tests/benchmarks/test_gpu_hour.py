@@ -296,7 +296,8 @@ def test_the_command_runs_its_steps_and_writes_all_files(tmp_path):
 
     done.check()
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl", "trace.json")
+        *("gpu.json", "gpu.md", "gpu.txt", "logs.txt", "results.jsonl"),
+        *("trace.0.json", "trace.1.json"),
     }
     records = read(tmp_path / "results.jsonl")
     ended = {record["name"]: record["outcome"] for record in records if record["kind"] == "end"}

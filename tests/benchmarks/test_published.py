@@ -36,7 +36,7 @@ from procpipe.plan.routes import SKIP, Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.task import Task
 from procpipe.skip.skippable import declared
-from procpipe.timeline.pictures import render_text
+from procpipe.timeline.text import render_text
 from tests.dist.stages import plain_step, world_of
 from tests.dist.worker import BareWorld
 from tests.examples.shapes import shapes_only

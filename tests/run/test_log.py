@@ -14,7 +14,7 @@ from procpipe.plan.task import Task
 from procpipe.run.log import Log
 from procpipe.run.order import Order
 from procpipe.run.statistics import Split, StageStatistics, table
-from procpipe.timeline.reporting import statistics_of, with_splits
+from procpipe.timeline.report import statistics_of, with_splits
 
 ORDER = Order("step")
 
@@ -130,11 +130,18 @@ def test_a_report_divides_the_last_step_of_all_stages():
     reports = [
         {
             "statistics": asdict(statistics(stage=rank)),
-            "step": {"step": 1, "begin": 100 + 10 * rank, "end": 110 + 12 * rank, "tasks": row},
+            "step": {
+                "step": 1,
+                "begin": 100 + 10 * rank,
+                "end": 110 + 12 * rank,
+                "tasks": row,
+                "sums": [],
+            },
+            "clock": ["a host", 10**18 + 1000 * rank],  # of one host the first offset counts
         }
         for rank, row in enumerate(tasks)
     ]
-    first, second = map(statistics_of, with_splits(reports, {}))
+    first, second = map(statistics_of, with_splits(reports))
 
     # Stage 1 is idle until the activation arrives, 2 ns of which are communication.
     assert first.split is not None
@@ -147,6 +154,6 @@ def test_a_report_divides_the_last_step_of_all_stages():
 
 
 def test_statistics_before_the_first_step_have_no_split(log):
-    report = {"statistics": asdict(statistics()), "step": log.last_record()}
+    report = {"statistics": asdict(statistics()), "step": log.last_record(), "clock": ["a", 0]}
 
-    assert statistics_of(with_splits([report], {})[0]) == statistics()
+    assert statistics_of(with_splits([report])[0]) == statistics()

@@ -1,163 +1,189 @@
-"""The file of a timeline: it is read back, has the viewers' fields, and faults are errors."""
+"""A rank's file: whole after each step, bounded, read back; and events as viewers expect them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from procpipe.timeline.chrome import from_chrome, to_chrome
-from procpipe.timeline.recording import Hop, Recording
+from procpipe.timeline import chrome
+from procpipe.timeline.chrome import FIRST, LAST, TraceFile, rank_path, read, to_chrome
+from procpipe.timeline.steps import Clock, merged
 from tests.cases import for_each
-from tests.timeline.recordings import (
-    EQUAL,
-    SUMS,
-    UNEQUAL,
-    read_step,
-    recording_of,
-    replicas_recording,
-)
-
-HOPS = [
-    Hop("activation", 0, 0, 1, 64, 1.0, 1.1, 0.0, 1.5),
-    Hop("gradient", 1, 1, 0, 32, 5.5, 5.5, 2.0, 6.0),
-]
+from tests.timeline.recordings import CLOCKS, FACTS, records_of, traces_of
 
 
-def recorded() -> Recording:
-    first = read_step(EQUAL, number=3, hops=HOPS)
-    second = read_step(UNEQUAL, number=7, call="forward", begins_s=(0.25, 0.5))
-    return recording_of(first, second, layer_s=(1.0, 2.0), is_closed=False)
+def trace_file(path: Path, **facts: Any) -> TraceFile:
+    return TraceFile(path, 1, 42, FACTS | facts)
 
 
-def test_a_written_recording_is_read_back() -> None:
-    assert from_chrome(json.loads(json.dumps(to_chrome(recorded())))) == recorded()
+def record(step: int) -> dict[str, Any]:
+    return records_of(step)[1]
 
 
-def test_a_stage_is_a_process_with_a_row_for_each_kind_of_event() -> None:
-    events = to_chrome(recorded())["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    slices = [e for e in events if e["ph"] == "X" and e["args"]["step"] == 3]
-    rows = [(e["pid"], names[e["pid"], e["tid"]], e["name"]) for e in slices]
-
-    assert len({event["tid"] for event in events} | {event["pid"] for event in events}) == 2 * 4 + 2
-    assert [(pid - 1000, *row) for pid, *row in rows if pid == 1001] == [
-        (1, "steps", "step 3 (step)"),
-        (1, "tasks", "F0@1"),
-        (1, "tasks", "F1@1"),
-        (1, "tasks", "B1@1"),
-        (1, "tasks", "B0@1"),
-        (1, "waits", "activation 0 from stage 0"),
-        (1, "transfers", "activation 0 from stage 0"),
-        (1, "transfers", "gradient 1 to stage 0"),
-    ]
-    (task,) = (e for e in slices if e["name"] == "B1@1")
-    assert (task["ts"], task["dur"]) == (3_500_000, 2_000_000)
-    assert task["args"] == {"step": 3, "micro_batch": 1, "partition": 1}
-    (sent,) = (e for e in slices if e["name"] == "activation 0 to stage 1")
-    assert sent["args"] == {
-        "step": 3, "transfer": 0, "kind": "activation", "micro_batch": 0, "from": 0, "to": 1,
-        "bytes": 64, "posted_to_taken_us": 500_000,
-    }  # fmt: skip
+def test_a_rank_has_a_file_of_its_own(tmp_path: Path) -> None:
+    assert rank_path(tmp_path / "run.json", 3) == tmp_path / "run.3.json"
+    assert rank_path("run", 0) == Path("run.0")
+    for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
+        with pytest.raises(ValueError, match="must be a file in a folder that is there"):
+            rank_path(path, 0)
 
 
-def test_an_arrow_connects_each_send_with_its_arrival() -> None:
-    events = to_chrome(recorded())["traceEvents"]
-    arrows = [event for event in events if event.get("cat") == "flow"]
-    into = []
-    for arrow in arrows:
-        (slice_,) = (
-            e for e in events
-            if e["ph"] == "X" and e["tid"] == arrow["tid"]
-            and e["ts"] <= arrow["ts"] < e["ts"] + max(e["dur"], 0.001)
-        )  # fmt: skip
-        into.append((arrow["id"], arrow["ph"], slice_["name"], slice_["ts"]))
+def test_a_file_is_whole_after_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.1.json"
+    file = trace_file(path)
+    assert read(path).records == []
+    for k in range(3):
+        file.add(record(k))
 
-    assert into == [
-        (0, "s", "activation 0 to stage 1", 1_000_000),
-        (0, "f", "activation 0 from stage 0", 1_100_000),
-        (1, "s", "gradient 1 to stage 0", 5_500_000),
-        (1, "f", "gradient 1 from stage 1", 5_500_000),
-    ]
+        trace = read(path)
+        assert trace.records == [record(i) for i in range(k + 1)]
+        assert not trace.is_closed
+    file.close()
+
+    trace = read(path)
+    assert (trace.name, trace.rank, trace.run, trace.facts) == ("run.1.json", 1, 42, FACTS)
+    assert trace.clock.host == Clock.here().host
+    assert len(trace.records) == 3
+    assert trace.is_closed
+    assert [each.name for each in tmp_path.iterdir()] == ["run.1.json"]
 
 
-def test_plans_options_and_steps_are_in_other_data() -> None:
-    data = to_chrome(recorded())["otherData"]
+def test_the_first_and_the_last_steps_of_a_long_run_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.1.json"
+    file = trace_file(path)
+    for k in range(1000):
+        file.add(record(k))
 
-    assert data["plans"] == {"abc": "plan m=2 n=2\n"}
-    assert (data["balance"], data["chunks"], data["schedule"]) == ([2, 3], 2, "gpipe")
-    assert data["kept"] == "steps 3 and 7"
-    assert data["clock_error_s"] == 2e-6
-    assert data["steps"][0]["ends_us"] == [10_000_000, 7_500_000]
+    kept = [each["step"] for each in read(path).records]
+    assert kept[:FIRST] == list(range(FIRST))
+    assert kept[FIRST:] == list(range(1000 - len(kept) + FIRST, 1000))
+    assert LAST <= len(kept) - FIRST <= 2 * LAST
+
+
+def test_a_file_that_cannot_be_written_is_a_note_and_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = trace_file(tmp_path / "gone" / "run.1.json")
+    file.add(record(0))
+    file.close()
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"procpipe: the trace {tmp_path}/gone/run.1.json is not written on")
+
+
+def test_the_newest_stage_with_a_path_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.1.json"
+    first = trace_file(path)
+    first.add(record(0))
+    second = trace_file(path)
+    second.add(record(7))
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        first.add(record(1))
+    second.add(record(8))
+
+    assert [each["step"] for each in read(path).records] == [7, 8]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "something else writes it now; give each stage its own path" in line
 
 
 @for_each(
-    ("data", "message"),
+    ("content", "message"),
     [
-        ([], "not a timeline that"),
-        ({"traceEvents": []}, "not a timeline that"),
-        ({"otherData": {"version": 3}}, "not a timeline that"),
-        ({"otherData": {"format": "procpipe timeline 9"}}, "'procpipe timeline 9', but this"),
-        ({"otherData": {"format": "procpipe timeline 1"}}, "damaged .KeyError: 'traceEvents'"),
+        ("", "it is not JSON"),
+        ("[1, 2", "it is not JSON"),
+        ("[]", "not a timeline that"),
+        ('{"traceEvents": []}', "not a timeline that"),
+        ('{"otherData": {"version": 3}}', "not a timeline that"),
+        ('{"otherData": {"format": "procpipe timeline 9"}}', "'procpipe timeline 9', but this"),
+        ('{"otherData": {"format": "procpipe timeline 3"}}', "damaged .KeyError: 'traceEvents'"),
     ],
 )
-def test_a_file_of_another_kind_is_reported(data: object, message: str) -> None:
+def test_a_file_of_another_kind_is_reported(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        from_chrome(data)
+        read(path)
 
 
-def test_a_damaged_file_is_reported() -> None:
-    data = to_chrome(recorded())
-    data["traceEvents"] = [e for e in data["traceEvents"] if e.get("cat") != "wait"]
-
-    with pytest.raises(ValueError, match=r"damaged .KeyError: 'wait'"):
-        from_chrome(data)
+# -- for viewers --------------------------------------------------------------------------------
 
 
-def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> None:
-    recording = recording_of(
-        *(read_step(EQUAL, number=k) for k in (0, 1, 5)),
-        read_step("F0 0-1 \n F0 1-2", number=6),
-    )
+def test_a_rank_is_a_process_with_a_row_for_each_kind_of_event(tmp_path: Path) -> None:
+    path = tmp_path / "run.1.json"
+    before_ns = time.time_ns() - time.perf_counter_ns()
+    trace_file(path).add(record(7))
+    data = json.loads(path.read_text())
+    names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    boxes = [e for e in data["traceEvents"] if e["ph"] == "X"]
 
-    assert recording.step(1).number == 1
-    assert recording.step().number == 5
-    assert replace(recording, steps=recording.steps[3:]).step().number == 6
-    with pytest.raises(KeyError, match="step 3 is not in it: it has steps 0 to 1 and 5 to 6 of 8"):
-        recording.step(3)
-    with pytest.raises(KeyError, match="no step ended on all stages"):
-        recording_of().step()
-
-
-def test_similar_steps_have_the_same_sizes_and_exclude_the_slow_first_one() -> None:
-    steps = [read_step(EQUAL, number=k) for k in range(3)]
-    different = read_step(EQUAL, number=3, shares=((4, 4),))
-    recording = recording_of(*steps, different)
-
-    assert recording.like(steps[2]) == steps[1:]
-    assert recording.like(different) == [different]
-    assert recording_of(steps[0]).like(steps[0]) == steps[:1]
-
-
-def test_replicas_are_read_back_with_their_sums() -> None:
-    recording = replicas_recording()
-    data = json.loads(json.dumps(to_chrome(recording)))
-
-    assert from_chrome(data) == recording
-    assert data["otherData"]["format"] == "procpipe timeline 2"
-    events = data["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {
-        1000: "stage 0 of replica 0 (rank 0)",
-        1001: "stage 1 of replica 0 (rank 1)",
-        1002: "stage 0 of replica 1 (rank 2)",
-        1003: "stage 1 of replica 1 (rank 3)",
-    }
-    sums = [e for e in events if e.get("cat") == "all-reduce"]
-    assert [(e["pid"] - 1000, e["ph"], e["ts"] / 1e6) for e in sums] == [
-        (one.rank, phase, at_s)
-        for one in SUMS
-        for phase, at_s in zip("be", (one.start_s, one.end_s), strict=True)
+    assert {event["pid"] for event in data["traceEvents"]} == {5_000_001}
+    assert [(names[e["tid"]], e["name"]) for e in boxes] == [
+        ("steps", "step 7 (step)"),
+        ("tasks", "F0@1"),
+        ("tasks", "F0@2"),
+        ("waits", "activation 0: 0->1"),
+        ("waits", "target 0: 0->2"),
+        ("sends", "loss 0: 1->0"),
     ]
-    assert {e["name"] for e in sums} == {"all-reduce gradients 0"}
+    # Its times are wall times: the task began 113 s after the zero of the monotonic clock.
+    at_ns = data["baseTimeNanoseconds"] + boxes[1]["ts"] * 1000 - 113 * 10**9
+    assert at_ns == pytest.approx(before_ns, abs=10**8)
+    assert boxes[1]["dur"] == 2_000_000
+
+
+def test_replicas_have_a_row_of_sums_that_may_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "run.1.json"
+    s = 10**9
+    sums = [
+        ["gradients 0", 64, 112 * s, 115 * s, 113 * s, 115 * s],
+        ["gradients 1", 8, 113 * s, 116 * s, 115 * s, 116 * s],
+    ]
+    trace_file(path, replicas=2).add(record(0) | {"sums": sums})
+    events = json.loads(path.read_text())["traceEvents"]
+
+    (name,) = (e["args"]["name"] for e in events if e["name"] == "process_name")
+    assert name == "stage 0 of replica 1 (rank 1)"
+    found = [e for e in events if e.get("cat") == "all-reduce"]
+    zero_us = found[0]["ts"] - 112e6
+    assert [(e["name"], e["ph"], round(e["ts"] - zero_us)) for e in found] == [
+        ("gradients 0", "b", 112_000_000),
+        ("gradients 0", "e", 115_000_000),
+        ("gradients 1", "b", 113_000_000),
+        ("gradients 1", "e", 116_000_000),
+    ]
+    assert len({e["id"] for e in found}) == 2
+    assert [e["name"] for e in events if e["name"].startswith("all-reduce gradients")] == [
+        "all-reduce gradients 0",
+        "all-reduce gradients 1",
+    ]
+
+
+def test_all_ranks_in_one_file_have_an_arrow_from_each_send_to_its_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chrome, "_base_ns", lambda: 5000 * 10**9)
+    traces = traces_of(*([record] for record in records_of()))
+    data = json.loads(to_chrome(traces, merged(traces)))
+    events = data["traceEvents"]
+    boxes = [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
+    arrows = [
+        (e["id"], e["ph"], e["tid"], e["ts"] / 1e6) for e in events if e.get("cat") == "message"
+    ]
+
+    assert ("F0@0", 50_000_001, 10, 2) in boxes
+    assert ("F0@1", 50_000_011, 13, 2) in boxes  # by the other host's clock at 113 s
+    # An arrow ends at the next box of its row; the loss is for no task.
+    assert arrows == [
+        (0, "s", 50_000_003, 12),
+        (0, "f", 50_000_011, 13),
+        (1, "s", 50_000_003, 12),
+        (1, "f", 50_000_011, 13),
+    ]
+    assert CLOCKS[0].offset_ns != CLOCKS[1].offset_ns

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -12,35 +12,28 @@ from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
 from procpipe.run.order import Order
+from procpipe.timeline.chrome import read
 from procpipe.timeline.recorder import Recorder
 from tests.dist.devices import is_emulated
 from tests.held import hold_for
+from tests.timeline.recordings import FACTS
 
 CPU = torch.device("cpu")
 PLACES = ["layer 'a' (Identity)", "layer 'b' (Identity)"]
 TENSORS = [torch.zeros(3, dtype=torch.float64)]
-ORDER = Order("step")
-
-
-class Sent:
-    """Keeps the records in place of rank 0."""
-
-    def __init__(self):
-        self.records = []
-
-    def end_step(self, order, record):
-        self.records.append(record)
+ORDER = Order("step", plan="abc", sizes=(4, 4))
 
 
 @pytest.fixture
-def recorder_on():
+def recorder_on(tmp_path):
     """Return a function that makes the recorder of a stage."""
     boards = []
 
     def make(device):
         boards.append(Board.create(0, 1))
-        sent: Any = Sent()
-        return Recorder(sent, boards[-1], device)
+        recorder = Recorder(tmp_path / "run.0.json", 0, FACTS, boards[-1], device)
+        recorder.connected(run=1)
+        return recorder
 
     yield make
     for board in boards:
@@ -66,7 +59,7 @@ def recorded_step(recorder):
         recorder.sent(Transfer("activation", i, 3, 4), TENSORS, time.perf_counter_ns())
     run(recorder, Task("B", 1, 3))
     recorder.end_step(ORDER)
-    return recorder.tracing.records[-1]
+    return recorder.last_record()
 
 
 def test_waits_messages_and_layers_are_kept_with_their_times(recorder_on):
@@ -99,6 +92,39 @@ def test_a_step_has_no_records_of_the_step_before(recorder_on):
     assert record["step"] == 1
     assert (len(record["tasks"]), len(record["takes"]), len(record["sends"])) == (3, 2, 2)
     assert [count for *_, count in record["layers"]] == [2, 2]
+
+
+def test_a_step_is_in_the_file_once_it_has_ended(recorder_on, tmp_path):
+    recorder = recorder_on(CPU)
+    record = json.loads(json.dumps(recorded_step(recorder)))
+    recorder.begin_step(ORDER)
+    run(recorder, Task("F", 0, 3))  # and the step fails
+
+    (found,) = read(tmp_path / "run.0.json").records
+    assert found == record | {"call": "step", "plan": "abc", "sizes": [4, 4]}
+    recorder.finish()
+    assert read(tmp_path / "run.0.json").is_closed
+
+
+def test_tasks_are_named_in_torch_s_profile_at_the_same_times(recorder_on, tmp_path):
+    recorder = recorder_on(CPU)
+    recorded_step(recorder)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        recorded_step(recorder)
+    recorded_step(recorder)
+    profiler.export_chrome_trace(str(tmp_path / "profile.json"))
+    theirs, ours = (
+        json.loads((tmp_path / name).read_text()) for name in ("profile.json", "run.0.json")
+    )
+
+    assert theirs["baseTimeNanoseconds"] == ours["baseTimeNanoseconds"]
+    named = {e["name"]: e for e in theirs["traceEvents"] if "@" in e.get("name", "")}
+    assert named.keys() == {"F0@3", "F1@3", "B1@3"}
+    second = [e for e in ours["traceEvents"] if e["ph"] == "X" and "@" in e["name"]][3:6]
+    for event in second:
+        same = named[event["name"]]
+        assert same["ts"] - 500 < event["ts"]
+        assert event["ts"] + event["dur"] < same["ts"] + same["dur"] + 500
 
 
 @pytest.mark.gpu

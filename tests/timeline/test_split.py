@@ -14,7 +14,7 @@ from procpipe.plan.task import Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
 from procpipe.run.statistics import Split, split_table
-from procpipe.timeline.idle import replay, seconds_by, split
+from procpipe.timeline.split import replay, seconds_by, split
 from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 
@@ -35,7 +35,7 @@ def test_unequal_stages_lose_more_than_equal_ones_would() -> None:
 
 
 def test_a_late_beginning_and_a_slow_end_are_communication_and_overhead() -> None:
-    step = read_step(UNEQUAL, begins_s=(-1.0, 0.5), ends_s=(16.0, 13.0))
+    step = read_step(UNEQUAL, seconds=17.0)
 
     assert [shares.communication_s for shares in split(step)] == [2, 2]
     assert {shares.step_s for shares in split(step)} == {17}
@@ -157,8 +157,8 @@ def test_the_slower_replica_makes_the_other_idle() -> None:
 
 
 def test_a_replica_without_samples_is_idle() -> None:
-    step = read_step("F0 0-1 B0 3-5 \n F0 1-2 B0 2-3", ends_s=(6, 6, 6, 6))
-    step = replace(step, begins_s=(0,) * 4, shares=((4,), ()))
+    step = read_step("F0 0-1 B0 3-5 \n F0 1-2 B0 2-3", seconds=6)
+    step = replace(step, rows=(*step.rows, (), ()), shares=((4,), ()))
 
     assert [one.busy_s for one in split(step)] == [3, 2, 0, 0]
     for one in split(step):

@@ -31,14 +31,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
 from procpipe.plan.schedules.rows import cycles_of_rows, makers
 from procpipe.plan.task import Task
-from procpipe.run.statistics import Split
-from procpipe.timeline.recording import Step
+from procpipe.run.statistics import Split, TimedTask
+from procpipe.timeline.steps import Step
 
 K = TypeVar("K")
 
@@ -56,20 +57,19 @@ def split(step: Step) -> list[Split]:
     means = seconds_by(lambda task: task.kind, [step], fmean)
     equal_s = free_s = 0.0
     for replica in range(step.num_replicas):
-        rows = step.replica(replica)
-        ranks = range(replica * step.num_stages, (replica + 1) * step.num_stages)
-        measured = {ran.task: ran.seconds for rank in ranks for ran in step.row(rank)}
+        timed = step.replica(replica)
+        measured = {one.task: _seconds(one) for row in timed for one in row}
+        rows = [[one.task for one in row] for row in timed]
         equal_s = max(equal_s, replay(rows, lambda task: means[task.kind]).total_s)
         free_s = max(free_s, replay(rows, measured.__getitem__).total_s)
     free_s = min(free_s, step.seconds)  # clocks may be off
     sums_s = min(exposed_s(step), step.seconds - free_s)
     found = []
-    for rank in range(step.num_ranks):
+    for rank, row in enumerate(step.rows):
         replica, stage = divmod(rank, step.num_stages)
-        row = step.row(rank)
-        busy_s = _added(ran.seconds for ran in row)
+        busy_s = _added(map(_seconds, row))
         idle_s = max(0.0, free_s - busy_s)
-        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[ran.task.kind] for ran in row)))
+        bubble_s = min(idle_s, max(0.0, equal_s - _added(means[one.task.kind] for one in row)))
         rest_s = step.seconds - busy_s - idle_s - sums_s
         found.append(
             Split(stage, step.seconds, busy_s, bubble_s, idle_s - bubble_s, rest_s, sums_s, replica)
@@ -79,12 +79,16 @@ def split(step: Step) -> list[Split]:
 
 def exposed_s(step: Step) -> float:
     """Return the seconds, after the last task of a step, in which a rank waited for a sum."""
-    at_s = max((ran.end_s for ran in step.tasks), default=step.start_s)
+    at_s = max((one.end_s for row in step.rows for one in row), default=0.0)
     total_s = 0.0
-    for one in sorted(step.sums, key=lambda one: one.asked_s):
+    for one in sorted(chain(*step.sums), key=lambda one: one.asked_s):
         total_s += max(0.0, one.taken_s - max(one.asked_s, at_s))
         at_s = max(at_s, one.taken_s)
     return total_s
+
+
+def _seconds(one: TimedTask) -> float:
+    return one.end_s - one.start_s
 
 
 def _added(seconds: Iterable[float]) -> float:
@@ -98,8 +102,8 @@ def seconds_by(
     """Return the average seconds, over several steps, of the tasks with the same key."""
     groups: defaultdict[K, list[float]] = defaultdict(list)
     for step in steps:
-        for ran in step.tasks:
-            groups[key(ran.task)].append(ran.seconds)
+        for one in chain(*step.rows):
+            groups[key(one.task)].append(_seconds(one))
     return {k: average(values) for k, values in groups.items()}
 
 

@@ -1,6 +1,6 @@
 """What ``stage.report()`` brings together: all stages' statistics, and how each spent a step.
 
-    rank r   its statistics, its record of the last step  ──▶  rank 0: splits (timeline/idle.py)
+    rank r   its statistics, its record of the last step  ──▶  rank 0: how each rank spent it
              statistics with its split                    ◀──
 
 How a stage's idle time divides depends on what all stages did. So ``statistics()``, which does not
@@ -15,29 +15,25 @@ from typing import Any
 
 from procpipe.run.runner import Runner
 from procpipe.run.statistics import Split, StageStatistics
-from procpipe.timeline.clocks import ClockReading, Clocks
-from procpipe.timeline.idle import split
-from procpipe.timeline.merging import merged_step
-from procpipe.timeline.recorder import Recorder
+from procpipe.timeline.split import split
+from procpipe.timeline.steps import Clock, common_offsets, merged_step
 
 
 def report_of_all(pipeline: Runner) -> list[StageStatistics]:
     """Return every stage's statistics, with their splits; all ranks call it, and wait for all."""
-    log = pipeline.log
-    clocks = log.tracing.clocks if isinstance(log, Recorder) else Clocks(pipeline.wires.mesh)
-    ours = {"statistics": asdict(pipeline.statistics()), "step": log.last_record()}
-    of_all = pipeline.coordinator.agree(ours, lambda values: with_splits(values, clocks.read_all()))
-    return [statistics_of(of_one) for of_one in of_all]
+    ours = {
+        "statistics": asdict(pipeline.statistics()),
+        "step": pipeline.log.last_record(),
+        "clock": Clock.here(),
+    }
+    return [statistics_of(of_one) for of_one in pipeline.coordinator.agree(ours, with_splits)]
 
 
-def with_splits(
-    values: Sequence[Mapping[str, Any]], clocks: Mapping[int, ClockReading]
-) -> list[dict[str, Any]]:
+def with_splits(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Put into each stage's statistics how it spent the last step; plain JSON.
 
     Args:
-        values: by rank, its "statistics" and its record of the last "step".
-        clocks: each other rank's clock, compared with rank 0's.
+        values: by rank, its "statistics", its record of the last "step", and its "clock".
     """
     of_all = [dict(value["statistics"]) for value in values]
     records = [value["step"] for value in values]
@@ -45,8 +41,8 @@ def with_splits(
     has_tasks = any(record["tasks"] for record in records)  # a replica may have no samples
     if not has_tasks or any(record["step"] != records[0]["step"] for record in records):
         return of_all  # before the first step there is nothing to divide
-    readings = [[clocks[rank]] if rank in clocks else [] for rank in range(len(values))]
-    step = merged_step(records, readings, num_replicas=num_replicas)
+    offsets_ns = common_offsets([Clock(*value["clock"]) for value in values])
+    step = merged_step(records, offsets_ns, num_replicas)
     for statistics, one in zip(of_all, split(step), strict=True):
         statistics["split"] = asdict(one)
     return of_all
