@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import ModuleType
 
 from benchmarks.gpu import hour
 
-#: Parts by name, which take 15 minutes together.
+#: Parts by name, the most important first: they are to take 15 minutes together.
 QUICK = [
     "throughput",
     "replicas",
@@ -48,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     for part, module in modules.items():
         summary = (module.__doc__ or "").splitlines()[0]
         module.configure(_with_common(parts.add_parser(part, help=summary, description=summary)))
-    _with_common(parts.add_parser("all", help=f"with their default options: {', '.join(QUICK)}"))
+    every = parts.add_parser("all", help=f"with their default options: {', '.join(QUICK)}")
+    _with_common(every).add_argument(
+        "--budget-s", type=float, default=900.0, help="no part begins after so many seconds"
+    )
     page = parts.add_parser("page", help="write the tables of docs/benchmarks.md from results")
     page.add_argument("folders", type=Path, nargs="*", default=[OUT], help=f"by default {OUT}")
     options = parser.parse_args(words)
@@ -58,14 +62,17 @@ def main(argv: list[str] | None = None) -> int:
         write(PAGE, options.folders)
         return 0
     if options.part != "all":
-        return _run({options.part: options}, modules)
+        return _run({options.part: options}, modules, math.inf)
     common = ["--out", str(options.out), "--device", options.device]
     common += ["--sizes", options.sizes] if options.sizes else []
-    return _run({part: parser.parse_args([part, *common]) for part in QUICK}, modules)
+    all_parts = {part: parser.parse_args([part, *common]) for part in QUICK}
+    return _run(all_parts, modules, options.budget_s)
 
 
-def _run(parts: dict[str, argparse.Namespace], modules: dict[str, ModuleType]) -> int:
-    """Run parts; return 1 if one has failed."""
+def _run(
+    parts: dict[str, argparse.Namespace], modules: dict[str, ModuleType], budget_s: float
+) -> int:
+    """Run parts; return 1 if one has failed, or there was no time for it."""
     from benchmarks.quiet import Watch, drift
     from benchmarks.report import publish
 
@@ -74,6 +81,10 @@ def _run(parts: dict[str, argparse.Namespace], modules: dict[str, ModuleType]) -
     for part, options in parts.items():
         if options.device not in getattr(modules[part], "DEVICES", ("cpu",)):
             print(f"{part}: not run: it is for CPUs", flush=True)
+            continue
+        if time.monotonic() - start_s > budget_s:
+            print(f"{part}: not run: {budget_s:.0f} s are over", file=sys.stderr)
+            failed.append(part)
             continue
         options.sizes = options.sizes or ("small" if options.device == "cpu" else "full")
         watch, part_start_s = Watch(), time.monotonic()
@@ -88,7 +99,7 @@ def _run(parts: dict[str, argparse.Namespace], modules: dict[str, ModuleType]) -
         print(f"({part}: {time.monotonic() - part_start_s:.0f} s)", flush=True)
     print(f"({time.monotonic() - start_s:.0f} s)")
     if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"failed or not run: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -72,6 +72,10 @@ def _threads(job: Job) -> str | None:
     return None if job.device == "cpu" else "threads are for CPUs"
 
 
+def _own_devices(job: Job) -> str | None:
+    return "stages share a GPU, so there is no limit of several" if job.shares_gpus else None
+
+
 def _torchgpipe(job: Job) -> str | None:
     if job.device != "cpu":
         return "not run on GPUs: torchgpipe 0.0.7 is of the time of torch 1.3"
@@ -111,7 +115,7 @@ CONTENDERS = {
         Contender(BARE, bare.bare_gloo, _same_shapes),
         Contender(ONE_PROCESS, alone.one_process),
         Contender(THREADS, alone.one_process_with_threads, _threads),
-        Contender(COPIES, alone.copies_at_once),
+        Contender(COPIES, alone.copies_at_once, _own_devices),
     )
 }
 

@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> Report:
             job = Job(
                 SIZES[options.sizes][workload], options.stages, m, options.device, options.transport
             )
+            what = f"{workload}, m = {m}"
+            print(f"throughput: {what}", flush=True)
             absent = {name: CONTENDERS[name].why_not(job) for name in names}
             measured = launch(
                 "benchmarks.throughput:measure_workload",
@@ -86,7 +88,6 @@ def run(options: argparse.Namespace) -> Report:
                 sizes=options.sizes,
                 transport=options.transport,
             )
-            what = f"{workload}, m = {m}"
             figures[what] = measured["times"]
             tables.append(tabulate(job, figures[what], absent, measured["balance"]))
             ratios |= {f"{what}, {k}": v for k, v in ratios_of(job, figures[what]).items()}
@@ -143,10 +144,11 @@ def ratios_of(job: Job, times: Times) -> dict[str, dict[str, float]]:
         if ours not in times:
             continue
         of_schedule = {OF_ONE: ratio(times[ours], times[ONE_PROCESS])}
-        of_schedule[SHARE] = ratio(_limits_s(job, times, ours), times[ours])
         if theirs is not None and theirs in times:
             of_schedule[OF_TORCH] = ratio(times[ours], times[theirs])
-            of_schedule[TORCHS_SHARE] = ratio(_limits_s(job, times, theirs), times[theirs])
+        for share, name in ((SHARE, ours), (TORCHS_SHARE, theirs)):
+            if name is not None and name in times and COPIES in times:
+                of_schedule[share] = ratio(_limits_s(job, times, name), times[name])
         if schedule == "GPipe" and BARE in times:
             of_schedule[OF_BARE] = ratio(times[ours], times[BARE])
         found[schedule] = of_schedule
@@ -165,12 +167,12 @@ def tabulate(job: Job, times: Times, absent: Mapping[str, str | None], balance: 
     m, n, workload = job.num_micro_batches, job.num_stages, job.workload
     alone_s, peer_s = times[ONE_PROCESS], times.get("torch GPipe")
     rows: list[list[Any]] = []
-    limits = {
-        "limit": [limit_s(s, m, n) for s in times[COPIES]],
-        "limit without a bubble": [limit_s(s, m, n, is_bubble_free=True) for s in times[COPIES]],
-    }
+    limits: Times = {}
+    for name, is_bubble_free in (("limit", False), ("limit without a bubble", True)):
+        if COPIES in times:
+            limits[name] = [limit_s(s, m, n, is_bubble_free=is_bubble_free) for s in times[COPIES]]
     for name, seconds in (times | limits).items():
-        is_pipeline = name in times and name not in _NO_PIPELINES
+        is_compared = bool(limits) and name in times and name not in _NO_PIPELINES
         rows.append(
             [
                 name,
@@ -178,7 +180,7 @@ def tabulate(job: Job, times: Times, absent: Mapping[str, str | None], balance: 
                 statistics.median(seconds) * 1e6 / (2 * m),
                 None if peer_s is None or name == COPIES else ratio(seconds, peer_s),
                 None if name == COPIES else ratio(alone_s, seconds),
-                spread(_limits_s(job, times, name), seconds) if is_pipeline else None,
+                spread(_limits_s(job, times, name), seconds) if is_compared else None,
             ]
         )
     headings = ["", "ms a step", "min", "max", "us a task", "of torch GPipe", "speed-up"]
