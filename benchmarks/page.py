@@ -40,8 +40,9 @@ def write(page: Path, folders: Sequence[Path]) -> None:
 
 
 def read(folder: Path) -> Run:
-    """Return the results of a run, by part."""
-    parts = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """Return the results of a run, by part, those of whole steps first."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "throughput", path.stem))
+    parts = {path.stem: json.loads(path.read_text()) for path in paths}
     if not parts:
         raise FileNotFoundError(f"{folder} has no results: python -m benchmarks all --out {folder}")
     return parts
