@@ -82,7 +82,7 @@ fuzz: .venv/test.stamp
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m tests.faults --fresh --rounds 100 --repeat-correct 100
-	$(BIN)/python -m benchmarks.restarts --kills 20 --nproc 3
+	$(BIN)/python -m tests.faults.restarts --kills 20 --nproc 3
 
 versions: .venv/versions.stamp
 	$(BIN)/nox $(NOX)

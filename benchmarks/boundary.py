@@ -12,17 +12,23 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import Report, Table
-from benchmarks.rounds import Step, Times, launch, measure, ratio
+from benchmarks.contenders import BARE, CONTENDERS, ONE_PROCESS
+from benchmarks.peers.ours import stage_of, step_of
+from benchmarks.report import OF_BARE, OF_TORCH, Report, Table
+from benchmarks.rounds import Times, launch, measure, ratio
 from benchmarks.workloads import Job, Workload
 
-_OURS, _OURS_SOCKETS, _PEER, _BARE = "procpipe", "procpipe over sockets", "torch GPipe", "bare gloo"
-_ALONE = "one process"
+DEVICES = ("cpu", "cuda")
+
+_OURS, _OURS_SOCKETS, _PEER = "procpipe", "procpipe over sockets", "torch GPipe"
+_BARE, _ALONE = BARE, ONE_PROCESS
 
 _NUM_STAGES = 2
 
@@ -36,20 +42,36 @@ _A_TURN, _A_TURN_BYTES = 80, 64 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    sizes = [1 << k for k in range(0, 17, 2)]
-    tensors = [1 << k for k in range(7)]
-    parser.add_argument("--kib", type=int, nargs="+", default=sizes, help="sizes of a message")
-    parser.add_argument("--tensors", type=int, nargs="+", default=tensors)
+    parser.add_argument("--kib", type=int, nargs="+", help="of a message, by default to 64 MiB")
+    parser.add_argument("--tensors", type=int, nargs="*", help="by default 1 to 64")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--transport", help="of procpipe's large tensors")
 
 
 def run(options: argparse.Namespace) -> Report:
-    by_size = _launch("measure_sizes", options.kib, options.rounds)
-    by_number = _launch("measure_tensors", options.tensors, options.rounds)
-    tables = [tabulate_sizes(by_size), tabulate_rates(by_size), tabulate_tensors(by_number)]
-    figures = {"KiB": by_size, "tensors": by_number}
-    settings = vars(options) | {"out": str(options.out)}
-    return Report("boundary", tables, figures, settings, lambda f: _draw(f, by_size, by_number))
+    most = {"small": 17, "full": 19, "tiny": 5}[options.sizes]
+    sizes = options.kib or [1 << k for k in range(0, most, 2)]
+    numbers = [1 << k for k in range(7)] if options.tensors is None else options.tensors
+    launched = partial(_launch, options=options)
+    by_size = launched("measure_sizes", sizes)
+    by_number = launched("measure_tensors", numbers) if numbers else {}
+    tables = [tabulate_sizes(by_size)]
+    tables += [tabulate_tensors(by_number)] if by_number else []
+    ratios = {f"messages of {size_text(kib)}": ratios_of(t) for kib, t in by_size.items()}
+    ratios |= {f"messages of {k} tensors": ratios_of(t) for k, t in by_number.items() if k > 1}
+    return Report(
+        "boundary",
+        tables,
+        {"KiB": by_size, "tensors": by_number},
+        vars(options) | {"out": str(options.out)},
+        ratios=ratios,
+    )
+
+
+def ratios_of(times: Times) -> dict[str, float]:
+    """Return procpipe's ratios to those contenders that were run."""
+    against = {OF_TORCH: _PEER, OF_BARE: _BARE}
+    return {of: ratio(times[_OURS], times[name]) for of, name in against.items() if name in times}
 
 
 def seconds_a_message(times: Times, m: int) -> dict[str, float]:
@@ -58,8 +80,8 @@ def seconds_a_message(times: Times, m: int) -> dict[str, float]:
 
 
 def tabulate_sizes(by_size: Mapping[int, Times]) -> Table:
-    """Lay out the time of a message, by its size."""
-    return _table(
+    """Lay out the time of a message, by its size, and procpipe's rate."""
+    table = _table(
         f"boundary: us a message of one tensor, by its size; {_NUM_STAGES} stages, "
         f"m = {_M_OF_SIZES}",
         {size_text(kib): times for kib, times in by_size.items()},
@@ -70,20 +92,12 @@ def tabulate_sizes(by_size: Mapping[int, Times]) -> Table:
             "one",
         ],
     )
-
-
-def tabulate_rates(by_size: Mapping[int, Times]) -> Table:
-    """Lay out the rate of messages, by their size."""
-    rows: list[list[Any]] = [
-        [
-            size_text(kib),
-            *(kib * 1024 / 1e9 / s for s in seconds_a_message(times, _M_OF_SIZES).values()),
-        ]
-        for kib, times in by_size.items()
+    rows = [
+        [*row, kib * 1024 / 1e9 / seconds_a_message(times, _M_OF_SIZES)[_OURS]]
+        for row, (kib, times) in zip(table.rows, by_size.items(), strict=True)
     ]
-    names = list(next(iter(by_size.values())))
-    title = "boundary: GB/s of the same messages, tasks and all"
-    return Table(title, ["", *names], rows, [".3f"] * len(names))
+    headings, formats = [*table.headings, f"{_OURS}, GB/s"], [*table.formats, ".3f"]
+    return replace(table, headings=headings, rows=rows, formats=formats)
 
 
 def tabulate_tensors(by_number: Mapping[int, Times]) -> Table:
@@ -102,66 +116,73 @@ def size_text(kib: int) -> str:
     return f"{kib} KiB" if kib < 1024 else f"{kib / 1024:g} MiB"
 
 
-def measure_sizes(grid: list[int], rounds: int) -> list[Times]:
+def measure_sizes(grid: list[int], rounds: int, transport: str | None = None) -> list[Times]:
     """Measure each size of a message, in KiB; every rank calls it."""
-    return [measure_size(kib, _M_OF_SIZES, rounds) for kib in grid]
+    return [measure_size(kib, _M_OF_SIZES, rounds, transport) for kib in grid]
 
 
-def measure_size(kib: int, m: int, rounds: int) -> Times:
+def measure_size(kib: int, m: int, rounds: int, transport: str | None = None) -> Times:
     """Measure one size of a message; every rank calls it."""
-    from benchmarks.peers.bare import bare_gloo
-
-    job = _job("size", lambda: nn.Sequential(Pass(), Pass()), kib * 256, m)
-    more = {_OURS_SOCKETS: "sockets"}
+    job = _job("size", lambda: nn.Sequential(Pass(), Pass()), kib * 256, m, transport)
     num_messages = min(_A_TURN, _A_TURN_BYTES // (kib * 1024))
     num_steps = max(1, num_messages // (2 * m))
-    return _measure(job, more, {_BARE: bare_gloo(job)}, rounds, num_steps)
+    sockets = job.device == "cpu" and transport is None
+    return _measure(job, sockets, [_BARE, _PEER], rounds, num_steps)
 
 
-def measure_tensors(grid: list[int], rounds: int) -> list[Times]:
+def measure_tensors(grid: list[int], rounds: int, transport: str | None = None) -> list[Times]:
     """Measure each number of tensors in a message; every rank calls it."""
-    return [_measure_tensors(number, rounds) for number in grid]
+    return [_measure_tensors(number, rounds, transport) for number in grid]
 
 
-def _measure_tensors(number: int, rounds: int) -> Times:
+def _measure_tensors(number: int, rounds: int, transport: str | None) -> Times:
     def model() -> nn.Sequential:
         return nn.Sequential(Fan(number), Join())
 
-    job = _job("tensors", model, number * _FLOATS_A_TENSOR, _M_OF_TENSORS)
-    return _measure(job, {}, {}, rounds, _A_TURN // (2 * _M_OF_TENSORS))
+    job = _job("tensors", model, number * _FLOATS_A_TENSOR, _M_OF_TENSORS, transport)
+    return _measure(job, False, [_PEER], rounds, _A_TURN // (2 * _M_OF_TENSORS))
 
 
-def _launch(function: str, grid: Sequence[int], rounds: int) -> dict[int, Times]:
-    times = launch(f"benchmarks.boundary:{function}", _NUM_STAGES, grid=list(grid), rounds=rounds)
+def _launch(function: str, grid: Sequence[int], options: argparse.Namespace) -> dict[int, Times]:
+    times = launch(
+        f"benchmarks.boundary:{function}",
+        _NUM_STAGES,
+        device=options.device,
+        grid=list(grid),
+        rounds=options.rounds,
+        transport=options.transport,
+    )
     return dict(zip(grid, times, strict=True))
 
 
 def _measure(
-    job: Job,
-    transports: Mapping[str, str],
-    more: Mapping[str, Step],
-    rounds: int,
-    num_steps: int,
+    job: Job, with_sockets: bool, peers: Sequence[str], rounds: int, num_steps: int
 ) -> Times:
-    from benchmarks.peers.alone import one_process
-    from benchmarks.peers.ours import stage_of, step_of
-    from benchmarks.peers.torch_pipelining import gpipe
-
     stages = {_OURS: stage_of(job)}
-    stages |= {name: stage_of(job, transport=each) for name, each in transports.items()}
+    if with_sockets:
+        stages[_OURS_SOCKETS] = stage_of(job, transport="sockets")
     steps = {name: step_of(stage, job) for name, stage in stages.items()}
-    steps |= {_PEER: gpipe(job), **more, _ALONE: one_process(job)}
+    for name in (*peers, _ALONE):
+        if CONTENDERS[name].why_not(job) is None:
+            steps[name] = CONTENDERS[name].make(job)
     times = measure(steps, num_rounds=rounds, num_steps=num_steps)
     for stage in stages.values():
         stage.close()
     return times
 
 
-def _job(name: str, model: Callable[[], nn.Sequential], num_floats: int, m: int) -> Job:
+def _job(
+    name: str,
+    model: Callable[[], nn.Sequential],
+    num_floats: int,
+    m: int,
+    transport: str | None = None,
+) -> Job:
     workload = Workload(
         name, "", "", model, (1, num_floats), (1, 1), lambda output, target: output.mean()
     )
-    return Job(workload, _NUM_STAGES, m)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Job(workload, _NUM_STAGES, m, device, transport)
 
 
 class _Through(torch.autograd.Function):
@@ -217,26 +238,6 @@ def _table(title: str, by_row: Mapping[str, Times], m: int, notes: Sequence[str]
     rows: list[list[Any]] = []
     for row, times in by_row.items():
         rows.append([row, *(s * 1e6 for s in seconds_a_message(times, m).values())])
-        rows[-1].append(ratio(times[_OURS], times[_PEER]))
+        rows[-1].append(ratios_of(times).get(OF_TORCH))
     formats = [*([".0f"] * len(names)), ".2f"]
     return Table(title, ["", *names, f"{_OURS} of {_PEER}"], rows, formats, notes)
-
-
-def _draw(figure: Any, by_size: Mapping[int, Times], by_number: Mapping[int, Times]) -> None:
-    """Draw the time of a message, by size and by number of tensors."""
-    left, right = figure.subplots(1, 2)
-    for axis, by_row, m in ((left, by_size, _M_OF_SIZES), (right, by_number, _M_OF_TENSORS)):
-        names = list(next(iter(by_row.values())))
-        for name in names:
-            values = [seconds_a_message(times, m)[name] * 1e6 for times in by_row.values()]
-            colour = f"C{(_OURS, _OURS_SOCKETS, _PEER, _BARE, _ALONE).index(name)}"
-            axis.plot(list(by_row), values, marker=".", label=name, color=colour)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3, which="both")
-    left.set_xticks(list(by_size), [size_text(kib) for kib in by_size], rotation=45)
-    right.set_xticks(list(by_number), [str(number) for number in by_number])
-    left.set_ylabel("us a message")
-    left.set_xlabel("size of a message")
-    right.set_xlabel(f"tensors of {_FLOATS_A_TENSOR} floats a message")
-    left.legend(fontsize=8)

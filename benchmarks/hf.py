@@ -5,15 +5,13 @@
     torch                   torch.distributed.pipelining over the same halves, output layer untied
     one process             the model as it is, micro-batch by micro-batch, on rank 0
 
-Seconds of processors (user and system, of both processes) stand beside those of the clock: other
-programs on the machine change them less.
+All compute the same loss, which is compared first.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import hf_models
-from benchmarks.report import Report, Table, bars
-from benchmarks.rounds import Step, Times, launch, measure, ratio
+from benchmarks.report import OF_ONE, OF_TORCH, Report, Table
+from benchmarks.rounds import Times, launch, measure, ratio
 
 _NUM_STAGES, _NUM_TOKENS = 2, 128
 
@@ -40,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--batch", type=int, default=16, help=f"sequences of {_NUM_TOKENS} tokens")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=hf_models.WIDTH, help="of the hidden states")
 
 
@@ -59,16 +57,21 @@ def run(options: argparse.Namespace) -> Report:
     }
     return Report(
         "hf",
-        [tabulate(name, found, **settings) for name, found in figures.items()],
+        [tabulate(name, times, **settings) for name, times in figures.items()],
         figures,
         {**settings, "rounds": options.rounds},
-        draw=lambda figure: bars(
-            figure,
-            {name: found["times"] for name, found in figures.items()},
-            best(next(iter(figures.values()))["times"], _HALVES),
-            f"time of a step, of {_HALVES}",
-        ),
+        ratios={f"procpipe.hf, {name}-like": ratios_of(times) for name, times in figures.items()},
+        one_process=[times[_ONE_PROCESS] for times in figures.values()],
     )
+
+
+def ratios_of(times: Times) -> dict[str, float]:
+    """Return the ratios of procpipe.hf with its fastest schedule, to torch with its fastest."""
+    ours = times[best(times, _OURS)]
+    return {
+        OF_TORCH: ratio(ours, times[best(times, _TORCH)]),
+        OF_ONE: ratio(ours, times[_ONE_PROCESS]),
+    }
 
 
 def best(times: Times, contender: str) -> str:
@@ -79,9 +82,8 @@ def best(times: Times, contender: str) -> str:
     )
 
 
-def tabulate(name: str, found: dict[str, Times], batch: int, m: int, width: int) -> Table:
-    """Lay out seconds of the clock and of processors, and ratios to each contender's best."""
-    times, processors = found["times"], found["processors"]
+def tabulate(name: str, times: Times, batch: int, m: int, width: int) -> Table:
+    """Lay out seconds, and ratios to each contender's best."""
     halves, others = best(times, _HALVES), best(times, _TORCH)
     rows: list[list[Any]] = [
         [
@@ -90,30 +92,20 @@ def tabulate(name: str, found: dict[str, Times], batch: int, m: int, width: int)
             ratio(seconds, times[halves]),
             ratio(seconds, times[others]),
             ratio(seconds, times[_ONE_PROCESS]),
-            statistics.median(processors[each]) * 1e3,
-            ratio(processors[each], processors[halves]),
         ]
         for each, seconds in times.items()
     ]
     return Table(
         f"{name}: {hf_models.NUM_BLOCKS} blocks of width {width}, {batch} x {_NUM_TOKENS} tokens "
         f"with padding, {_NUM_STAGES} stages, m = {m}, no recomputation",
-        [
-            "",
-            "ms a step",
-            f"of {halves}",
-            f"of {others}",
-            "of one process",
-            "CPU ms",
-            f"CPU of {halves}",
-        ],
+        ["", "ms a step", f"of {halves}", f"of {others}", "of one process"],
         rows,
-        [".1f", ".3f", ".3f", ".3f", ".1f", ".3f"],
-        ["ratios are medians of those of each round; CPU ms: user and system, of both processes"],
+        [".1f", ".3f", ".3f", ".3f"],
+        ["ratios are medians of those of each round"],
     )
 
 
-def measure_model(name: str, batch: int, m: int, width: int, num_rounds: int) -> dict[str, Times]:
+def measure_model(name: str, batch: int, m: int, width: int, num_rounds: int) -> Times:
     """Compare the losses of one model's contenders, and measure them; every rank calls it."""
     steps = contenders(name, batch, m, width)
     reference = torch.zeros(())
@@ -125,10 +117,7 @@ def measure_model(name: str, batch: int, m: int, width: int, num_rounds: int) ->
         elif not loss.isnan():
             message = f"the loss of {contender} is {loss}, of {_ONE_PROCESS} {reference}"
             torch.testing.assert_close(loss, reference, msg=message)
-    seconds: Times = {name: [] for name in steps}
-    counted = {name: _counted(step, seconds[name]) for name, step in steps.items()}
-    times = measure(counted, num_rounds=num_rounds, num_steps=1)
-    return {"times": times, "processors": {c: _of_all(s[1:]) for c, s in seconds.items()}}
+    return measure(steps, num_rounds=num_rounds, num_steps=1)
 
 
 def contenders(name: str, batch: int, m: int, width: int) -> dict[str, Callable[[], Tensor]]:
@@ -231,21 +220,3 @@ def _one_process(model: Any, data: dict[str, Tensor], m: int) -> Callable[[], Te
         return loss
 
     return step if dist.get_rank() == 0 else lambda: torch.tensor(torch.nan)
-
-
-def _counted(step: Step, seconds: list[float]) -> Step:
-    """Return a step that notes the seconds of processors that this process has used in it."""
-
-    def counted() -> None:
-        start_s = time.process_time()
-        step()
-        seconds.append(time.process_time() - start_s)
-
-    return counted
-
-
-def _of_all(seconds: list[float]) -> list[float]:
-    """Add up seconds over all ranks."""
-    total = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()

@@ -1,8 +1,8 @@
 """The output of a part: tables on standard output, and the same with all raw figures in a folder.
 
 build/benchmarks/<part>.txt     the tables
-build/benchmarks/<part>.json    machine, versions, options, tables and raw figures
-build/benchmarks/<part>.png     the plot, where matplotlib is installed
+build/benchmarks/<part>.json    machine, versions, options, tables, ratios and raw figures
+build/benchmarks/<part>.png     the plot, where a part has one and matplotlib is installed
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,10 @@ from typing import Any
 
 #: A number is laid out by its column's format; None shows as a dash.
 Cell = str | float | int | None
+
+#: What procpipe's time, or memory, is divided by; and the shares of a limit that are reached.
+OF_TORCH, OF_BARE, OF_ONE = "of torch", "of bare gloo", "of one process"
+SHARE, TORCHS_SHARE = "share of the limit", "torch's share"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,9 @@ class Report:
         figures: raw figures, plain JSON.
         options: its options, plain JSON.
         draw: draws the plot on a new matplotlib figure.
+        ratios: for the first table of the documentation: by what was measured, procpipe's ratios
+            by ``OF_TORCH``, ``SHARE`` and so on.
+        one_process: of each workload, the seconds of one process in each round, to see drift.
     """
 
     part: str
@@ -80,6 +86,8 @@ class Report:
     figures: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     draw: Callable[[Any], None] | None = None
+    ratios: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    one_process: Sequence[Sequence[float]] = ()
 
 
 def machine() -> dict[str, str]:
@@ -98,17 +106,31 @@ def machine() -> dict[str, str]:
     }
 
 
-def publish(report: Report, folder: Path) -> None:
-    """Print a report and write its files."""
-    head = ", ".join(f"{name} {value}" for name, value in machine().items())
+def publish(report: Report, folder: Path, quiet: Mapping[str, float | None] | None = None) -> None:
+    """Print a report and write its files.
+
+    Args:
+        report: the results.
+        folder: where the files are written.
+        quiet: how quiet the machine was, as ``quiet.py`` says.
+    """
+    here = machine()
+    head = ", ".join(f"{name} {value}" for name, value in here.items())
+    if "Emulated" in here["GPUs"]:
+        head += "\nEMULATED: no time or size here is a GPU's"
+    if quiet:
+        head += f"\nstolen {quiet['stolen']:.1%}, other programs {quiet['others']:.1%}"
+        head += f", drift of one process {quiet['drift']:.2f}" if quiet["drift"] else ""
     text = "\n\n\n".join([head, *(table.to_text() for table in report.tables)]) + "\n"
     print(f"\n{text}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath(f"{report.part}.txt").write_text(text)
     content = {
         "part": report.part,
-        "machine": machine(),
+        "machine": here,
+        "quiet": quiet,
         "options": report.options,
+        "ratios": report.ratios,
         "tables": [asdict(table) for table in report.tables],
         "figures": report.figures,
     }
@@ -116,39 +138,6 @@ def publish(report: Report, folder: Path) -> None:
     if report.draw is not None:
         _plot(report.draw, folder / f"{report.part}.png")
     print(f"(also in {folder}/{report.part}.*)", flush=True)
-
-
-def bars(
-    figure: Any, groups: Mapping[str, Mapping[str, list[float]]], baseline: str, label: str
-) -> None:
-    """Draw groups of bars: each contender's time as a ratio to the baseline's, with its range.
-
-    Args:
-        figure: a matplotlib figure.
-        groups: by title, the seconds of each contender's rounds.
-        baseline: the contender whose time is 1.
-        label: of the axis.
-    """
-    all_axes = figure.subplots(1, len(groups), squeeze=False)[0]
-    for axes, (title, times) in zip(all_axes, groups.items(), strict=True):
-        names = list(times)
-        ratios = [
-            sorted(a / b for a, b in zip(times[name], times[baseline], strict=True))
-            for name in names
-        ]
-        medians = [statistics.median(of_rounds) for of_rounds in ratios]
-        ranges = [
-            [median - of_rounds[0] for median, of_rounds in zip(medians, ratios, strict=True)],
-            [of_rounds[-1] - median for median, of_rounds in zip(medians, ratios, strict=True)],
-        ]
-        colours = ["tab:blue" if name.startswith("procpipe") else "lightgrey" for name in names]
-        axes.barh(names, medians, xerr=ranges, color=colours, error_kw={"linewidth": 1})
-        axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
-        axes.invert_yaxis()
-        axes.set_title(title)
-        if axes is not all_axes[0] and names == list(next(iter(groups.values()))):
-            axes.tick_params(labelleft=False)
-    figure.supxlabel(label)
 
 
 def _plot(draw: Callable[[Any], None], path: Path) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.report import Report, Table, bars
+from benchmarks.report import OF_TORCH, Report, Table
 from benchmarks.rounds import Times, launch, measure, ratio
 from procpipe import Stage
 
@@ -52,7 +52,12 @@ def run(options: argparse.Namespace) -> Report:
         [tabulate(times, options.blocks)],
         times,
         settings,
-        draw=lambda figure: bars(figure, {"step": times}, _TORCH, f"time of a step, of {_TORCH}"),
+        ratios={
+            "2 stages x 2 replicas, of torch with FSDP2": {
+                OF_TORCH: ratio(times[_REPLICAS], times[_TORCH])
+            },
+            "2 stages x 2 ranks of FSDP2": {OF_TORCH: ratio(times[_OURS], times[_TORCH])},
+        },
     )
 
 

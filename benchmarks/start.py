@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Report, Table
+from benchmarks.report import OF_BARE, OF_TORCH, Report, Table
 from benchmarks.rounds import ratio
 from benchmarks.start_worker import CONTENDERS
 
@@ -51,7 +51,16 @@ def run(options: argparse.Namespace) -> Report:
                 launches.append(_launch(name, n))
     tables = [tabulate(n, by_name) for n, by_name in figures.items()]
     settings = vars(options) | {"out": str(options.out)}
-    return Report("start", tables, figures, settings, lambda figure: _draw(figure, figures))
+    ratios = {f"start of {n} processes": ratios_of(by_name) for n, by_name in figures.items()}
+    return Report("start", tables, figures, settings, ratios=ratios)
+
+
+def ratios_of(by_name: Mapping[str, Launches]) -> dict[str, float]:
+    """Return procpipe's ratios of the time to the end of the first step."""
+    ours, *others = (
+        _to_first_step_s(by_name[name]) for name in ("procpipe", "torch GPipe", _FLOOR)
+    )
+    return dict(zip((OF_TORCH, OF_BARE), (ratio(ours, other) for other in others), strict=True))
 
 
 def tabulate(n: int, by_name: Mapping[str, Launches]) -> Table:
@@ -101,7 +110,7 @@ def _launch(name: str, n: int) -> dict[str, float]:
             "--local-addr=127.0.0.1", f"--nproc_per_node={n}",
             "-m", "benchmarks.start_worker", name, folder,
         ]  # fmt: skip
-        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         root = Path(__file__).parents[1]
         start_s = time.time()
         subprocess.run(command, env=variables, cwd=root, timeout=_LAUNCH_LIMIT_S, check=True)
@@ -113,25 +122,3 @@ def _launch(name: str, n: int) -> dict[str, float]:
 
 def _to_first_step_s(launches: Launches) -> list[float]:
     return [launch["first step"] for launch in launches]
-
-
-def _draw(figure: Any, figures: Mapping[int, Mapping[str, Launches]]) -> None:
-    """Draw each contender's time as a bar, one piece a point."""
-    axes = figure.subplots(len(figures), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (n, by_name) in zip(axes, figures.items(), strict=True):
-        for name, launches in by_name.items():
-            left_s = 0.0
-            for place, (point, seconds) in enumerate(parts_s(launches).items()):
-                axis.barh(name, seconds, left=left_s, color=f"C{place}", label=point)
-                left_s += seconds
-        axis.invert_yaxis()
-        axis.set_title(f"{n} processes", fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles[: len(_POINTS)],
-        labels[: len(_POINTS)],
-        loc="outside lower center",
-        ncols=len(_POINTS),
-        fontsize=8,
-    )
-    axes[-1].set_xlabel("seconds from the launch, each up to the point that it names")

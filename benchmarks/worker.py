@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 
 def main() -> None:
-    where, options, result = sys.argv[1:]
+    where, options, limit_s, result = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(float(limit_s), exit=True)
     module, function = where.split(":")
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():  # before NCCL connects, which new releases of torch do at once
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _has_nccl() else "gloo")
     value = getattr(importlib.import_module(module), function)(**json.loads(options))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(value))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _has_nccl() -> bool:
+    """Say whether NCCL takes these ranks: with a GPU each, or a NCCL that was told to share one."""
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    return num_gpus >= num_ranks or "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which steps a run has on a machine, in which order, and how long each may take. Pure.
+"""Which commands a run has on a machine, in which order, and how long each may take. Pure.
 
 The most important steps come first. Each has a weight: its part of the time that is left when it
 begins, compared with the steps still to come. So all later steps share the time that a step saves,
@@ -8,47 +8,20 @@ steps are not run.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 #: A step gets at least this while there is time: its processes start in some seconds.
-LEAST_S = 15.0
+LEAST_S = 20.0
 
 #: A step is not begun with less time than this.
 SHORTEST_S = 5.0
 
-_PAIRS = (
-    *(("gpipe", "never"), ("1f1b", "except_last"), ("zb-h1", "always"), ("zb-v", "except_last")),
-    *(("interleaved", "always"), ("gpipe", "always"), ("zb-h1", "never")),
-)
-_BLOCKS = {"width": (4096, 16), "rows": (1024, 4), "num_micro_batches": (8, 4)}
-
-#: Options of each function: on a real GPU, and on an emulated one.
-_OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "versions": {},
-    "parity": {"width": (64, 8), "pairs": (_PAIRS, _PAIRS[:4])},
-    "against_one_process": _BLOCKS | {"num_rounds": (5, 1), "pairs": (_PAIRS[:2], _PAIRS[:2])},
-    "host": _BLOCKS,
-    "trace": _BLOCKS,
-    "messages": {
-        "sizes": ([8 << (3 * k) for k in range(9)] + [256 << 20], [8, 64 << 10, 1 << 20]),
-        "num_rounds": (10, 2),
-    },
-    "blocks": {
-        "sizes": ([1 << 20, 64 << 20], [8, 1 << 20]),
-        "num_rounds": (5, 1),
-        "most": ((1, 2, 4, 8, 16), (1, 4)),
-    },
-    "gpt": {
-        "sizes": ([32768, 24, 1792, 14, 1024], [64, 2, 16, 2, 8]),
-        "micro_batch": (2, 1),
-        "num_micro_batches": (8, 4),
-        "num_rounds": (4, 1),
-    },
-}
-
 _NO_NCCL = "NCCL takes two ranks on one GPU from 2.30 on: give one with --nccl PATH"
+
+_BLOCKS = "throughput --workloads blocks --micro-batches 8 --contenders procpipe"
+_GPT = "throughput --workloads gpt --micro-batches 8"
 
 
 @dataclass(frozen=True)
@@ -58,62 +31,61 @@ class Step:
     Attributes:
         name: as in the results.
         weight: its part of the time, compared with other steps.
-        function: ``"module:function"``, called on every rank; "" for pytest.
-        options: what the function is called with, plain JSON; ``devices`` are one a rank.
-        with_nccl: whether the processes get the NCCL of ``--nccl``, and share GPUs by it.
+        words: of ``python -m benchmarks``; none for pytest.
+        num_gpus: how many the command may see; all if None.
+        with_nccl: whether the processes get the NCCL of ``--nccl``, and may share GPUs by it.
         why_not: why it is not run; "" if it is.
     """
 
     name: str
     weight: float
-    function: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    num_gpus: int | None = None
     with_nccl: bool = False
     why_not: str = ""
 
 
-def steps_for(
-    num_gpus: int, *, is_tiny: bool = False, shares_by_nccl: bool = False, why_no_tests: str = ""
-) -> list[Step]:
+def steps_for(num_gpus: int, *, shares_by_nccl: bool = False, why_no_tests: str = "") -> list[Step]:
     """Return the steps in their order; those that the machine cannot run have a reason.
 
     Args:
         num_gpus: GPUs that torch can use.
-        is_tiny: whether sizes are those for an emulated GPU.
         shares_by_nccl: whether an NCCL is there that takes several ranks on a GPU.
         why_no_tests: why pytest cannot be run; "" if it can.
     """
-    steps: list[Step] = []
-    gpus = [f"cuda:{k}" for k in range(num_gpus)]
-    pair = (gpus * 2)[:2]
 
-    def add(name: str, weight: float, function: str, devices: Sequence[str], **more: Any) -> None:
-        shares = bool(more) and len({*devices}) < len(devices)  # by NCCL, as both options say
-        options = {name: sizes[is_tiny] for name, sizes in _OPTIONS[function].items()}
-        options |= {"devices": devices, "transport": None, **more}
-        where = f"benchmarks.gpu.{'gpt' if function == 'gpt' else 'measures'}:{function}"
-        why_not = _NO_NCCL if shares and not shares_by_nccl else ""
-        steps.append(Step(name, weight, where, options, shares, why_not))
+    def step(name: str, weight: float, words: str, number: int | None = None) -> Step:
+        return Step(name, weight, tuple(shlex.split(words)), number)
 
-    add("versions", 15, "versions", gpus[:1])
-    steps.append(Step("tests", 130, why_not=why_no_tests))
-    add("parity", 40, "parity", pair)
-    for n in (2, 4, 8):
-        add(f"shared-{n}", 20 + 2 * n, "against_one_process", gpus[:1] * n)
-    for n in (2, 4, 8):
-        if n <= num_gpus:
-            add(f"nccl-{n}", 20 + 2 * n, "against_one_process", gpus[:n])
-    if num_gpus == 1:
-        add("nccl-shared", 30, "against_one_process", pair, transport="nccl")
-    add("host", 25, "host", pair)
-    add("ipc-messages", 25, "messages", gpus[:1] * 2)
-    add("nccl-messages", 25, "messages", pair, transport="nccl")
-    if num_gpus > 1:
-        add("nccl-blocks", 30, "blocks", pair, transport="nccl")
-    add("gpt", 70, "gpt", pair)
-    add("gpt-peers", 50, "gpt", pair, with_peers=True)
-    add("trace", 20, "trace", pair)
-    return steps
+    def by_nccl(name: str, weight: float, words: str) -> Step:
+        """Make a step over NCCL between two ranks, which share a GPU where there is one only."""
+        made = step(name, weight, words, 2 if num_gpus > 1 else 1)
+        if num_gpus > 1:
+            return made
+        return replace(made, with_nccl=True, why_not="" if shares_by_nccl else _NO_NCCL)
+
+    return [
+        step("versions", 10, "gpu_checks --only versions"),
+        Step("tests", 130, why_not=why_no_tests),
+        step("parity", 40, "gpu_checks --only parity --stages 2 4 8", 1),
+        *(step(f"shared-{n}", 20 + 2 * n, f"{_BLOCKS} --stages {n}", 1) for n in (2, 4, 8)),
+        *(
+            step(f"nccl-{n}", 20 + 2 * n, f"{_BLOCKS} --stages {n}", n)
+            for n in (2, 4, 8)
+            if n <= num_gpus
+        ),
+        by_nccl("nccl-parity", 20, "gpu_checks --only parity --stages 2 --transport nccl"),
+        by_nccl("nccl-pair", 25, f"{_BLOCKS} --stages 2 --transport nccl"),
+        step("host", 20, "gpu_checks --only host"),
+        step("tasks", 15, "throughput --workloads tiny --micro-batches 16 --contenders procpipe"),
+        step("ipc-messages", 25, "boundary --tensors", 1),
+        by_nccl("nccl-messages", 25, "boundary --tensors --transport nccl"),
+        *([step("nccl-blocks", 30, "gpu_checks --only blocks", 2)] if num_gpus > 1 else []),
+        step("gpt", 45, f"{_GPT} --contenders 'procpipe 1F1B'"),
+        step("gpt-memory", 30, "memory --workload gpt --contenders 'procpipe 1F1B'"),
+        by_nccl("gpt-peers", 50, f"{_GPT} --contenders 'procpipe 1F1B' 'torch 1F1B'"),
+        step("trace", 20, "gpu_checks --only trace"),
+    ]
 
 
 def allowance_s(left_s: float, weights: Sequence[float]) -> float:

@@ -40,7 +40,8 @@ def copies_at_once(job: Job) -> Step:
 
 
 def _step(job: Job) -> Step:
-    model, loss_fn, m = job.model(), job.workload.loss_fn, job.num_micro_batches
+    model, loss_fn = job.model().to(job.own_device), job.workload.loss_fn
+    m = job.num_micro_batches
     micro_batches = job.micro_batches()
 
     def step() -> None:

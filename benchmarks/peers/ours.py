@@ -27,11 +27,12 @@ def stage_of(
     **options: Any,
 ) -> Stage:
     """Make this rank's stage, for callers that need more than its step."""
-    World.transport = transport
+    World.transport = transport or job.transport
     return Stage(
         job.model(),
         job.balance(partitions_per_stage * job.num_stages),
         chunks=job.num_micro_batches,
+        devices=job.devices,
         checkpoint=checkpoint,
         loss_fn=job.workload.loss_fn,
         **options,

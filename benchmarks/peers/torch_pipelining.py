@@ -1,4 +1,4 @@
-"""``torch.distributed.pipelining`` with each of its schedules, over gloo.
+"""``torch.distributed.pipelining`` with each of its schedules, over gloo or NCCL.
 
 It has no skip tensors. Those of a U-Net are carried through every boundary by hand.
 """
@@ -77,7 +77,9 @@ def _stages(job: Job, num_partitions: int, indices: tuple[int, ...]) -> list[Pip
         layers = layers[size:]
     module_of = _Carrying if job.workload.has_skips else _plain
     return [
-        PipelineStage(module_of(parts[index]), index, num_partitions, torch.device("cpu"))
+        PipelineStage(
+            module_of(parts[index]).to(job.own_device), index, num_partitions, job.own_device
+        )
         for index in indices
     ]
 
