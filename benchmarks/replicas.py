@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,27 +157,17 @@ class SlowGroup:
         if tensor.nbytes < _LAYER_BYTES:
             return sum
         self._is_free_at_s = max(self._is_free_at_s, time.monotonic()) + self._bucket_s
-        return SlowSum(sum, self._is_free_at_s)
+        is_over_at_s = self._is_free_at_s
 
+        def finish() -> None:
+            sum.finish()
+            time.sleep(max(0.0, is_over_at_s - time.monotonic()))
 
-class SlowSum:
-    """One such sum."""
-
-    is_queued = False
-
-    def __init__(self, sum: Any, is_over_at_s: float) -> None:
-        self._sum = sum
-        self._is_over_at_s = is_over_at_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether both are done."""
-        return bool(self._sum.is_over) and time.monotonic() >= self._is_over_at_s
-
-    def wait(self) -> None:
-        """Wait for the sum, and for the link."""
-        self._sum.wait()
-        time.sleep(max(0.0, self._is_over_at_s - time.monotonic()))
+        return replace(
+            sum,
+            is_over=lambda: sum.is_over() and time.monotonic() >= is_over_at_s,
+            finish=finish,
+        )
 
 
 class Wait(nn.Module):
