@@ -106,6 +106,7 @@ class Sharded(Replicas):
                     "ranks has ended or does not answer; has it failed before, or does its "
                     "pipeline make fewer calls?"
                 )
+                error.shared_with = self._ranks  # type: ignore[attr-defined]  # for the launcher
             raise
 
     def end(self) -> None:
