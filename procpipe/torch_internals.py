@@ -7,8 +7,9 @@
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
-    nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP
-    FSDPModule._get_fsdp_state, its _mp_policy      likewise
+    nn.Module._non_persistent_buffers_set           replicas take all buffers for saved ones
+    FSDPModule._get_fsdp_state, its _mp_policy      AttributeError where layers are sharded by FSDP
+    FSDPState._pre_forward, _post_forward           likewise
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
     ProcessGroupNCCL.Options, _timeout, config      likewise
     ProcessGroupNCCL._start_ and _end_coalescing    likewise
@@ -135,9 +136,18 @@ def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
     scaler._unscale_grads_ = unscale  # type: ignore[method-assign, assignment]
 
 
-# -- sharded layers ------------------------------------------------------------------------------
+# -- buffers -------------------------------------------------------------------------------------
 
-_FSDP = "torch.distributed.fsdp."
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the buffers of a module itself that its ``state_dict`` has, by name."""
+    others = getattr(module, "_non_persistent_buffers_set", ())
+    for name, buffer in module._buffers.items():
+        if name not in others:
+            yield name, buffer
+
+
+# -- sharded layers ------------------------------------------------------------------------------
 
 
 def finish_backward(module: nn.Module) -> None:
@@ -146,25 +156,13 @@ def finish_backward(module: nn.Module) -> None:
     By an empty pass through FSDP's own hooks of the module, forward and backward: so FSDP reduces
     the gradients that earlier passes have left, with what its setters say, in any release.
     """
-    own = dict(module.__dict__)
-    names = ("_forward_hooks", "_forward_pre_hooks")
-    for name in names:
-        hooks = own[name].items()
-        module.__dict__[name] = type(own[name])((k, f) for k, f in hooks if _is_of_fsdp(f))
-    module.__dict__["forward"] = torch.clone
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
     device = next(module.parameters()).device
     start = torch.zeros(1, device=device, requires_grad=True)
-    try:
-        with torch.enable_grad():
-            end = module._call_impl(start)
-        torch.autograd.backward(end, torch.zeros_like(end))
-    finally:
-        del module.__dict__["forward"]
-        module.__dict__.update((name, own[name]) for name in (*names, "forward") if name in own)
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return f"{type(getattr(hook, '__self__', None)).__module__}.".startswith(_FSDP)
+    with torch.enable_grad():
+        inputs, _ = state._pre_forward(module, (start,), {})
+        end = state._post_forward(module, inputs, inputs[0].clone())
+    torch.autograd.backward(end, torch.zeros_like(end))
 
 
 def reduces_in_other_dtype(module: nn.Module) -> bool:

@@ -260,7 +260,7 @@ def _trace(options: argparse.Namespace) -> Table:
     found = _launched("trace", 2, options, path=str(path))
     rows = [[f"stage {k}", *of.values()] for k, of in enumerate(found)]
     title = "trace: where the time of a step went"
-    notes = [f"the whole timeline is in {path.name}, for https://ui.perfetto.dev"]
+    notes = ["the whole timeline is in trace.*.json, for https://ui.perfetto.dev"]
     return Table(title, ["", *found[0]], rows, [".2f", ".0%", ".0%", ".0%", ".0%"], notes)
 
 

@@ -14,12 +14,9 @@ from typing import Any
 
 from procpipe.launch.doctor.facts import NO_LIMIT, Facts
 from procpipe.launch.start_ranks import Result
-from procpipe.words import bytes_text, counted
+from procpipe.words import counted
 
-_MIB, _GIB = 1 << 20, 1 << 30
-
-#: NCCL takes about 10 MiB for each pair of GPUs without peer access, a loader more.
-_MIN_SHM_BYTES = 256 * _MIB
+_GIB = 1 << 30
 
 #: A process of torch and its libraries alone takes 0.3 GiB.
 _MIN_BYTES_PER_PROCESS = _GIB // 2
@@ -27,10 +24,11 @@ _MIN_BYTES_PER_PROCESS = _GIB // 2
 #: On CPUs, 7 are open and 3 for each process; loaders, logs and drivers come on top.
 _FILES_ALONE, _FILES_PER_PROCESS, _COMFORTABLE_FILES = 40, 4, 1024
 
-#: CUDA's hardware queues, as a rank sets them (``job/devices.py``).
-_QUEUES_IF_UNSET = "32"
-
-_SLOW_NAME_S = 2.0
+#: Settings that make NCCL slower between the GPUs of a host, each with what it turns off.
+_SLOW_NCCL = {
+    "NCCL_P2P_DISABLE": "direct access to one another's memory",
+    "NCCL_SHM_DISABLE": "shared memory between processes",
+}
 
 #: A host that is not overloaded is far better: 0.03 ms and 1 GB/s on a 2-core virtual machine.
 _SLOW_LATENCY_S = 1e-3
@@ -85,13 +83,17 @@ def _check_torch(facts: Facts) -> Iterator[Verdict]:
     elif torch.cuda and not torch.nccl:
         yield FAILURE, f"{found}, without NCCL", "install torch's own build: GPUs need NCCL"
     else:
-        yield OK, found + (f", NCCL {'.'.join(map(str, torch.nccl))}" if torch.nccl else "")
+        yield OK, found
 
 
 def _check_gpus(facts: Facts) -> Iterator[Verdict]:
-    used = [k for k, gpu in enumerate(facts.gpus) if gpu.free_bytes < 0.9 * gpu.total_bytes]
     found = counted(len(facts.gpus), "GPU")
     found += f" ({', '.join(sorted({gpu.name for gpu in facts.gpus}))})"
+    used = [
+        f"GPU {k}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
+        for k, gpu in enumerate(facts.gpus)
+        if gpu.free_bytes < 0.9 * gpu.total_bytes
+    ]
     if facts.gpu_error:
         yield (
             FAILURE,
@@ -99,13 +101,9 @@ def _check_gpus(facts: Facts) -> Iterator[Verdict]:
             "see whether nvidia-smi works; if not, repair the driver or load it again",
         )
     elif used:
-        shares = [
-            f"GPU {k}, {_gib(facts.gpus[k].free_bytes)} of {_gib(facts.gpus[k].total_bytes)} free"
-            for k in used
-        ]
         yield (
             WARNING,
-            f"{found}; in use already: {', '.join(shares)}",
+            f"{found}; in use already: {', '.join(used)}",
             "nvidia-smi lists the processes that use them; end those, or choose others by "
             "CUDA_VISIBLE_DEVICES",
         )
@@ -116,26 +114,18 @@ def _check_gpus(facts: Facts) -> Iterator[Verdict]:
         yield OK, "none: stages run on CPUs"
     else:
         found = f"{counted(facts.num_nvidia_devices, 'GPU')} in this host, none that torch can use"
-        if not facts.torch.cuda:
-            advice = "this torch is built for CPUs only: install one that is built for CUDA"
-        elif (visible := facts.environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-            advice = f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it"
-        else:
-            advice = (
-                f"the driver may be too old for CUDA {facts.torch.cuda} (see nvidia-smi): update "
-                "it, or install a torch that is built for an older CUDA"
-            )
-        yield WARNING, found, advice
+        yield WARNING, found, _why_no_gpu(facts)
 
 
-def _check_sharing(facts: Facts) -> Iterator[Verdict]:
-    if 0 < len(facts.gpus) < facts.num_processes:
-        yield (
-            WARNING,
-            f"{facts.num_processes} processes for {counted(len(facts.gpus), 'GPU')}",
-            f"start {counted(len(facts.gpus), 'process')}, or set the GPU of each one: "
-            "Stage(..., devices=['cuda:0', 'cuda:0', ...])",
-        )
+def _why_no_gpu(facts: Facts) -> str:
+    if not facts.torch.cuda:
+        return "this torch is built for CPUs only: install one that is built for CUDA"
+    if (visible := facts.environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides them: unset it"
+    return (
+        f"the driver may be too old for CUDA {facts.torch.cuda} (see nvidia-smi): update it, or "
+        "install a torch that is built for an older CUDA"
+    )
 
 
 def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
@@ -145,8 +135,6 @@ def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
         for a, b in itertools.pairwise(range(len(gpus)))
         if b not in gpus[a].peers or a not in gpus[b].peers
     ]
-    if len(gpus) < 2:
-        return
     if apart:
         yield (
             WARNING,
@@ -154,27 +142,36 @@ def _check_peer_access(facts: Facts) -> Iterator[Verdict]:
             "their tensors go through the host's memory; nvidia-smi topo -p2p r shows why (in a "
             "virtual machine or with IOMMU on, PCI access control must be off)",
         )
-    elif facts.environment.get("NCCL_P2P_DISABLE", "0") != "0":
-        yield (
-            WARNING,
-            "turned off by NCCL_P2P_DISABLE",
-            "unset NCCL_P2P_DISABLE, or tensors go through the host's memory",
-        )
-    else:
+    elif len(gpus) > 1:
         yield OK, "between all neighbours"
 
 
-def _check_hardware_queues(facts: Facts) -> Iterator[Verdict]:
-    number = facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES_IF_UNSET)
-    if facts.gpus and number == _QUEUES_IF_UNSET:
-        yield OK, f"{number} hardware queues a process"
-    elif facts.gpus:
+def _check_nccl(facts: Facts) -> Iterator[Verdict]:
+    """Show what is set for NCCL, and judge what is known to slow it down or to stop it."""
+    settings = {k: v for k, v in sorted(facts.environment.items()) if k.startswith("NCCL_")}
+    names = settings.get("NCCL_SOCKET_IFNAME", "")
+    for name, what in _SLOW_NCCL.items():
+        if settings.get(name, "0") != "0":
+            found, advice = f"{name} turns off {what}", f"unset {name}, or transfers are slower"
+            yield WARNING, found, advice
+    if not _names_an_interface(names, facts.interfaces):
         yield (
-            WARNING,
-            f"CUDA_DEVICE_MAX_CONNECTIONS={number}",
-            "unset it, if nothing else needs it: a stage has a stream for each rank it sends to "
-            "or receives from, and streams of one hardware queue wait for one another",
+            FAILURE,
+            f"NCCL_SOCKET_IFNAME names {names}, and this host has {', '.join(facts.interfaces)}",
+            "unset it, or name an interface that there is on every host",
         )
+    if facts.torch.nccl or settings:
+        version = ".".join(map(str, facts.torch.nccl)) or "none"
+        texts = [f"{name}={value}" for name, value in settings.items()]
+        yield OK, ", ".join([version, *(texts or ["no settings in the environment"])])
+
+
+def _names_an_interface(text: str, interfaces: Sequence[str]) -> bool:
+    """Return whether an interface is named; NCCL accepts prefixes, =names and ^exclusions."""
+    names = [name.removeprefix("=").partition(":")[0] for name in text.split(",") if name]
+    if not names or text.startswith("^"):
+        return True
+    return any(there.startswith(name) for name in names for there in interfaces)
 
 
 def _check_cores(facts: Facts) -> Iterator[Verdict]:
@@ -201,19 +198,6 @@ def _check_cores(facts: Facts) -> Iterator[Verdict]:
         )
 
 
-def _check_threads(facts: Facts) -> Iterator[Verdict]:
-    number = facts.environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    least = min(facts.cores_of) or 1
-    if number.isdigit() and 0 < int(number) <= least:
-        yield OK, f"OMP_NUM_THREADS={number}"
-    elif number:
-        yield (
-            WARNING,
-            f"OMP_NUM_THREADS={number}, and {counted(least, 'core')} a process",
-            f"unset it, or set it to {least}: more threads than cores wait for one another",
-        )
-
-
 def _check_memory(facts: Facts) -> Iterator[Verdict]:
     limits, available = facts.limits, facts.available_bytes
     found = f"{_gib(available)} available"
@@ -228,31 +212,8 @@ def _check_memory(facts: Facts) -> Iterator[Verdict]:
             "free some, raise the container's limit or start fewer processes: one that finds none "
             "is killed (each takes 0.3 GiB before it has a model)",
         )
-    elif facts.swapped_bytes > _GIB:
-        yield (
-            WARNING,
-            f"{found}, {_gib(facts.swapped_bytes)} swapped out",
-            "end what needs it: a stage that waits for its memory delays all others",
-        )
     else:
         yield OK, found
-
-
-def _check_shared_memory(facts: Facts) -> Iterator[Verdict]:
-    advice = (
-        "give the container more (docker run --shm-size=1g or --ipc=host; an emptyDir of medium "
-        "Memory at /dev/shm in a pod): NCCL and loaders' workers need it"
-    )
-    if facts.shm_bytes is None:
-        yield WARNING, "there is no /dev/shm", advice
-        return
-    free, size = facts.shm_bytes
-    if free >= _MIN_SHM_BYTES:
-        yield OK, f"{_gib(free)} free in /dev/shm"
-        return
-    if size >= _MIN_SHM_BYTES:
-        advice = "remove files that programs which have ended left in /dev/shm"
-    yield WARNING, f"{bytes_text(free)} of {bytes_text(size)} free in /dev/shm", advice
 
 
 def _check_files(facts: Facts) -> Iterator[Verdict]:
@@ -271,73 +232,15 @@ def _check_files(facts: Facts) -> Iterator[Verdict]:
         yield OK, found
 
 
-def _check_address_space(facts: Facts) -> Iterator[Verdict]:
-    if facts.max_address_bytes < NO_LIMIT:
-        yield (
-            FAILURE,
-            f"a process may have {_gib(facts.max_address_bytes)}",
-            "ulimit -v unlimited: shared memory and CUDA reserve far more than they use",
-        )
-
-
-def _check_sockets(facts: Facts) -> Iterator[Verdict]:
-    faults: list[Verdict] = []
-    if error := facts.loopback_error:
-        advice = "bring the loopback interface up (ip link set lo up), and let a firewall pass it"
-        faults.append((FAILURE, f"nothing can be sent over 127.0.0.1 ({error})", advice))
-    sandbox = "run on Linux, and in a sandbox that allows {}"
-    if error := facts.unix_error:
-        found = f"abstract unix sockets cannot be used ({error})"
-        faults.append((FAILURE, found, sandbox.format("them")))
-    if error := facts.memfd_error:
-        found = f"memory cannot be shared by memfd_create ({error})"
-        faults.append((FAILURE, found, sandbox.format("it")))
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        names = facts.environment.get(variable, "")
-        if not _names_an_interface(names, facts.interfaces):
-            found = f"{variable} names {names}, and this host has {', '.join(facts.interfaces)}"
-            advice = "unset it, or name an interface that there is on every host"
-            faults.append((FAILURE, found, advice))
-    yield from faults or [(OK, "loopback and abstract unix sockets")]
-
-
-def _names_an_interface(text: str, interfaces: Sequence[str]) -> bool:
-    """Return whether an interface is named; NCCL accepts prefixes, =names and ^exclusions."""
-    names = [name.removeprefix("=").partition(":")[0] for name in text.split(",") if name]
-    if not names or text.startswith("^"):
-        return True
-    return any(there.startswith(name) for name in names for there in interfaces)
-
-
-def _check_name(facts: Facts) -> Iterator[Verdict]:
-    name, (error, seconds) = facts.host_name, facts.name_lookup
-    advice = (
-        f"put {name} into /etc/hosts; until then give torchrun --local-addr=127.0.0.1 "
-        "(procpipe run needs no such address)"
-    )
-    if error:
-        yield WARNING, f"no address is found for {name} ({error})", advice
-    elif seconds > _SLOW_NAME_S:
-        yield WARNING, f"finding the address of {name} took {seconds:.1f} s", advice
-    else:
-        yield OK, name
-
-
 _CHECKS: Mapping[str, Callable[[Facts], Iterator[Verdict]]] = {
     "Python": _check_python,
     "torch": _check_torch,
     "GPUs": _check_gpus,
-    "sharing GPUs": _check_sharing,
     "peer access": _check_peer_access,
-    "streams": _check_hardware_queues,
+    "NCCL": _check_nccl,
     "cores": _check_cores,
-    "threads": _check_threads,
     "memory": _check_memory,
-    "shared memory": _check_shared_memory,
     "open files": _check_files,
-    "address space": _check_address_space,
-    "sockets": _check_sockets,
-    "host name": _check_name,
 }
 
 
@@ -350,43 +253,36 @@ def pairs_of(of_ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_channels(result: Result, num_processes: int) -> list[Check]:
-    """Judge how the measurement of the channels ended, and what it found."""
+    """Judge how the measurement of the channels ended, and what it found between each pair."""
     processes = counted(num_processes, "process")
     if result.value is None:
         found = f"{processes} could not measure the channels between them: {result.reason}"
         advice = "repair what is found above; otherwise see what the processes report"
         return [Check("start", FAILURE, found, advice)]
     found = f"{processes} started, connected and ended in {result.seconds:.1f} s"
-    start = Check("start", OK, found)
     pairs = pairs_of(result.value)
-    if not pairs:
-        return [start, Check("channels", OK, "none, as one process has no neighbours")]
     is_cpu = all(rank["device"] == "cpu" for rank in result.value)
-    faults = [*_check_latency(pairs), *_check_bandwidth(pairs, is_cpu=is_cpu)]
-    found = f"{min(map(_least, pairs)) / 1e9:.2f} GB/s and more between neighbouring stages"
-    return [start, *(faults or [Check("channels", OK, found)])]
+    best = max(map(_least, pairs), default=0.0)
+    checks = [
+        Check(f"stages {pair['lower']} - {pair['lower'] + 1}", *_judge(pair, best, is_cpu=is_cpu))
+        for pair in pairs
+    ]
+    return [Check("start", OK, found), *checks]
 
 
-def _check_latency(pairs: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    slowest = max(pairs, key=lambda pair: float(pair["small_latency_s"]))
-    latency_s = slowest["small_latency_s"]
-    if latency_s > _SLOW_LATENCY_S:
-        yield Check(
-            "latency",
-            WARNING,
-            f"a message of 8 bytes takes {latency_s * 1e3:.1f} ms between {_stages(slowest)}",
-            "see what else runs on this host (top), and give each process a core of its own",
-        )
-
-
-def _check_bandwidth(pairs: Sequence[Mapping[str, Any]], *, is_cpu: bool) -> Iterator[Check]:
-    narrowest = min(pairs, key=_least)
-    least, most = _least(narrowest), max(map(_least, pairs))
+def _judge(pair: Mapping[str, Any], best: float, *, is_cpu: bool) -> Verdict:
+    """Judge one pair; ``best`` is the bandwidth of the best one."""
+    found = (
+        f"{pair['small_latency_s'] * 1e6:.0f} us for 8 B, {pair['middle_latency_s'] * 1e6:.0f} us "
+        f"for 64 KiB; {pair['down_bytes_per_s'] / 1e9:.2f} GB/s down, "
+        f"{pair['up_bytes_per_s'] / 1e9:.2f} GB/s up"
+    )
     usual = _SLOW_CPU_BYTES_PER_S if is_cpu else _SLOW_GPU_BYTES_PER_S
-    found = f"{least / 1e9:.2f} GB/s between {_stages(narrowest)}"
-    if least < usual:
-        yield Check(
-            "bandwidth",
+    if pair["small_latency_s"] > _SLOW_LATENCY_S:
+        advice = "see what else runs on this host (top), and give each process a core of its own"
+        return WARNING, found, advice
+    if _least(pair) < usual:
+        return (
             WARNING,
             f"{found}, where {usual / 1e9:.2f} GB/s and much more is usual",
             "see what else runs on this host (top), and whether its CPU time is limited"
@@ -394,18 +290,14 @@ def _check_bandwidth(pairs: Sequence[Mapping[str, Any]], *, is_cpu: bool) -> Ite
             else "run once with NCCL_DEBUG=INFO: 'via SHM' or 'via NET' means that these GPUs "
             "cannot reach one another directly",
         )
-    elif least < _OUTLIER * most:
-        yield Check(
-            "bandwidth",
+    if _least(pair) < _OUTLIER * best:
+        return (
             WARNING,
-            f"{found}, {most / 1e9:.2f} GB/s between others",
+            f"{found}, where others reach {best / 1e9:.2f} GB/s",
             "choose the order of devices so that neighbours are close (nvidia-smi topo -m), or a "
             "balance that cuts where activations are small",
         )
-
-
-def _stages(pair: Mapping[str, Any]) -> str:
-    return f"stages {pair['lower']} and {pair['lower'] + 1}"
+    return OK, found
 
 
 def _least(pair: Mapping[str, Any]) -> float:

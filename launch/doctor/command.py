@@ -3,6 +3,7 @@
     ok       cores      2 cores, 1 package, 1 NUMA node; each process has 1 of its own
     warning  memory     0.4 GiB left of the 4.0 GiB that this control group may use, for 2 processes
                         -> free some, raise the container's limit or start fewer processes …
+    ok       stages 0 - 1  35 us for 8 B, 47 us for 64 KiB; 1.90 GB/s down, 1.76 GB/s up
 
 1  look at the host (facts.py), and judge it (checks.py)
 2  start as many processes as a run would, which measure the channels between them (probe.py)
@@ -16,18 +17,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from procpipe.launch.console import Table, positive
+from procpipe.launch.console import positive
 from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
 from procpipe.launch.doctor.facts import Facts, gather
 from procpipe.launch.start_ranks import start_ranks
-from procpipe.words import text_table
+from procpipe.words import counted, text_table
 
 _PROBE = ("-m", "procpipe.launch.doctor.probe")
 _TIMEOUT_S = 90.0
@@ -49,8 +51,11 @@ def _examine(facts: Facts, console: Console, options: argparse.Namespace) -> int
     pairs: list[dict[str, Any]] = []
     num_gpus, num_processes = len(facts.gpus), facts.num_processes
     if 0 < num_gpus < num_processes:
-        found = "not tried: there are fewer GPUs than processes"
-        advice = f"procpipe doctor -n {num_gpus} measures"
+        found = f"not tried: {num_processes} processes for {counted(num_gpus, 'GPU')}"
+        advice = (
+            f"start {num_gpus}, or set the GPU of each process: Stage(..., devices=['cuda:0', "
+            f"'cuda:0', ...]); procpipe doctor -n {num_gpus} measures"
+        )
         checks.append(Check("start", Status.WARNING, found, advice))
     else:
         with _status(console, options, f"measuring between {num_processes} processes"):
@@ -59,68 +64,33 @@ def _examine(facts: Facts, console: Console, options: argparse.Namespace) -> int
         pairs = pairs_of(result.value or [])
     is_good = all(check.status != Status.FAILURE for check in checks)
     if options.json:
-        _print_json(checks, pairs, num_processes, is_good)
-    elif console.is_terminal:
-        _print_rich(console, checks, pairs)
+        listed = [asdict(check) for check in checks]
+        whole = {"is_good": is_good, "num_processes": num_processes, "checks": listed}
+        print(json.dumps({**whole, "pairs": pairs}, indent=2))
     else:
-        print(plain_text(checks, pairs))
+        print_table(console, checks)
     return int(not is_good)
 
 
-def _print_json(
-    checks: Sequence[Check], pairs: Sequence[Mapping[str, Any]], num_processes: int, is_good: bool
-) -> None:
-    listed = [
-        {"name": one.name, "status": one.status, "found": one.found, "advice": one.advice}
-        for one in checks
-    ]
-    whole = {"is_good": is_good, "num_processes": num_processes, "checks": listed, "pairs": pairs}
-    print(json.dumps(whole, indent=2))
-
-
-def _print_rich(
-    console: Console, checks: Sequence[Check], pairs: Sequence[Mapping[str, Any]]
-) -> None:
+def print_table(console: Console, checks: Sequence[Check]) -> None:
+    """Print a line for each check, and the advice below it; on a terminal folded, with colours."""
+    rows = []
+    for check in checks:
+        lines = check.found.splitlines() + ([f"-> {check.advice}"] if check.advice else [])
+        rows += [(check.status, check.status, check.name, lines[0])]
+        rows += [(check.status, "", "", line) for line in lines[1:]]
     grid = Grid.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
+    for _ in range(2):
+        grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for check in checks:
-        style = _STYLES[check.status]
-        grid.add_row(Text(check.status, style), Text(check.name), Text(check.found))
-        if check.advice:
-            grid.add_row("", "", Text(f"-> {check.advice}", style))
-    console.print(grid)
-    if pairs:
-        console.print()
-        Table("one way, between neighbouring stages", _rows(pairs), 0).print(console)
-
-
-def plain_text(checks: Sequence[Check], pairs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each check, the advice below it, and the table of pairs."""
-    width = max(len(check.name) for check in checks)
-    lines: list[str] = []
-    for check in checks:
-        texts = check.found.splitlines() + ([f"-> {check.advice}"] if check.advice else [])
-        heads = [f"{check.status:8} {check.name:{width}}", *[" " * (9 + width)] * (len(texts) - 1)]
-        lines += [f"{head}  {text}" for head, text in zip(heads, texts, strict=True)]
-    if pairs:
-        lines += ["", *text_table(_rows(pairs), 0)]
-    return "\n".join(lines)
-
-
-def _rows(pairs: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str]]:
-    heading = ("stages", "8 B", "64 KiB", "16 MiB down", "16 MiB up")
-    return [heading] + [
-        (
-            f"{pair['lower']} - {pair['lower'] + 1}",
-            f"{pair['small_latency_s'] * 1e6:.0f} us",
-            f"{pair['middle_latency_s'] * 1e6:.0f} us",
-            f"{pair['down_bytes_per_s'] / 1e9:.2f} GB/s",
-            f"{pair['up_bytes_per_s'] / 1e9:.2f} GB/s",
+    for status, *texts in rows:
+        grid.add_row(
+            *(Text(text, _STYLES[status] if k != 1 else "") for k, text in enumerate(texts))
         )
-        for pair in pairs
-    ]
+    if console.is_terminal:
+        console.print(grid)
+    else:
+        print("\n".join(text_table([texts for _, *texts in rows], 3)))
 
 
 def _status(

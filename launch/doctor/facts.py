@@ -1,25 +1,20 @@
 """What ``procpipe doctor`` looks at: this host, its limits, and the Python and torch in use.
 
-Only reads; checks.py judges. A driver or a name service may hang, so both are queried
-in processes of their own with a time limit:
-
-    python -m procpipe.launch.doctor.facts     the GPUs, as JSON
+Only reads; checks.py judges. A driver may hang, so it is queried in a process of its own with a
+time limit: ``python -m procpipe.launch.doctor.facts`` prints the GPUs as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
 import re
 import resource
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,21 +27,9 @@ from procpipe.words import counted
 
 #: A driver that has to start takes seconds; a broken one never answers.
 _GPUS_TIMEOUT_S = 60.0
-_NAME_TIMEOUT_S = 10.0
 
 #: More than any limit.
 NO_LIMIT = 1 << 62
-
-#: The variables that change what happens.
-VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "PROCPIPE_PIN",
-)
 
 
 @dataclass(frozen=True)
@@ -146,12 +129,18 @@ def _nccl_version() -> tuple[int, ...]:
 
 def _gpus() -> tuple[tuple[VisibleGpu, ...], str]:
     """Ask the driver for the GPUs; return them, and what went wrong."""
-    words = ["-W", "ignore", "-m", "procpipe.launch.doctor.facts"]
-    output, error = _run_python(words, _GPUS_TIMEOUT_S)
+    words = [sys.executable, "-W", "ignore", "-m", "procpipe.launch.doctor.facts"]
     try:
-        found = json.loads(output)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_GPUS_TIMEOUT_S, check=True
+        )
+        found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return (), f"no answer in {_GPUS_TIMEOUT_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        return (), [f"exit code {error.returncode}", *error.stderr.strip().splitlines()][-1]
     except ValueError:
-        return (), error or "the driver gave no answer"
+        return (), "the driver gave no answer"
     return tuple(VisibleGpu(**{**gpu, "peers": tuple(gpu["peers"])}) for gpu in found), ""
 
 
@@ -168,82 +157,17 @@ def print_gpus() -> None:
     print(json.dumps(found))
 
 
-def _shared_memory() -> tuple[int, int] | None:
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
-
-
-def _try_memfd() -> str:
-    try:
-        os.close(os.memfd_create("procpipe-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    except OSError as error:
-        return _error_text(error)
-    return ""
-
-
-def _try_socket(family: socket.AddressFamily) -> str:
-    """Send a byte from one socket to another."""
-    is_unix = family == socket.AF_UNIX
-    address = f"\0procpipe-doctor-{os.getpid()}" if is_unix else ("127.0.0.1", 0)
-    try:
-        with socket.socket(family) as listener, socket.socket(family) as ours:
-            listener.settimeout(5)
-            ours.settimeout(5)
-            listener.bind(address)
-            listener.listen()
-            ours.connect(listener.getsockname())
-            with listener.accept()[0] as theirs:
-                theirs.settimeout(5)
-                ours.sendall(b"x")
-                if theirs.recv(1) != b"x":
-                    return "what was sent did not arrive"
-    except OSError as error:
-        return _error_text(error)
-    return ""
-
-
-def _look_up_own_name() -> tuple[str, float]:
-    code = "import socket; socket.getaddrinfo(socket.gethostname(), None)"
-    start_s = time.monotonic()
-    _, error = _run_python(["-S", "-c", code], _NAME_TIMEOUT_S)
-    return error, time.monotonic() - start_s
-
-
-def _run_python(words: Sequence[str], timeout_s: float) -> tuple[str, str]:
-    """Run Python; return what it printed, and what went wrong."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer in {timeout_s:.0f} s"
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return done.stdout, lines[-1] if done.returncode else ""
-
-
-def _error_text(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno:
-        return f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _limit(name: int) -> tuple[int, int]:
-    """Return a limit of this process, and up to what it may be raised."""
-    soft, hard = (value if value != resource.RLIM_INFINITY else NO_LIMIT
-                  for value in resource.getrlimit(name))  # fmt: skip
+def _max_files() -> tuple[int, int]:
+    soft, hard = (
+        NO_LIMIT if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     return soft, hard
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the checks look at; an ``…_error`` says what went wrong, "" if nothing did.
+    """All that the checks look at.
 
     The first ones depend on one another and come from ``gather``; the others look by themselves.
     """
@@ -251,7 +175,7 @@ class Facts:
     num_processes: int
     torch: TorchBuild
     gpus: tuple[VisibleGpu, ...]
-    gpu_error: str
+    gpu_error: str  # what went wrong, "" if nothing did
     cores: str  # how many physical ones, in words
     cores_of: tuple[int, ...]  # how many of them each process is pinned to, 0 for none
 
@@ -261,24 +185,10 @@ class Facts:
     limits: GroupLimits = field(default_factory=limits_of)
     #: Memory that is free or can be freed.
     available_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().available))
-    swapped_bytes: int = field(default_factory=lambda: int(psutil.swap_memory().used))
-    #: What is free of /dev/shm, and its size; None without one.
-    shm_bytes: tuple[int, int] | None = field(default_factory=_shared_memory)
     #: How many files a process may have open, and up to how many it may allow itself.
-    max_files: tuple[int, int] = field(default_factory=lambda: _limit(resource.RLIMIT_NOFILE))
-    max_address_bytes: int = field(default_factory=lambda: _limit(resource.RLIMIT_AS)[0])
-    memfd_error: str = field(default_factory=_try_memfd)
-    unix_error: str = field(default_factory=lambda: _try_socket(socket.AF_UNIX))
-    loopback_error: str = field(default_factory=lambda: _try_socket(socket.AF_INET))
-    host_name: str = field(default_factory=socket.gethostname)
-    #: The error of looking up the address of the host's name, and the seconds that took.
-    name_lookup: tuple[str, float] = field(default_factory=_look_up_own_name)
-    interfaces: tuple[str, ...] = field(
-        default_factory=lambda: tuple(name for _, name in socket.if_nameindex())
-    )
-    environment: Mapping[str, str] = field(
-        default_factory=lambda: {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    )
+    max_files: tuple[int, int] = field(default_factory=_max_files)
+    interfaces: tuple[str, ...] = field(default_factory=lambda: tuple(psutil.net_if_addrs()))
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
 def gather(num_processes: int | None = None) -> Facts:

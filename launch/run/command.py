@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
 import socket
 import sys
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from procpipe.job.devices import pci_of
 from procpipe.job.pin import SWITCH, cores_of_host, shares
 from procpipe.launch.console import natural, positive
-from procpipe.launch.run import job
-from procpipe.launch.run.drawn_ranks import drawn, replicas_of
-from procpipe.launch.run.engine import Job
+from procpipe.launch.run.launcher import Job, Launcher, guarded
 from procpipe.words import counted, cpus_text, text_table
 
 #: Torch's own variable for how long processes may take to end after a signal.
@@ -45,17 +44,15 @@ def main(argv: Sequence[str]) -> int:
     if options.no_pin or options.numa_binding:
         os.environ[SWITCH] = "0"
     if options.dry_run:
-        num_replicas, fault = replicas_of(options)
-        if fault:
-            parser.error(fault)
-        _print_dry_run(options, f"{num_threads} ({reason})", num_replicas)
+        _print_dry_run(options, f"{num_threads} ({reason})")
         return 0
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     try:
         folder = _make_folder(options)
     except OSError as error:
         parser.error(f"the logs cannot be written: {error}; choose another --log-dir")
-    code: int = job.run(_job(options, folder), secrets.token_hex(16), options.view)
+    job = Job(_config(options, folder), _command(options), folder, _grace_s(), options.view)
+    code: int = guarded(lambda: Launcher(job).run())
     return code
 
 
@@ -71,10 +68,6 @@ def _check(options: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> No
         )
     if options.node_rank is not None and not options.rdzv_endpoint:
         refuse("--node-rank is for several hosts: give --nnodes and --rdzv-endpoint too")
-    if options.replicas and not options.dry_run:
-        refuse(
-            "--replicas is for the drawing of --dry-run: give Stage(…, replicas=R) in the script"
-        )
     if options.nproc is None:
         if not torch.cuda.is_available():
             refuse(
@@ -97,12 +90,8 @@ def _num_threads(num_processes: int, wanted: int | None) -> tuple[int, str]:
     return max(1, num_cores // num_processes), f"{num_cores} cores, {num_processes} processes"
 
 
-def _print_dry_run(options: argparse.Namespace, threads: str, num_replicas: int) -> None:
+def _print_dry_run(options: argparse.Namespace, threads: str) -> None:
     least, most = options.nnodes
-    if num_replicas > 1 and least == most:
-        has_gpus = torch.cuda.device_count() >= options.nproc
-        print(drawn(options.nproc, least, num_replicas, has_gpus=has_gpus))
-        print()
     processes = f"{counted(options.nproc, 'process')} on this host"
     if options.numa_binding:
         print(f"{processes}, torch's own NUMA binding, {options.numa_binding}")
@@ -134,25 +123,33 @@ def _table_of_cores(num_processes: int) -> list[str]:
     return text_table(rows, num_left=len(rows[0]))
 
 
-def _job(options: argparse.Namespace, folder: Path) -> Job:
-    grace = os.environ.get(_GRACE_VARIABLE, "")
+def _config(options: argparse.Namespace, folder: Path) -> LaunchConfig:
+    """Return what torch's agent needs to know."""
     least, most = options.nnodes
-    return Job(
+    config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
         nproc_per_node=options.nproc,
         run_id=options.rdzv_id or (folder.name if not options.rdzv_endpoint else "procpipe"),
+        rdzv_backend="c10d",
         rdzv_endpoint=options.rdzv_endpoint or "localhost:0",  # a free port
         # By default the agent finds out from its name whether the endpoint is on this host.
         rdzv_configs={} if options.node_rank is None else {"is_host": options.node_rank == 0},
         max_restarts=options.max_restarts,
+        monitor_interval=0.1,
         # Without it the agent looks up this host's name, which may take seconds.
         local_addr=options.local_addr if options.rdzv_endpoint else "127.0.0.1",
-        grace_s=int(grace) if grace.isdigit() else _GRACE_S,
-        numa_binding=options.numa_binding,
-        command=_command(options),
-        folder=folder,
+        signals_to_handle="SIGQUIT",  # the launcher handles the others itself
     )
+    if options.numa_binding:
+        config.numa_options = NumaOptions(AffinityMode(options.numa_binding))
+    config.shutdown_timeout = _grace_s()  # torch 2.11 has no such setting
+    return config
+
+
+def _grace_s() -> int:
+    grace = os.environ.get(_GRACE_VARIABLE, "")
+    return int(grace) if grace.isdigit() else _GRACE_S
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -198,10 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         help="let torch bind processes to NUMA nodes instead (GPUs and numactl needed): "
         "%(choices)s")  # fmt: skip
     add("--dry-run", action="store_true",
-        help="print what would be started, on which cores and as which stages")  # fmt: skip
-    add("--replicas", type=positive, metavar="R",
-        help="with --dry-run, the replicas to draw; by default what the script's own arguments or "
-        "its Stage(…, replicas=R) say")  # fmt: skip
+        help="print what would be started, and on which cores")  # fmt: skip
     add("--view", default="auto", choices=("auto", "live", "plain", "off"),
         help="live table, plain lines, or rank 0's output only; by default the table on a terminal "
         "and lines elsewhere")  # fmt: skip

@@ -7,7 +7,7 @@ once more. So a rank that ends because another failed, or that is interrupted, p
     procpipe: rank 2 was interrupted in F4, layer 'conv1' (Conv2d), for 0.1 s
 
 The line has the reason because the rank that failed may not print it: ``SystemExit`` and
-exceptions that the user catches print nothing.
+exceptions that the user catches print nothing. For the launcher, the rank notes the same in a file.
 
 A forked child has these hooks, too, but they do nothing there.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -44,7 +46,7 @@ _SAVE_TIMEOUT_S = 10.0
 def end_with_launcher() -> None:
     """Make the kernel kill this process when torchrun's agent, which started it, dies.
 
-    Under ``procpipe run`` a warden process does so, which finds their children through the ranks.
+    Under ``procpipe run`` its guard process ends their children, too.
 
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting: its store,
@@ -52,8 +54,7 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    if "PROCPIPE_RUN" not in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with contextlib.suppress(TimeoutError, socket.gaierror):  # perhaps a slow network
@@ -151,10 +152,34 @@ def line_of(error: BaseException, reading: Page, first: int = 0) -> str:
         return f"{line_of(before, reading, first)}; then {error}"
     if not isinstance(error, RemoteStageError):
         return ""
-    reason = error.story
-    if not isinstance(error, PeerLostError):
-        # The rest of the story's first line: " in step(): KeyError: 'boom'".
-        rest = error.story.partition("\n")[0].partition(f"(rank {error.rank}),")[2]
-        reason = f"{grid.rank_name(error.rank)} failed{rest}"
     meanwhile = f"; it was {reading.where()}" if reading.waits_for else ""
-    return f"procpipe: {ours} ends, because {reason}{meanwhile}"
+    return f"procpipe: {ours} ends, because {_reason(error, grid)}{meanwhile}"
+
+
+def _reason(error: RemoteStageError, grid: Grid) -> str:
+    """Say which other rank failed, and how."""
+    if isinstance(error, PeerLostError):
+        return error.story
+    # The rest of the story's first line: " in step(): KeyError: 'boom'".
+    rest = error.story.partition("\n")[0].partition(f"(rank {error.rank}),")[2]
+    return f"{grid.rank_name(error.rank)} failed{rest}"
+
+
+def note_victim(error: BaseException, reading: Page, first: int = 0) -> None:
+    """Note for the launcher that another rank is the cause of this one's failure, if it is.
+
+    In ``victim.json``, beside the file in which torchrun's agent looks for an exception. A rank
+    that failed in a collective with others, which share its layers, notes these: it may be a
+    victim. The other arguments are those of ``line_of``.
+    """
+    note: dict[str, object] = {}
+    if isinstance(error, RemoteStageError):
+        note = {"victim_of": error.rank, "because": _reason(error, Grid.of(reading))}
+    elif isinstance(error, DisagreementError) and reading.rank != first:
+        note = {"victim_of": first, "because": f"rank {first} failed: {type(error).__name__}"}
+    elif shared_with := getattr(error, "shared_with", None):
+        note = {"shared_with": shared_with}
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if note and file:
+        with contextlib.suppress(OSError):
+            Path(file).with_name("victim.json").write_text(json.dumps(note), encoding="utf-8")

@@ -19,7 +19,7 @@ import psutil
 from procpipe.channel.monitor import Reports
 from procpipe.errors import ProcpipeError
 from procpipe.job.board import Board
-from procpipe.job.endings import end_at_once, line_of
+from procpipe.job.endings import end_at_once, line_of, note_victim
 from procpipe.job.grid import Grid
 from procpipe.job.transports import Transports
 from procpipe.notes import write_note
@@ -90,6 +90,7 @@ class StallReports(Reports):
 
     def end_process(self, error: ProcpipeError) -> None:
         """End this process, whose main thread is stuck in a wait for its device."""
+        note_victim(error, self._board.read())
         line = line_of(error, self._board.read())
         ours = self.grid.rank_name(self.grid.rank)
         end_at_once(line or f"procpipe: {ours} ends, because {error}")

@@ -72,8 +72,6 @@ class Run:
     is_split: bool = field(default=False, compare=False)
     #: Whether it is the last task that adds to the gradients of its partition.
     adds_last: bool = field(default=False, compare=False)
-    #: Of a forward task whose graph is kept, whether its B task is that one.
-    precedes_last: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"run {self.task}"
@@ -218,5 +216,4 @@ def _run(task: Task, tasks: Collection[Task], last: Mapping[int, Task], routes: 
         is_recomputed=is_recomputed,
         is_split=kind == FORWARD and (INPUT_GRADIENT, i, j) in tasks,
         adds_last=task == last.get(j),
-        precedes_last=kind == FORWARD and not is_recomputed and last.get(j) == (BACKWARD, i, j),
     )

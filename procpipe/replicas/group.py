@@ -11,9 +11,11 @@ on all of its processes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,20 +37,37 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.0005
 
 
-class Operation(NamedTuple):
-    """An operation of a group that is under way."""
+@dataclass
+class Operation:
+    """An operation of a group that is under way.
 
-    work: Work
-    #: Returns once the result may be used: by what is queued on the current stream, on a GPU.
-    #: Raises ``RemoteStageError`` if another rank failed.
-    wait: Callable[[], None]
-    is_queued: bool  # whether the host does not wait for it, but a stream of its GPU does
-    tensors: tuple[Tensor, ...]  # what it uses, kept until it is over
+    Attributes:
+        is_over: says whether the result is there; never blocks.
+        finish: returns once the result may be used: by what is queued on the current stream, on a
+            GPU. Raises ``RemoteStageError`` if another rank failed.
+        is_queued: whether the host does not wait for it, but a stream of its GPU does.
+        tensors: what it reads and, as the last one, its result; kept until it is over.
+        begun_ns: when it was begun.
+        ended_ns: when it was first seen to be over, or waited for; 0 before.
+    """
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the result is there; never blocks."""
-        return self.work.is_completed()
+    is_over: Callable[[], bool]
+    finish: Callable[[], None]
+    is_queued: bool
+    tensors: tuple[Tensor, ...]
+    begun_ns: int = field(default_factory=time.perf_counter_ns)
+    ended_ns: int = 0
+
+    def look(self) -> None:
+        """Note whether it is over, if the host knows."""
+        if not self.is_queued and not self.ended_ns and self.is_over():
+            self.ended_ns = time.perf_counter_ns()
+
+    def wait(self) -> Tensor:
+        """Wait until the result may be used, and return it."""
+        self.finish()
+        self.ended_ns = self.ended_ns or time.perf_counter_ns()
+        return self.tensors[-1]
 
 
 class Group:
@@ -79,13 +98,13 @@ class Group:
         return self._begin(tensor, tensor, lambda group, _, out: group.allreduce([out]))
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all replicas, of the same shape and dtype, by replica."""
+        """Return the tensors of all replicas, of the same shape and dtype, by replica; waits."""
         flat = tensor.contiguous().view(-1)
         found = flat.new_empty(self.num_replicas, flat.numel())
         self._begin(
             flat, found, lambda group, one, out: group.allgather([[*out.unbind()]], [one])
         ).wait()
-        return [part.view(tensor.shape) for part in found.unbind()]
+        return [row.view(tensor.shape) for row in found.unbind()]
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
@@ -95,14 +114,13 @@ class Group:
         """
         found = [one for one in tensors if one.numel() and one.layout == torch.strided]
         for bucket in bucketed((one.device, one.nbytes) for one in found):
-            own = [found[k] for k in bucket]
-            whole = [tensor.data.contiguous() for tensor in own]
+            own = [found[k].data for k in bucket]
+            whole = [tensor.contiguous() for tensor in own]
             bits = [one.view(-1).view(torch.uint8) for one in whole]
             flat = bits[0] if len(bits) == 1 else torch.cat(bits)
             self._begin(flat, flat, lambda group, _, out: group.broadcast([out])).wait()
-            if len(bits) > 1:
-                for into, part in zip(bits, flat.split([*map(len, bits)]), strict=True):
-                    into.copy_(part)
+            for into, part in zip(bits, flat.split([*map(len, bits)]), strict=True):
+                into.copy_(part)
             for tensor, one in zip(own, whole, strict=True):
                 if one.data_ptr() != tensor.data_ptr() and not torch.equal(one, tensor):
                     tensor.copy_(one)
@@ -118,19 +136,19 @@ class Group:
         is_on_host = given.device.type == "cpu"
         if self._nccl is not None and not is_on_host:
             work = self._nccl.begin(lambda group: operate(group, given, out))
-            return Operation(work, work.block_current_stream, True, (given, out))
+            return Operation(work.is_completed, work.block_current_stream, True, (given, out))
         on_host = given.cpu()
         found = out
         if not is_on_host:
             found = on_host if out is given else torch.empty_like(out, device="cpu")
         work = self._gloo.begin(lambda group: operate(group, on_host, found))
 
-        def wait() -> None:
+        def finish() -> None:
             self._wait(work)
             if not is_on_host:
                 out.copy_(found)
 
-        return Operation(work, wait, False, (on_host, found))
+        return Operation(work.is_completed, finish, False, (on_host, found, out))
 
     def _wait(self, work: Work) -> None:
         """Wait for an operation of gloo."""

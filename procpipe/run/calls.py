@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from procpipe.errors import DisagreementError, ProcpipeError, RemoteStageError, StageClosedError
-from procpipe.job.endings import end_at_once, error_of_script, follow_exceptions, line_of
+from procpipe.job.endings import (
+    end_at_once,
+    error_of_script,
+    follow_exceptions,
+    line_of,
+    note_victim,
+)
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.run.faults import in_a_line, story_of, text_of
@@ -100,6 +106,7 @@ class Calls:
         self.has_failed = True
         self._ended = f"{name} failed on this rank with {type(error).__name__}: {text_of(error)}"
         self._world.board.fail()
+        note_victim(error, self._world.board.read(), self._world.grid.numbers[0])
         try:
             if isinstance(error, RemoteStageError):
                 self._world.mesh.fail(error)  # new to ranks of this pipeline if it is of another

@@ -1,21 +1,12 @@
 """Runs FSDP2 as a pipeline needs it: parameters gathered, and gradients reduced, once a step.
 
     F0  F1  F2      B0  B1  B2
-    └ gather                └ reduce, shard again         all-gather, reduce-scatter of FSDP's own
+    └ gather                        └ reduce, shard again     all-gather, reduce-scatter of FSDP
 
 By itself FSDP reduces after each backward pass, and so after each micro-batch. Here the passes of
-micro-batches leave their gradients where they are gathered, but for the last task of the plan that
-adds to a partition's gradients. If it is B, FSDP reduces each layer in this pass, while earlier
-layers are still to go backward (``last_pass.py``). What is left is reduced after the task, by an
-empty pass through FSDP's hooks (``torch_internals.finish_backward``):
-
-- all layers, if that task is W, whose gradients are made outside of FSDP's hooks;
-- all layers, after a B whose forward pass is in another program (``loss.backward()`` of the user),
-  is recomputed or compiled, or of a stage with several partitions: they are followed in plain
-  forward tasks only;
-- a layer with sharded modules inside, and all before it: an empty pass reduces the layer's own
-  parameters first, a pass through its modules last;
-- layers that the task does not reach, and all before them.
+micro-batches leave their gradients where they are gathered. After the last task of the plan that
+adds to a partition's gradients, FSDP reduces its layers, in an empty pass through its own hooks
+(``torch_internals.finish_backward``).
 
 Every process that shares a layer reduces in the same order, whatever its pipeline has done: the
 partitions in the order of the plan, their layers from the last to the first. Parallelism inside of
@@ -25,7 +16,7 @@ layers (``parallelize_module``) needs none of this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
@@ -36,8 +27,7 @@ from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Around, Replicas
-from procpipe.sharded.last_pass import LastPass
-from procpipe.sharded.units import Unit, num_gathered, roots_of, set_last, units_of
+from procpipe.sharded.units import roots_of, units_of
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
 
@@ -68,7 +58,6 @@ class Sharded(Replicas):
             unit for roots in self._roots.values() for root in roots for unit in units_of(root)
         ]
         self._ranks = ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
-        self._last_pass = LastPass(())
         self._to_reduce: list[int] = []
         self._reduces = True
         self._holds_own = False
@@ -76,8 +65,7 @@ class Sharded(Replicas):
     def settle(self) -> None:
         """Shard all parameters again, and note the shards."""
         for unit in self._units:
-            unit.module.reshard()
-            unit.shards = unit.parameters()
+            unit.settle()
 
     def begin(
         self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
@@ -92,26 +80,18 @@ class Sharded(Replicas):
             unit.module.set_is_last_backward(False)
 
     def around(self, step: Run, segment: Segment) -> Around:
-        """Return what reduces gradients in or after the last task that adds to them."""
-        return partial(self._reducing, step, segment)
+        """Return what reduces gradients after the last task that adds to them."""
+        return partial(self._reducing, step)
 
     @contextmanager
-    def _reducing(self, step: Run, segment: Segment) -> Iterator[None]:
-        """Reduce the gradients of a partition in or after the last task that adds to them."""
-        j = step.task.j
-        is_followed = step.precedes_last and len(self._roots) == 1 and not segment.is_compiled
-        if is_followed:
-            self._last_pass = LastPass(self._roots_to_allow(j))
-        reduces = step.adds_last and self._reduces
-        self._last_pass.is_allowed = reduces
+    def _reducing(self, step: Run) -> Iterator[None]:
         with self._naming_others():
-            with self._last_pass.following() if is_followed else nullcontext():
-                yield
+            yield
             if step.task.kind == WEIGHT_GRADIENT:  # beside FSDP's hooks, which convert gradients
-                for root in filter(reduces_in_other_dtype, self._roots[j]):
+                for root in filter(reduces_in_other_dtype, self._roots[step.task.j]):
                     finish_backward(root)
-            if reduces:
-                self._reduce(j)
+            if step.adds_last and self._reduces:
+                self._reduce(step.task.j)
 
     @contextmanager
     def _naming_others(self) -> Iterator[None]:
@@ -126,6 +106,7 @@ class Sharded(Replicas):
                     "ranks has ended or does not answer; has it failed before, or does its "
                     "pipeline make fewer calls?"
                 )
+                error.shared_with = self._ranks  # type: ignore[attr-defined]  # for the launcher
             raise
 
     def end(self) -> None:
@@ -143,21 +124,14 @@ class Sharded(Replicas):
                 "the last step of an accumulation outside of it"
             )
 
-    def _roots_to_allow(self, j: int) -> Iterator[Unit]:
-        """Yield the last layers of a partition, up to one with sharded modules inside."""
-        known = {unit.module: unit for unit in self._units}
-        for root in reversed(self._roots[j]):
-            if root not in known or num_gathered(root) > 1:
-                return
-            yield known[root]
-
     def _reduce(self, j: int) -> None:
+        """Reduce the gradients of a partition, and shard its layers again."""
         self._to_reduce.remove(j)
-        roots = [*reversed(self._roots[j])]
-        for root in roots[self._last_pass.num_reduced :]:
-            set_last(root)
+        for root in reversed(self._roots[j]):
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            root.set_is_last_backward(True)
             finish_backward(root)
-        self._last_pass = LastPass(())
 
 
 def _check_shared(shared: Sequence[tuple[str, ...]], layers: Mapping[str, nn.Module]) -> None:

@@ -1,9 +1,9 @@
-"""The modules of a layer that FSDP gathers, and where their parameters are."""
+"""The modules of a layer that FSDP gathers, and whether their parameters are shards now."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,20 +11,22 @@ from torch import Tensor, nn
 
 @dataclass
 class Unit:
-    """A module that FSDP gathers as one."""
+    """A module that FSDP gathers as one, and where its first parameter is: by module and key."""
 
     module: Any
-    places: list[tuple[nn.Module, str]]  # where its parameters are: by module and key
-    shards: list[Tensor] = field(default_factory=list)  # they, between calls
+    owner: nn.Module
+    key: str
+    shard: Tensor | None = None  # this parameter between calls
 
-    def parameters(self) -> list[Any]:
-        """Return the parameters, as they are now: shards, or gathered."""
-        return [owner._parameters[key] for owner, key in self.places]
+    def settle(self) -> None:
+        """Shard its parameters, and note the first one."""
+        self.module.reshard()
+        self.shard = self.owner._parameters[self.key]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameters are shards now."""
-        return all(p is shard for p, shard in zip(self.parameters(), self.shards, strict=True))
+        """Whether the parameters are shards now, and not gathered."""
+        return self.owner._parameters[self.key] is self.shard
 
 
 def roots_of(module: nn.Module) -> Iterator[Any]:
@@ -40,22 +42,9 @@ def roots_of(module: nn.Module) -> Iterator[Any]:
 def units_of(root: nn.Module) -> Iterator[Unit]:
     """Yield the modules below that FSDP gathers, and have parameters."""
     for module in root.modules():
-        if _is_of_fsdp(module):
-            places = list(_places_of(module))
-            if places:
-                yield Unit(module, places)
-
-
-def num_gathered(root: nn.Module) -> int:
-    """Return how many modules FSDP gathers, this one and those inside."""
-    return sum(map(_is_of_fsdp, root.modules()))
-
-
-def set_last(root: Any) -> None:
-    """Set FSDP to reduce the gradients of a module, and to shard it again, in its next pass."""
-    root.set_requires_gradient_sync(True)
-    root.set_reshard_after_backward(True)
-    root.set_is_last_backward(True)
+        place = next(_places_of(module), None) if _is_of_fsdp(module) else None
+        if place is not None:
+            yield Unit(module, *place)
 
 
 def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

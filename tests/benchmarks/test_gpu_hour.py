@@ -76,4 +76,4 @@ def test_the_command_runs_its_steps_and_writes_their_tables(tmp_path):
     assert text.count(" done ") == len(names)
     assert "parity: largest difference" in text
     assert "8 stages: zb-h1, never" in text
-    assert (tmp_path / "trace/trace.json").is_file()
+    assert (tmp_path / "trace/trace.0.json").is_file()

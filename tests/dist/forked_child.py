@@ -35,13 +35,10 @@ def enter(network: str) -> None:
 
 def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
     """Set this child up like a new interpreter; return its main code and its globals."""
-    if os.getsid(0) != os.getpid():  # the rank of a launcher leads a session already
-        os.setsid()
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
+    if not start.is_guarded:
+        lead_session(descriptors)
+    for descriptor in descriptors:
         os.close(descriptor)
-    if os.isatty(1):
-        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.env)
@@ -64,6 +61,16 @@ def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[s
         code = compile(Path(start.argv[0]).read_bytes(), start.argv[0], "exec")
     sys.modules["__main__"] = main
     return code, vars(main)
+
+
+def lead_session(descriptors: list[int]) -> None:
+    """Lead a session, on the terminal if there is one, with these standard files."""
+    if os.getsid(0) != os.getpid():  # the rank of a launcher leads a session already
+        os.setsid()
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+    if os.isatty(1):
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 
 
 def _show_environment() -> None:

@@ -103,6 +103,21 @@ def check_other_shape(bare):
     assert "the buffer 'places' of a Places is " in str(caught.value)
 
 
+def check_other_modes(bare):
+    """A replica whose layer is in eval mode gives no buffers of it; gloo would not notice."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
+    options = {"replicas": 4, "loss_fn": F.mse_loss}
+
+    def step_in_other_modes():
+        with stage_of(bare, "modes", model, [2], **options) as stage:
+            stage[0].train(stage.replica == 0)
+            stage.step(ones(4, 3), ones(4, 3))
+
+    words = "one replica has 3 saved buffers in modules that train, and another 6"
+    with pytest.raises((RuntimeError, RemoteStageError), match=words):
+        step_in_other_modes()
+
+
 def check_norm_in_eval(bare):
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
@@ -142,8 +157,8 @@ def check_together(bare):
             output = stage(input)
             del group._begin
             of_norm = (1 + 2 * 3) * 8 if deferred else (2 * 3 + 1) * 8  # moments, or buffers
-            flags = [] if deferred else [4 * 3 * len(norms)]
-            expected = [*flags, of_norm * len(norms)] if bare.rank % 2 == 0 else []
+            forms = [] if deferred else [2 * 8]  # how many buffers, and a digest of their forms
+            expected = [*forms, of_norm * len(norms)] if bare.rank % 2 == 0 else []
             assert begun == expected
             output.sum().backward()
             for name, buffer in stage.named_buffers():
@@ -153,8 +168,8 @@ def check_together(bare):
 @pytest.mark.parametrize(
     "check",
     [
-        *(check_new_tensors, check_caches, check_other_shape, check_norm_in_eval),
-        check_together,
+        *(check_new_tensors, check_caches, check_other_shape, check_other_modes),
+        *(check_norm_in_eval, check_together),
     ],
 )
 def test_buffers_of_replicas(ranks, check):

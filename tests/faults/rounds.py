@@ -71,9 +71,6 @@ ANY_MOMENT = ("any moment", "any moment of save")
 #: 2 s and 5 s at most; other work may make it several times as long.
 EXCEPTION_LIMIT_S, KILL_LIMIT_S = 15.0, 20.0
 
-#: How long ``procpipe run`` waits for the end of a rank that has printed a traceback.
-HELD_BACK_S = 5.0
-
 #: Elements of a row, and the rows of a micro-batch: inside tokens, by the transport, for longer.
 WIDTH = 8
 SMALL, LARGE, HUGE = 4, 1 << 11, 1 << 15
@@ -407,8 +404,6 @@ def _faults_of_reports(round_: Round, expected: Expected, ending: Ending) -> lis
     if number != expected.num_tracebacks >= 0:
         faults.append(f"{number} tracebacks, not {expected.num_tracebacks}")
     number = ending.launcher_output.count("Traceback (most recent call last)")
-    # Rank 0's is shown twice if its process needs longer than that to end.
-    number -= round_.origin == 0 and ending.job_s > HELD_BACK_S
     if round_.launcher == PROCPIPE_RUN and number > expected.num_tracebacks >= 0:
         faults.append(f"{number} tracebacks on the screen, not {expected.num_tracebacks}")
     source = output if expected.reporter is None else ending.outputs[expected.reporter]

@@ -5,11 +5,13 @@ That each rank prints one line or a traceback, and names the right rank: tests/f
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -130,7 +132,6 @@ def test_an_end_at_once_waits_for_a_save_only(capfd):
 
 def test_a_worker_ends_with_its_launcher(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
-    monkeypatch.delenv("PROCPIPE_RUN", raising=False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     reader, writer = os.pipe()
 
@@ -148,3 +149,27 @@ def test_a_worker_ends_with_its_launcher(monkeypatch):
     os.close(writer)
     with open(reader) as file:
         assert file.read() == ""
+
+
+def test_a_rank_notes_which_other_rank_ended_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    reading, note = Board.create(2, 3).read(), tmp_path / "victim.json"
+    shared = RuntimeError("gloo")
+    shared.shared_with = [0, 2]  # type: ignore[attr-defined]
+    cases: list[tuple[BaseException, dict[str, Any] | None]] = [
+        (ValueError("mine"), None),
+        (
+            RemoteStageError(1, STORY),
+            {"victim_of": 1, "because": "rank 1 failed in step(): KeyError: 'boom'"},
+        ),
+        (PeerLostError(1, "rank 1 left"), {"victim_of": 1, "because": "rank 1 left"}),
+        (
+            DISAGREEMENT,
+            {"victim_of": 0, "because": "rank 0 failed: DisagreementError"},
+        ),
+        (shared, {"shared_with": [0, 2]}),
+    ]
+    for error, expected in cases:
+        note.unlink(missing_ok=True)
+        endings.note_victim(error, reading)
+        assert (json.loads(note.read_text()) if note.exists() else None) == expected, error

@@ -124,9 +124,9 @@ class Started:
             found = []
             for process in self.processes():
                 with contextlib.suppress(psutil.Error):
-                    parent = process.ppid()
+                    parent = process.parent()  # the launcher, a child of the guard
                     is_rank = process.environ().get("RANK") == str(number)
-                    if is_rank and parent == self.process.pid:
+                    if is_rank and parent is not None and parent.ppid() == self.process.pid:
                         found.append(process)
             return found
 

@@ -27,7 +27,7 @@ from procpipe.launch.plan.subject import Subject, stand_in_loss
 from procpipe.planner.costs_file import from_text
 from procpipe.planner.model import Link
 from procpipe.planner.propose import Proposal, Question, propose
-from procpipe.replicas.reduction import _bucketed
+from procpipe.replicas.bucket import buckets_of
 from procpipe.words import bytes_text, seconds_text
 
 MYMODEL = """
@@ -294,7 +294,7 @@ def test_planned_buckets_are_those_that_replicas_add_up(monkeypatch: pytest.Monk
             tied = [p for p in own if p is model[0].weight and len(balance) == 2]
             real = [
                 sum(p.nbytes for p in bucket.missing)
-                for bucket in _bucketed([p for p in own if not any(p is t for t in tied)])
+                for bucket in buckets_of([p for p in own if not any(p is t for t in tied)])
             ]
             found = [bucket.num_bytes for bucket in planned[stage]]
             assert found == [*real, *(p.nbytes for p in tied)], (balance, stage)

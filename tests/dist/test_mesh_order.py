@@ -1,7 +1,6 @@
-"""Layers that FSDP reduces one by one within the last backward pass, and where it may not.
+"""Pipelines that share layers reduce them in one order, however their passes differ.
 
-Pipelines that share layers must reduce them in one order, also where one of them reduces a layer
-in the pass and the other one after it. In another order gradients would be those of other layers.
+In another order gradients would be those of other layers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import warnings
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.meshes import (
     TOLERANCE,
@@ -27,104 +25,6 @@ from tests.dist.meshes import (
     weighted_loss,
 )
 from tests.dist.stages import assert_same
-
-#: What happens on this rank: "2" where layer 2 goes backward, "reduce" where a reduction begins.
-EVENTS: list[str] = []
-
-
-class Note(torch.autograd.Function):
-    """Passes a tensor on, and notes when its gradient comes back."""
-
-    @staticmethod
-    def forward(ctx, name, input):
-        ctx.name = name
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        EVENTS.append(ctx.name)
-        return None, gradient
-
-
-class Noted(nn.Linear):
-    """A linear layer that notes when it goes backward."""
-
-    def __init__(self, name):
-        super().__init__(3, 3)
-        self.name = name
-
-    def forward(self, input):
-        return Note.apply(self.name, super().forward(input))
-
-
-class Outer(Noted):
-    """A layer with one inside that is sharded by itself."""
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, input):
-        return super().forward(self.inner(input))
-
-
-class Reductions(TorchDispatchMode):
-    """Notes each reduction that begins."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "reduce_scatter" in str(func):
-            EVENTS.append("reduce")
-        return func(*args, **kwargs or {})
-
-
-def square(output):
-    return output.square().mean()
-
-
-ONE_BY_ONE = ["3", "reduce", "2", "reduce", "1", "reduce", "0", "reduce"]
-AFTER = ["3", "2", "1", "0", "reduce", "reduce", "reduce", "reduce"]
-
-#: By name: schedule, mode, what layer 1 is, the events of the last micro-batch.
-ORDERS = {
-    "plain": ("1f1b", "never", Noted("1"), ONE_BY_ONE),
-    "first ones recomputed": ("1f1b", "except_last", Noted("1"), ONE_BY_ONE),
-    "recomputed": ("1f1b", "always", Noted("1"), AFTER),
-    "in two": ("zb-h1", "never", Noted("1"), AFTER),
-    "module inside": (
-        "1f1b",
-        "never",
-        Outer("1"),
-        ["3", "reduce", "2", "reduce", "1", "0", "reduce", "reduce", "reduce"],
-    ),
-}
-
-
-def note_orders(bare):
-    found = {}
-    with mesh_of(bare, "dp", "pp") as mesh:
-        for name, (schedule, mode, second, _) in ORDERS.items():
-            model = nn.Sequential(Noted("0"), second, Noted("2"), Noted("3"), *map(Noted, "0123"))
-            options = {"chunks": 3, "schedule": schedule, "checkpoint": mode, "loss_fn": square}
-            stage = stage_in(bare, mesh, name, model, [4, 4], **options)
-            for layer in stage:
-                if isinstance(layer, Outer):
-                    fully_shard(layer.inner, mesh=mesh["dp"], reshard_after_forward=False)
-                fully_shard(layer, mesh=mesh["dp"])
-            with failing_all(stage, name), Reductions():
-                stage.step(torch.ones(3, 3))
-                EVENTS.clear()
-                stage.step(torch.ones(3, 3))
-            found[name] = EVENTS.copy()
-    return found
-
-
-def test_a_layer_is_reduced_before_the_layer_before_it_goes_backward(ranks):
-    for rank, found in enumerate(ranks(4).run(note_orders, world=False).values()):
-        for name, (schedule, _, second, expected) in ORDERS.items():
-            if (rank % 2 and isinstance(second, Outer)) or (rank % 2 == 0 and schedule == "zb-h1"):
-                expected = ONE_BY_ONE  # without that layer; with B as the last task
-            passes = ["3", "2", "1", "0"] * 2
-            assert found[name] == [*passes, *expected], (rank, name)
 
 
 class Shortcut(nn.Module):

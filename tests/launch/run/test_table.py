@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
-import pytest
+import psutil
 from rich.console import Console
 
 from procpipe.job.board import Board
-from procpipe.launch.run.ranks import Attempt, Logs, Rank
+from procpipe.launch.run.ranks import Attempt, Rank
 from procpipe.launch.run.rows import Row, RowReader, plain_line, rate_text, summary
-from procpipe.launch.run.view import live_table
+from procpipe.launch.run.table import _COLUMNS, live_table
 from tests.cases import for_each
 
 
@@ -24,11 +23,15 @@ class Clock:
 
 
 def attempt_of(*boards):
-    files = (Path("x"),) * 3
-    ranks = tuple(Rank(Logs(k, *files), board=board) for k, board in enumerate(boards))
-    for rank in ranks:
-        rank.pid = os.getpid()
-    return Attempt(len(ranks), ranks)
+    own = psutil.Process()
+    return Attempt(len(boards), [Rank(k, Path("x"), own, board) for k, board in enumerate(boards)])
+
+
+class Over:
+    """A process that has ended."""
+
+    def is_running(self):
+        return False
 
 
 def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
@@ -46,19 +49,18 @@ def test_rates_are_of_the_time_between_readings():
     board.page.device = "cpu"
     reader = RowReader(attempt_of(board), clock)
 
-    assert reader.rows()[0].samples_per_s is None
+    assert reader.rows()[0].cells["samples/s"] == ""
     do_steps(board, 1, samples=10, busy_s=1.0, step_s=3.0)
-    assert reader.rows()[0].samples_per_s is None, "one step is not enough"
+    assert reader.rows()[0].cells["samples/s"] == "", "one step is not enough"
     clock.now_s += 2.0
     do_steps(board, 2, samples=10, busy_s=1.5, step_s=4.0)
     (row,) = reader.rows()
 
-    assert (row.step, row.micro_batch, row.device) == (3, "4/4", "cpu")
-    assert row.samples_per_s == pytest.approx(10.0)
-    assert row.busy == pytest.approx(0.25)
-    assert row.bubble == pytest.approx(0.25)
+    shown = {"step": "3", "m-batch": "4/4", "device": "cpu", "samples/s": "10"}
+    shown |= {"busy": "25%", "bubble": "25%"}
+    assert shown.items() <= row.cells.items()
     clock.now_s += 1.0  # within the next step: the rates stay those of whole steps
-    assert reader.rows()[0].samples_per_s == pytest.approx(10.0)
+    assert reader.rows()[0].cells["samples/s"] == "10"
 
 
 def test_rates_are_of_the_last_seconds_only():
@@ -70,26 +72,26 @@ def test_rates_are_of_the_last_seconds_only():
             reader.rows()
             clock.now_s += 1.0
 
-    assert reader.rows()[0].samples_per_s == pytest.approx(10.0)
+    assert reader.rows()[0].cells["samples/s"] == "10"
 
 
 def test_a_row_shows_the_activity_of_a_stage():
     board, ended_board = Board.create(0, 2), Board.create(1, 2)
     board.page.device = "cpu"
     attempt = attempt_of(board, ended_board)
-    attempt.ranks[1].has_ended, attempt.ranks[1].code = True, -9
+    attempt.ranks[1].process = Over()
 
     def now():
         return [row.now for row in RowReader(attempt).rows()]
 
-    assert now() == ["user's code", "ended (-9)"]
+    assert now() == ["user's code", "ended"]
     board.start_call("step")
     assert now()[0] == "step()"
     board.start_task("F", 3)
     board.page.layer = "layer 'conv' (Conv2d)"
     assert now()[0] == "F3 'conv' (Conv2d)"
     board.note_wait("gradient from stage 1 (rank 1)", 1)
-    assert now()[0].endswith(" s for gradient from stage 1")
+    assert now()[0].endswith(" s for gradient from stage 1 (rank 1)")
     assert RowReader(attempt).rows()[0].is_stuck
 
 
@@ -115,7 +117,7 @@ def test_a_plain_line_after_a_rank_has_ended():
     for board in boards:
         board.page.device = "cpu"
     attempt = attempt_of(*boards)
-    attempt.ranks[0].has_ended, attempt.ranks[0].code = True, 0
+    attempt.ranks[0].process = Over()
 
     line = plain_line(RowReader(attempt).rows(), "0:30")
 
@@ -124,9 +126,9 @@ def test_a_plain_line_after_a_rank_has_ended():
 
 @for_each("width", [120, 80, 60, 40])
 def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
-    row = Row(
-        0, "cuda:0", "0-15,64-79", 12345, "4/16", 12345.0, 0.58, 0.24, 3 << 30, 20 << 30, "F3", True
-    )
+    texts = "", "", "0", "cuda:0", "0-15,64-79", "12,345", "4/16", "12,345", "58%", "24%"
+    cells = dict(zip(_COLUMNS, (*texts, "3.0 GiB", "20.0 GiB"), strict=True))
+    row = Row("stage 0", "F3", True, cells=cells)
     console = Console(width=width)
     with console.capture() as capture:
         console.print(live_table([row], width))
@@ -162,11 +164,15 @@ def test_replicas_are_blocks():
     assert [line[: header.index("device")].split() for line in lines] == [
         ["0", "1"], ["1", "0"], ["1"],
     ]  # fmt: skip
-    assert re.search(r"1 +0 +cpu .* s for gradient from stage 1 of replica 1$", lines[1].rstrip())
+    assert re.search(
+        r"1 +0 +cpu .* s for gradient from stage 1 of replica 1 \(rank 3\)$", lines[1].rstrip()
+    )
     line = plain_line(rows, "0:30")
     size = r"[\d.]+ [MG]iB"  # of this process
     assert re.search(rf"memory {size} {size} \| {size} {size};", line), line
-    assert re.search(r"; stage 0 of replica 1 waits .* from stage 1 of replica 1$", line), line
+    assert re.search(
+        r"; stage 0 of replica 1 waits .* from stage 1 of replica 1 \(rank 3\)$", line
+    ), line
 
 
 def test_stages_of_several_pipelines_are_named_with_their_ranks():
