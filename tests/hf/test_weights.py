@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(
             save_file({key: torch.full((2,), float(value))}, folder / name)
         index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
         (folder / weights.INDEX).write_text(json.dumps(index))
-    replace, num_left = weights.os.replace, num_replaced
+    replace, num_left = os.replace, num_replaced
 
     def replace_some(source, target):
         nonlocal num_left
@@ -171,7 +172,7 @@ def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(
         num_left -= 1
         replace(source, target)
 
-    monkeypatch.setattr(weights.os, "replace", replace_some)
+    monkeypatch.setattr(os, "replace", replace_some)
     if num_replaced == 3:
         weights._finish(model_of("Llama"), tmp_path, torch.float32)
         read = weights.source_in(tmp_path).read({"a": None, "b": None})
