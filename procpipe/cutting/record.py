@@ -351,10 +351,19 @@ class Recorder(TorchFunctionMode):
             return False
         for known in self._known.values():  # those that share memory have changed, too
             if known.tensor._version != known.version:
+                self._check_change(known)
                 self.changed.append((known.node, node))
                 known.version = known.tensor._version
                 known.needs_grad = known.tensor.requires_grad
         return True
+
+    def _check_change(self, known: _Known) -> None:
+        """Refuse that the forward changes what another layer may hold."""
+        if known.node.op == "get_attr":
+            owner = str(known.node.target).rpartition(".")[0]
+            is_whole = self.twin.get_submodule(owner) in self._names
+            if is_whole or isinstance(known.tensor, nn.Parameter):
+                raise refusal(f"the forward changes {known.node.target} in place", _WHOLE)
 
     def _bound(self, value: Any, node: fx.Node) -> Any:
         """Return what a call has returned with its tensors known, and its numbers noted."""

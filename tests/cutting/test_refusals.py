@@ -47,23 +47,6 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-
-class OfBox(nn.Module):
-    def forward(self, box):
-        return box.value
-
-
-class Returns(nn.Module):
-    """Returns numbers of its input."""
-
-    def forward(self, x):
-        return x, x.shape[0], float(x.shape[0])
-
-
 def if_positive(self, h):
     if h.sum() > 0:
         h = h + 1
@@ -92,6 +75,12 @@ def own_generator(self, h):
     return h * self.rng.random()
 
 
+def changes_parameter(self, h):
+    with torch.no_grad():
+        self.second.bias.add_(1)
+    return h
+
+
 def packed(self, h):
     sequence = pack_padded_sequence(h[None], torch.tensor([len(h)]), batch_first=True)
     return self.second(sequence)
@@ -115,6 +104,7 @@ REFUSED = {
     "a generator": (own_generator, "Model.rng changes this attribute"),
     "data": (lambda self, h: h.data + 1, "uses data of a tensor"),
     "a hook": (lambda self, h: h.register_hook(print) and h, "uses register_hook"),
+    "a changed parameter": (changes_parameter, "changes second.bias in place"),
     "a packed sequence": (packed, "PackedSequence.*in one module"),
     "reentrant checkpointing": (reentrant, "use_reentrant=False"),
 }
@@ -128,3 +118,44 @@ def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
     message = str(caught.value)
     assert f"{__file__}:" in message or "changes this attribute" in message
     assert len(message.splitlines()) > 1, "it says what to do"
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    model = Base()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"the Base is compiled as a whole.*stage\.compile\(\)"):
+        procpipe.sequential(model, torch.ones(6, 4))
+
+
+def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
+    model, calls = Base(), []
+    model.second.register_forward_hook(lambda *_: calls.append(1))
+    layers = procpipe.sequential(model, torch.ones(6, 4))
+    calls.clear()
+    layers(torch.ones(6, 4))
+    assert calls == [1]
+    model.register_forward_hook(print)
+    with pytest.raises(ValueError, match="the Base has hooks"):
+        procpipe.sequential(model, torch.ones(6, 4))
+
+
+def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
+    transformers = pytest.importorskip("transformers")
+    values = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "intermediate_size": 20,
+    }
+    config = transformers.LlamaConfig(**values, num_hidden_layers=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match=r"(?s)Cache is passed on.*use_cache=False"):
+        procpipe.sequential(model, torch.ones(2, 5, dtype=torch.long))
+
+
+def test_modules_in_another_mode_are_refused_where_they_would_be_opened():
+    model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
+    model[0].eval()
+    with pytest.raises(ValueError, match="modules 0 would be opened, but are in another mode"):
+        procpipe.sequential(model, torch.ones(6, 4))
+    assert len(procpipe.sequential(model, torch.ones(6, 4), whole=(Base,))) == 2
