@@ -36,13 +36,15 @@ def main() -> int:
 def compared(pool: Pool, name: str, numbers: list[int]) -> str:
     """Return what of a model's pipelines is not the model; "" if all is."""
     faults = []
-    ways = ways_of(name, numbers)
-    try:
-        parts = Ranks(pool, max(numbers)).run(steps, ways, world=False, timeout_s=300).values()
+    for number in numbers:
+        ways = ways_of(name, [number])
+        try:
+            parts = Ranks(pool, number).run(steps, ways, world=False, timeout_s=300).values()
+        except Exception as error:  # of any model
+            faults.append(f"{number} processes: {str(error).rpartition('Error: ')[2]}"[:300])
+            continue
         for way in ways:
-            faults += differences(way, [found[way] for found in parts[: way[-1]]])
-    except Exception as error:  # of any model
-        faults.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
+            faults += differences(way, [found[way] for found in parts])
     return "; ".join(faults[:2])
 
 

@@ -132,6 +132,14 @@ def test_layers_compute_what_the_module_does(name):
             assert_same(model, layers, drawn(rows, 4))
 
 
+def test_no_cut_is_between_memory_and_its_change():
+    layers: Any = cut(in_place)[1]
+
+    (changing,) = [layer.ports.code for layer in layers if ".add_(" in layer.ports.code]
+    assert ".mul(" in changing
+    assert len(layers) > 1
+
+
 def test_autocast_and_a_region_without_it():
     def between(self, h):
         with torch.autocast(h.device.type, enabled=False):
