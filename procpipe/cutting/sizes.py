@@ -5,7 +5,7 @@
     assert t <= 128             a decision, which is made once, and checked for each micro-batch
 
 Whoever needs the value itself decides something for all micro-batches: ``bool()``, ``int()``,
-``range()``, ``str()``. torch accepts sizes of no other class than its ``SymInt``, so these are
+``range()``. torch accepts sizes of no other class than its ``SymInt``, so these are
 subclasses of it, whose methods they replace.
 """
 
@@ -109,11 +109,11 @@ class Number:
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.notes.decided(float, self), digits)
 
-    def __format__(self, form: str) -> str:
-        return format(self.notes.decided(type(self.value), self), form)
-
     def __repr__(self) -> str:
-        return format(self)
+        return f"<size {self.value}>"  # for messages; no number, so that no code goes by it
+
+    def __format__(self, form: str) -> str:
+        return repr(self)
 
     __str__ = __repr__
 

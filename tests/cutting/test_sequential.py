@@ -116,6 +116,7 @@ BETWEEN = {
     "checkpointing": lambda self, h: checkpoint(self.second, h, use_reentrant=False),
     "a dtype": lambda self, h: h.to(torch.float32).to(h.dtype),
     "max": lambda self, h: h.max(dim=1, keepdim=True).values * h,
+    "a message": lambda self, h: torch._assert(h.dim() == 2, f"got {h.shape} {h.size(0)}") or h,
     "a module of its own": lambda self, h: nn.Softmax(dim=1)(h),
 }
 
