@@ -8,6 +8,8 @@ See ``Stage`` for what to write in ``train.py``.
 from procpipe import torch_versions  # noqa: F401 - first, as it refuses versions of torch
 
 # isort: split
+from typing import TYPE_CHECKING, Any
+
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import is_checkpointing, is_recomputing
 from procpipe.data.microbatch import NoChunk
@@ -29,9 +31,13 @@ from procpipe.errors import (
     StageClosedError,
     WaitTimeoutError,
 )
+from procpipe.optional import needed
 from procpipe.run.statistics import StageStatistics, TimedTask
 from procpipe.stage import Stage
 from procpipe.version import __version__
+
+if TYPE_CHECKING:
+    from procpipe.cutting import sequential
 
 __all__ = [
     "BalanceError",
@@ -58,4 +64,14 @@ __all__ = [
     "__version__",
     "is_checkpointing",
     "is_recomputing",
+    "sequential",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is optional where it is used."""
+    if name != "sequential":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with needed("procpipe.cutting", "procpipe.sequential"):
+        from procpipe.cutting import sequential
+    return sequential

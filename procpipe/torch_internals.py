@@ -7,7 +7,11 @@
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
     _dynamo.OptimizedModule                         likewise
-    nn.Module._non_persistent_buffers_set           replicas take all buffers for saved ones
+    nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP,
+                                                    or in procpipe.sequential
+    nn.Module._backward_hooks, _backward_pre_hooks  AttributeError in procpipe.sequential
+    nn.Module._non_persistent_buffers_set           likewise; replicas take all buffers for saved ones
+    compiler._is_compiling_flag                     AttributeError in procpipe.sequential
     FSDPModule._get_fsdp_state, its _mp_policy      AttributeError where layers are sharded by FSDP
     FSDPState._pre_forward, _post_forward           likewise
     ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
@@ -208,6 +212,49 @@ def is_compiled(module: nn.Module) -> bool:
         return False
     wrapper = getattr(sys.modules["torch._dynamo"], "OptimizedModule", ())
     return isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextlib.contextmanager
+def said_to_compile() -> Iterator[None]:
+    """Return a context in which ``torch.compiler.is_compiling()`` is true.
+
+    Libraries then leave out what reads values of tensors, as of masks.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+# -- hooks ---------------------------------------------------------------------------------------
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module, or the backward pass of one, calls functions of users."""
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+# -- what modules hold ---------------------------------------------------------------------------
+
+
+def hold_as(module: nn.Module, other: nn.Module) -> None:
+    """Have a module hold what another one does, now and later: its modules and tensors."""
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        vars(module)[name] = getattr(other, name)
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer is in the module's state dict."""
+    return name not in module._non_persistent_buffers_set
 
 
 # -- tensors without values ----------------------------------------------------------------------

@@ -455,3 +455,20 @@ def test_the_glossary_has_one_meaning_for_each_word() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", words, re.MULTILINE)[1:]
     assert 20 < len(rows) <= 40
     assert len({word for word, _ in rows}) == len(rows)
+
+
+# -- docs/any_module.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_u_net_of_the_page_is_cut_as_it_is_and_describes_its_layers() -> None:
+    (program,) = python_blocks(TESTS.parent / "docs" / "any_module.md")
+    printed = [run_forked(program, num_ranks=number).check().stdout for number in (None, 2)]
+
+    losses = [[line for line in text.splitlines() if "  loss " in line] for text in printed]
+    assert losses[0] == losses[1]
+    values = [float(line.split()[-1]) for line in losses[0]]
+    assert len(values) == 10
+    assert values[-1] < values[0]
+    assert "sends" in printed[0]
+    assert "self.outc(" in printed[0]

@@ -7,7 +7,7 @@
         build.py                         anything; the optional only where a user selects it
                  |
     balance  planner  timeline  state    optional: nothing above loads them, see OPTIONAL; hf uses
-    hf  replicas  sharded                state, and stands on public names of procpipe
+    hf  replicas  sharded  cutting       state, and stands on public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
                /   \\
@@ -73,13 +73,17 @@ MAY_IMPORT = {
     },
     "sharded": {"compute", "data", "errors", "model", "plan", "run", "torch_internals", "tree"},
     "state": {"job", "run", "stage", "errors", "notes", "version"},
+    "cutting": {"skip", "torch_internals"},
     "hf": {"data", "losses", "skip", "stage", "state", "torch_internals"},
 }
 
 #: Loaded only where a user selects them; deleted in turn in tests/test_rooms.py.
 OPTIONAL = tuple(
     f"procpipe.{name}"
-    for name in ("balance", "planner", "timeline", "replicas", "sharded", "state", "hf", "launch")
+    for name in (
+        *("balance", "planner", "timeline", "replicas", "sharded", "state", "hf", "cutting"),
+        "launch",
+    )
 )
 
 #: Built on public names; the folders beside procpipe/, and the launcher.
@@ -96,6 +100,7 @@ PUBLIC = (
     "procpipe.planner",
     "procpipe.state",
     "procpipe.hf",
+    "procpipe.cutting",
 )
 
 #: Packages whose modules benchmarks, examples and the launcher may import, too.

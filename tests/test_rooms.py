@@ -12,7 +12,7 @@ from tests.dist.script import run_script
 ROOT = Path(__file__).parents[1]
 
 OPTIONAL = (
-    *("balance", "planner", "timeline", "replicas", "sharded", "state", "hf"),
+    *("balance", "planner", "timeline", "replicas", "sharded", "state", "hf", "cutting"),
     *("launch/run", "launch/doctor", "launch/plan", "launch/timeline"),
     *("channel/nccl.py", "channel/cuda_ipc.py"),
 )
@@ -72,6 +72,15 @@ def build_with(options, part):
     else:
         raise AssertionError(f"a stage was built without {part}")
 
+def cut_any_module():
+    import procpipe
+    try:
+        procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
+    except ModuleNotFoundError as error:
+        assert "procpipe.sequential needs procpipe.cutting, which this" in str(error)
+    else:
+        raise AssertionError("a module was cut without cutting")
+
 def build_without_balance(port):
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -104,6 +113,8 @@ def check(part, tree):
         check_exit_codes(forked(build_with, {"balance": [1]} | OPTIONS[part], part))
     if part == "hf":
         check_exit_codes(forked(plan_a_folder, tree))
+    if part == "cutting":
+        check_exit_codes(forked(cut_any_module))
     if part == "balance":
         check_exit_codes(forked(build_without_balance, port))
     print(part, flush=True)

@@ -37,7 +37,8 @@ def check_model(module: nn.Module) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
-            "be divided among the stages"
+            "be divided among the stages. procpipe.sequential(model, sample) makes one of an "
+            "ordinary module and a sample of its inputs: see docs/any_module.md"
         )
     check_not_data_parallel(_layers(module))
     names: dict[nn.Module, str] = {}

@@ -160,6 +160,19 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
     assert all(float(mean) > 0 and float(deviation) > 0 for _, _, mean, deviation, _ in rows)
     with Image.open(picture) as image:
         assert np.asarray(image).std() > 10
+def test_an_ordinary_gpt_is_cut_as_it_is():
+    plain, cut = ROOT / "examples/train_nanogpt_plain.py", ROOT / "examples/train_nanogpt.py"
+    texts = [path.read_text() for path in (plain, cut)]
+    classes = [text[text.index("class Block") : text.index("def main")] for text in texts]
+    assert classes[0] == classes[1]
+    assert len(texts[1].splitlines()) <= len(texts[0].splitlines()) + 10
+    few = ["--steps", "4", "--batch-size", "4"]
+
+    expected = run_forked(plain, args=few).check().stdout
+    found = run_forked(cut, num_ranks=2, args=few).check().stdout
+
+    assert expected.startswith("step    4   bits per byte")
+    assert without_balance(found) == expected.splitlines()
 
 
 @for_each("example", sorted({*ROOT.glob("examples/*.py")} - {TINY}), ids=lambda path: path.stem)

@@ -1,0 +1,52 @@
+"""``python -m tests.cutting``: compares all models in all ways, and prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.cutting.cases import CASES
+from tests.cutting.compare import differences, steps, table, ways_of
+from tests.dist.forks import fork_server
+from tests.dist.pool import Pool, Ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cutting", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="by default all")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
+    options = parser.parse_args()
+    if unknown := {*options.names}.difference(CASES):
+        parser.error(f"there is no {min(unknown)!r}, but {', '.join(CASES)}")
+    found: dict[str, str] = {}
+    fork_server().load("transformers")
+    pool = Pool()
+    try:
+        for name in options.names or CASES:
+            found[name] = f"not run: there is no {CASES[name].package}"
+            if CASES[name].is_here:
+                found[name] = compared(pool, name, options.processes)
+            print(f"{name}: {found[name] or 'equal'}", flush=True)
+    finally:
+        pool.close()
+    print(table(found))
+    return int(any(fault and not fault.startswith("not run") for fault in found.values()))
+
+
+def compared(pool: Pool, name: str, numbers: list[int]) -> str:
+    """Return what of a model's pipelines is not the model; "" if all is."""
+    faults = []
+    for number in numbers:
+        ways = ways_of(name, [number])
+        try:
+            parts = Ranks(pool, number).run(steps, ways, world=False, timeout_s=300).values()
+        except Exception as error:  # of any model
+            faults.append(f"{number} processes: {str(error).rpartition('Error: ')[2]}"[:300])
+            continue
+        for way in ways:
+            faults += differences(way, [found[way] for found in parts])
+    return "; ".join(faults[:2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

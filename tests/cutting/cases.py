@@ -1,0 +1,183 @@
+"""The models that are compared, small and random, and mini-batches for them; all in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.cutting import models
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what it is called with.
+
+    Attributes:
+        make: builds the model.
+        inputs: makes the positional and named arguments of a mini-batch of so many samples.
+        target: from what the model returns to what the loss is of.
+        modes: the modes that it is compared in.
+        options: for ``procpipe.sequential``.
+        package: what the environment needs.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+    output: Callable[[Any], Tensor] = lambda result: result
+    modes: tuple[bool, ...] = (True, False)
+    options: dict[str, Any] = field(default_factory=dict)
+    package: str = "torch"
+
+    @property
+    def is_here(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+def drawn(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def words(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(3, 31, shape, generator=generator)
+
+
+def images(size=16, channels=3):
+    return lambda b: ((drawn(b, channels, size, size),), {})
+
+
+def _vision(name, **options):
+    def make():
+        import torchvision
+
+        return getattr(torchvision.models, name)(weights=None, num_classes=5, **options)
+
+    return make
+
+
+def _timm(name, **options):
+    def make():
+        import timm
+
+        return timm.create_model(name, num_classes=5, **options)
+
+    return make
+
+
+def _hf(family, suffix, **values):
+    def make():
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**values)
+        return getattr(transformers, family + suffix)(config)
+
+    return make
+
+
+def _logits(result):
+    return result.logits
+
+
+def _tokens(**more):
+    return lambda b: ((), {"input_ids": words(b, 9), "use_cache": False, **more})
+
+
+def _masked(b):
+    mask = torch.ones(b, 9, dtype=torch.long)
+    mask[0, -3:] = 0
+    return (), {"input_ids": words(b, 9), "attention_mask": mask, "use_cache": False}
+
+
+_SIZES = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20}
+_SIZES |= {"num_hidden_layers": 3, "max_position_embeddings": 32, "pad_token_id": 0}
+_LLAMA = {**_SIZES, "num_key_value_heads": 2}
+_GPT2: dict[str, Any] = {
+    "vocab_size": 31,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 32,
+}
+_GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+_BERT: dict[str, Any] = {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_VIT = {**_BERT, "image_size": 16, "patch_size": 4}
+_VIT = {key: value for key, value in _VIT.items() if key not in ("vocab_size", "pad_token_id")}
+_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}
+_T5: dict[str, Any] = {
+    "vocab_size": 31,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+
+CASES: dict[str, Case] = {
+    "ResNet, by hand": Case(models.ResNet, images()),
+    "U-Net": Case(models.UNet, images(18)),
+    "U-Net of a time": Case(models.TimeUNet, lambda b: ((drawn(b, 3, 8, 8), words(b)), {})),
+    "nanoGPT": Case(lambda: models.GPT(models.GPTConfig()), lambda b: ((words(b, 9),), {})),
+    "two towers": Case(
+        models.TwoTower,
+        lambda b: ((drawn(b, 6),), {"item": drawn(b, 5)}),
+        lambda result: result["scores"][:, None] * result["query"],
+    ),
+    "shared block": Case(models.Shared, lambda b: ((drawn(b, 6),), {})),
+    "GRU": Case(models.Classifier, lambda b: ((words(b, 7),), {})),
+    "nn.Transformer": Case(
+        lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True),
+        lambda b: ((drawn(b, 5, 8), drawn(b, 4, 8)), {}),
+    ),
+    "GPT-2": Case(_hf("GPT2", "LMHeadModel", **_GPT2), _tokens(), _logits, package="transformers"),
+    "Llama": Case(
+        _hf("Llama", "ForCausalLM", **_LLAMA), _tokens(), _logits, package="transformers"
+    ),
+    "Llama, mask": Case(
+        _hf("Llama", "ForCausalLM", **_LLAMA), _masked, _logits, package="transformers"
+    ),
+    "BERT": Case(
+        _hf("Bert", "ForSequenceClassification", **_BERT, num_labels=3),
+        lambda b: ((), {"input_ids": words(b, 9), "attention_mask": torch.ones(b, 9).long()}),
+        _logits,
+        package="transformers",
+    ),
+    "ViT": Case(
+        _hf("ViT", "ForImageClassification", **_VIT), images(), _logits, package="transformers"
+    ),
+    "Mixtral": Case(
+        _hf("Mixtral", "ForCausalLM", **_MIXTRAL), _tokens(), _logits, package="transformers"
+    ),
+    "T5": Case(
+        _hf("T5", "ForConditionalGeneration", **_T5),
+        lambda b: (
+            (),
+            {"input_ids": words(b, 9), "decoder_input_ids": words(b, 6), "use_cache": False},
+        ),
+        _logits,
+        package="transformers",
+    ),
+    **{
+        f"torchvision {name}": Case(_vision(name), images(size), package="torchvision")
+        for name, size in (
+            *(("resnet50", 32), ("densenet121", 32), ("swin_t", 32), ("efficientnet_b0", 32)),
+        )
+    },
+    "torchvision vit_b_16": Case(
+        _vision("vit_b_16", image_size=32), images(32), package="torchvision"
+    ),
+    "torchvision googlenet": Case(
+        _vision("googlenet", aux_logits=True, init_weights=False),
+        images(64),
+        lambda result: result.logits + result.aux_logits1 + result.aux_logits2,
+        modes=(True,),
+        package="torchvision",
+    ),
+    "timm convnext_tiny": Case(_timm("convnext_tiny"), images(32), package="timm"),
+}

@@ -1,0 +1,270 @@
+"""Ordinary models, written as their authors would, without a thought of pipelines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class DoubleConv(nn.Module):
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.double_conv = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x):
+        return self.double_conv(x)
+
+
+class Up(nn.Module):
+    """Pads where a size was odd, as the U-Net that most people copy does."""
+
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(inside, inside // 2, 2, stride=2)
+        self.conv = DoubleConv(inside, outside)
+
+    def forward(self, x1, x2):
+        x1 = self.up(x1)
+        diff_y = x2.size()[2] - x1.size()[2]
+        diff_x = x2.size()[3] - x1.size()[3]
+        if diff_y or diff_x:
+            pads = [diff_x // 2, diff_x - diff_x // 2, diff_y // 2, diff_y - diff_y // 2]
+            x1 = F.pad(x1, pads)
+        return self.conv(torch.cat([x2, x1], dim=1))
+
+
+class UNet(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.inc = DoubleConv(3, width)
+        self.down1 = nn.Sequential(nn.MaxPool2d(2), DoubleConv(width, 2 * width))
+        self.down2 = nn.Sequential(nn.MaxPool2d(2), DoubleConv(2 * width, 4 * width))
+        self.up1 = Up(4 * width, 2 * width)
+        self.up2 = Up(2 * width, width)
+        self.outc = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x):
+        x1 = self.inc(x)
+        x2 = self.down1(x1)
+        x3 = self.down2(x2)
+        x = self.up1(x3, x2)
+        x = self.up2(x, x1)
+        return self.outc(x)
+
+
+class TimeBlock(nn.Module):
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, inside)
+        self.conv = nn.Conv2d(inside, outside, 3, padding=1)
+        self.time = nn.Linear(8, outside)
+        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+
+    def forward(self, x, temb):
+        h = self.conv(F.silu(self.norm(x)))
+        h = h + self.time(F.silu(temb))[:, :, None, None]
+        return h + self.skip(x)
+
+
+class TimeUNet(nn.Module):
+    """Every block takes the embedding of the time."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.start = nn.Conv2d(3, width, 3, padding=1)
+        self.downs = nn.ModuleList([TimeBlock(width, width), TimeBlock(width, 2 * width)])
+        self.middle = TimeBlock(2 * width, 2 * width)
+        self.ups = nn.ModuleList([TimeBlock(4 * width, width), TimeBlock(2 * width, width)])
+        self.end = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, x, t):
+        freqs = torch.exp(-math.log(100) * torch.arange(4, device=x.device) / 4).to(x.dtype)
+        angles = t[:, None].to(x.dtype) * freqs[None]
+        temb = self.embed(torch.cat([angles.sin(), angles.cos()], dim=-1))
+        h = self.start(x)
+        skips = []
+        for block in self.downs:
+            h = block(h, temb)
+            skips.append(h)
+            h = F.avg_pool2d(h, 2)
+        h = self.middle(h, temb)
+        for block in self.ups:
+            skip = skips.pop()
+            h = F.interpolate(h, size=skip.shape[-2:], mode="nearest")
+            h = block(torch.cat([h, skip], dim=1), temb)
+        return self.end(h)
+
+
+class CausalSelfAttention(nn.Module):
+    bias: torch.Tensor
+
+    def __init__(self, config):
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.n_head, self.n_embd, self.dropout = config.n_head, config.n_embd, config.dropout
+        mask = torch.tril(torch.ones(config.block_size, config.block_size))
+        self.register_buffer("bias", mask.view(1, 1, config.block_size, config.block_size))
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        y = F.dropout(F.softmax(att, dim=-1), self.dropout, self.training) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.n_embd, 4 * config.n_embd),
+            nn.GELU(),
+            nn.Linear(4 * config.n_embd, config.n_embd),
+        )
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 16
+    vocab_size: int = 31
+    n_layer: int = 3
+    n_head: int = 4
+    n_embd: int = 16
+    dropout: float = 0.0
+
+
+class GPT(nn.Module):
+    """As nanoGPT: a head that is tied to the embedding, and an assertion on the length."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        parts = {
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            "ln_f": nn.LayerNorm(config.n_embd),
+        }
+        self.transformer: Any = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        parts["wte"].weight = self.lm_head.weight
+
+    def forward(self, idx):
+        device = idx.device
+        _, t = idx.size()
+        assert t <= self.config.block_size, f"a sequence of length {t} is too long"
+        pos = torch.arange(0, t, dtype=torch.long, device=device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x))
+
+
+class TwoTower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.item = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, query, item, bias=None):
+        q = F.normalize(self.query(query), dim=-1)
+        i = F.normalize(self.item(item), dim=-1)
+        scores = self.scale * (q * i).sum(-1)
+        return {"scores": scores if bias is None else scores + bias, "query": q}
+
+
+class Shared(nn.Module):
+    """One block, six times."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+        self.end = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.start(x)
+        for _ in range(6):
+            h = h + self.block(h)
+        return self.end(h)
+
+
+class Classifier(nn.Module):
+    """A recurrent network over words."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.rnn = nn.GRU(8, 8, num_layers=2, batch_first=True, bidirectional=True)
+        self.drop = nn.Dropout(0.0)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, tokens):
+        h, last = self.rnn(self.embed(tokens))
+        last = last.view(2, 2, tokens.size(0), 8)
+        both = torch.cat([last[-1, 0], last[-1, 1]], dim=-1)
+        return self.out(self.drop(both + h.mean(dim=1)))
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inside, outside, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside)
+        self.downsample = None
+        if stride != 1 or inside != outside:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(BasicBlock(4, 4), BasicBlock(4, 4))
+        self.layer2 = nn.Sequential(BasicBlock(4, 8, 2), BasicBlock(8, 8))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.layer2(self.layer1(x))
+        return self.fc(torch.flatten(self.avgpool(x), 1))

@@ -1,0 +1,161 @@
+"""What cannot be cut is refused, with the line and what to do."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+import procpipe
+
+
+class Base(nn.Module):
+    """Two layers, and what subclasses do between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.rng = [], random.Random(0)
+
+    def between(self, h):
+        return h
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+def cut(between, sample=None, **options):
+    """Cut a model which does something between its layers."""
+    model = type("Model", (Base,), {"between": between})()
+    return model, procpipe.sequential(
+        model, torch.ones(6, 4) if sample is None else sample, **options
+    )
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def if_positive(self, h):
+    if h.sum() > 0:
+        h = h + 1
+    return h
+
+
+def sets_attribute(self, h):
+    self.last = h
+    return h
+
+
+def python_random(self, h):
+    return h * random.random()
+
+
+def numpy_random(self, h):
+    return h * float(np.random.rand())
+
+
+def appends(self, h):
+    self.calls.append(1)
+    return h
+
+
+def own_generator(self, h):
+    return h * self.rng.random()
+
+
+def changes_parameter(self, h):
+    with torch.no_grad():
+        self.second.bias.add_(1)
+    return h
+
+
+def packed(self, h):
+    sequence = pack_padded_sequence(h[None], torch.tensor([len(h)]), batch_first=True)
+    return self.second(sequence)
+
+
+def reentrant(self, h):
+    return checkpoint(self.second, h, use_reentrant=True)
+
+
+REFUSED = {
+    "a branch on values": (if_positive, "reads values of a tensor.*__bool__.*if h.sum\\(\\) > 0"),
+    "item": (lambda self, h: h * h.sum().item(), "reads values of a tensor.*item"),
+    "tolist": (lambda self, h: h * h.tolist()[0][0], "reads values"),
+    "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "reads values.*numpy"),
+    "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
+    "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
+    "an attribute": (sets_attribute, "sets the attribute last"),
+    "a list that grows": (appends, "Model.calls changes this attribute"),
+    "Python's random": (python_random, "random numbers of Python or NumPy"),
+    "NumPy's random": (numpy_random, "random numbers of Python or NumPy"),
+    "a generator": (own_generator, "Model.rng changes this attribute"),
+    "data": (lambda self, h: h.data + 1, "uses data of a tensor"),
+    "a hook": (lambda self, h: h.register_hook(print) and h, "uses register_hook"),
+    "a changed parameter": (changes_parameter, "changes second.bias in place"),
+    "a packed sequence": (packed, "PackedSequence.*in one module"),
+    "reentrant checkpointing": (reentrant, "use_reentrant=False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
+    between, text = REFUSED[name]
+    with pytest.raises(ValueError, match=f"(?s){text}") as caught:
+        cut(between)
+    message = str(caught.value)
+    assert f"{__file__}:" in message or "changes this attribute" in message
+    assert len(message.splitlines()) > 1, "it says what to do"
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    model = Base()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"the Base is compiled as a whole.*stage\.compile\(\)"):
+        procpipe.sequential(model, torch.ones(6, 4))
+
+
+def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
+    model, calls = Base(), []
+    model.second.register_forward_hook(lambda *_: calls.append(1))
+    layers = procpipe.sequential(model, torch.ones(6, 4))
+    calls.clear()
+    layers(torch.ones(6, 4))
+    assert calls == [1]
+    model.register_forward_hook(print)
+    with pytest.raises(ValueError, match="the Base has hooks"):
+        procpipe.sequential(model, torch.ones(6, 4))
+
+
+def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
+    transformers = pytest.importorskip("transformers")
+    values = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "intermediate_size": 20,
+    }
+    config = transformers.LlamaConfig(**values, num_hidden_layers=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match=r"(?s)Cache is passed on.*use_cache=False"):
+        procpipe.sequential(model, torch.ones(2, 5, dtype=torch.long))
+
+
+def test_modules_in_another_mode_are_refused_where_they_would_be_opened():
+    model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
+    model[0].eval()
+    with pytest.raises(ValueError, match="modules 0 would be opened, but are in another mode"):
+        procpipe.sequential(model, torch.ones(6, 4))
+    assert len(procpipe.sequential(model, torch.ones(6, 4), whole=(Base,))) == 2

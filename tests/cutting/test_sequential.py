@@ -1,0 +1,355 @@
+"""What the layers of a cut module compute, beside the module itself in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import procpipe
+from procpipe import Stage, state
+from tests.cutting.cases import CASES, drawn, words
+from tests.cutting.models import GPT, GPTConfig, UNet
+
+
+class Base(nn.Module):
+    """Three layers, and what subclasses do between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.register_buffer("count", torch.zeros(()))
+
+    def between(self, h):
+        return h
+
+    def forward(self, x):
+        h = self.second(torch.tanh(self.first(x)))
+        return self.third(self.between(h))
+
+
+def model_of(between, name="Model"):
+    torch.manual_seed(0)
+    return type(name, (Base,), {"between": between})().double()
+
+
+def cut(between, **options):
+    model = model_of(between)
+    return model, procpipe.sequential(model, drawn(6, 4), **options)
+
+
+def outcome(module, x, seed=7):
+    """Return an output, the gradients and the buffers."""
+    module = copy.deepcopy(module)
+    torch.manual_seed(seed)
+    output = module(x)
+    output.square().sum().backward()
+    keys = getattr(module, "keys", str)
+    named = module.named_parameters(remove_duplicate=False)
+    gradients = {keys(key): parameter.grad for key, parameter in named}
+    buffers = {keys(key): buffer for key, buffer in module.named_buffers()}
+    return output.detach(), gradients, buffers
+
+
+def assert_same(model, layers, x):
+    output, gradients, buffers = outcome(model, x)
+    found = outcome(layers, x)
+    assert torch.equal(found[0], output)
+    assert found[1].keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        if gradient is None or found[1][key] is None:
+            assert gradient is found[1][key], key
+        else:
+            assert torch.equal(found[1][key], gradient), key
+    for key, buffer in buffers.items():
+        assert torch.equal(found[2][key], buffer), key
+
+
+def no_grad(self, h):
+    with torch.no_grad():
+        mean = self.second(h).mean(0, keepdim=True) * h
+    return h - mean
+
+
+def in_place(self, h):
+    skip = h * 1
+    view = skip.view(-1)
+    h = self.second(skip + 0)
+    skip.add_(self.scale)  # of what was made before that module
+    return h + skip + view.view_as(skip)
+
+
+def loop(self, h):
+    mask = torch.ones(h.shape[0], 4, dtype=h.dtype, device=h.device).tril()
+    mask[0, 0] = 2.0
+    return h * mask + mask.sum()
+
+
+def counted(self, h):
+    self.count.add_(1)
+    return h * self.count
+
+
+def mode(self, h):
+    return h * (2.0 if self.training else 3.0)
+
+
+BETWEEN = {
+    "a region without gradients": no_grad,
+    "changes in place": in_place,
+    "a mask that is changed": loop,
+    "a buffer that is changed": counted,
+    "dropout": lambda self, h: F.dropout(h, 0.5, self.training),
+    "a mode": mode,
+    "a parameter": lambda self, h: F.linear(h, self.first.weight) * self.scale,
+    "views": lambda self, h: h.view(h.size(0) // 1, 2, -1).transpose(1, 2).flatten(1),
+    "chunks": lambda self, h: torch.cat([part * k for k, part in enumerate(h.chunk(2, dim=-1))], 1),
+    "a size as a number": lambda self, h: h * (h.shape[0] / 2) + h.sum() / h.numel() * len(h.shape),
+    "torch's random numbers": lambda self, h: h + torch.rand_like(h) * torch.rand(4),
+    "checkpointing": lambda self, h: checkpoint(self.second, h, use_reentrant=False),
+    "a dtype": lambda self, h: h.to(torch.float32).to(h.dtype),
+    "max": lambda self, h: h.max(dim=1, keepdim=True).values * h,
+    "a message": lambda self, h: torch._assert(h.dim() == 2, f"got {h.shape} {h.size(0)}") or h,
+    "a module of its own": lambda self, h: nn.Softmax(dim=1)(h),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_layers_compute_what_the_module_does(name):
+    model, layers = cut(BETWEEN[name])
+
+    assert len(layers) >= 2
+    for is_training in (True, False):
+        for rows in (6, 6, 3):
+            model.train(is_training)
+            layers.train(is_training)
+            assert_same(model, layers, drawn(rows, 4))
+
+
+def test_no_cut_is_between_memory_and_its_change():
+    layers: Any = cut(in_place)[1]
+
+    (changing,) = [layer.ports.code for layer in layers if ".add_(" in layer.ports.code]
+    assert ".mul(" in changing
+    assert len(layers) > 1
+
+
+def test_autocast_and_a_region_without_it():
+    def between(self, h):
+        with torch.autocast(h.device.type, enabled=False):
+            return self.second(h.float()) + 1
+
+    torch.manual_seed(0)
+    model = type("Model", (Base,), {"between": between})()
+    layers = procpipe.sequential(model, drawn(6, 4).float())
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            expected = model(drawn(3, 4).float())
+            found = layers(drawn(3, 4).float())
+        assert found.dtype == expected.dtype == (torch.bfloat16 if enabled else torch.float32)
+        assert torch.equal(found, expected)
+
+
+def test_another_dtype_than_the_recorded_one_is_an_error():
+    _, layers = cut(BETWEEN["a dtype"])
+
+    with pytest.raises(TypeError, match=r"(?s)recorded for a tensor of another dtype.*float64"):
+        layers.float()(drawn(6, 4).float())
+
+
+def test_a_decision_on_a_size_is_checked_in_each_call():
+    def between(self, h):
+        return h * 2 if h.shape[0] > 4 else h
+
+    _, layers = cut(between)
+
+    layers(drawn(5, 4))
+    with pytest.raises(ValueError, match=r"(?s)sample with True.*if h.shape\[0\] > 4"):
+        layers(drawn(4, 4))
+
+
+def test_a_loop_over_a_size_is_checked_in_each_call():
+    def between(self, h):
+        return torch.stack([row * k for k, row in enumerate(h)])
+
+    model, layers = cut(between)
+
+    assert_same(model, layers, drawn(6, 4))
+    with pytest.raises(ValueError, match="sample with 6 here"):
+        layers(drawn(5, 4))
+
+
+def test_numbers_that_a_module_returns_are_those_of_each_call():
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.inner(x), x.shape[0], None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = Returns(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h, rows, _ = self.first(x)
+            h = self.third(self.second(h))
+            return h.view(rows * 2, 2)
+
+    model = Model().double()
+    layers = procpipe.sequential(model, drawn(6, 4), whole=(Returns,))
+
+    assert len(layers) == 3
+    for rows in (6, 3):
+        assert_same(model, layers, drawn(rows, 4))
+
+
+def test_an_eval_mode_of_another_structure_is_an_error_there():
+    def between(self, h):
+        return self.second(h) if self.training else h
+
+    model, layers = cut(between)
+
+    assert_same(model, layers, drawn(3, 4))
+    with pytest.raises(ValueError, match=r"(?s)recorded in train mode.*self.second\(h\)"):
+        layers.eval()(drawn(3, 4))
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    count: int
+
+
+torch.utils._pytree.register_dataclass(Result, serialized_type_name="tests.cutting.Result")
+
+
+def test_a_dataclass_is_returned():
+    whole = type("Whole", (Base,), {"forward": lambda self, x: Result(Base.forward(self, x), 3)})()
+    layers = procpipe.sequential(whole.double(), drawn(6, 4))
+
+    found = layers(drawn(3, 4))
+    assert torch.equal(found.logits, whole(drawn(3, 4)).logits)
+    assert found.count == 3
+
+
+def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
+    class Model(Base):
+        def forward(self, x, *, bias=None, twice=False):
+            h = super().forward(x)
+            h = h if bias is None else h + bias
+            return 2 * h if twice else h
+
+    model = Model().double()
+    layers = procpipe.sequential(model, drawn(6, 4), bias=drawn(6, 4), twice=True)
+
+    expected = model(drawn(3, 4), bias=drawn(3, 4), twice=True)
+    assert torch.equal(layers(drawn(3, 4), bias=drawn(3, 4)), expected)
+    with pytest.raises(TypeError, match="recorded with True for an argument that is False"):
+        layers(drawn(3, 4), bias=drawn(3, 4), twice=False)
+    with pytest.raises(TypeError, match="recorded for arguments of the form"):
+        layers(drawn(3, 4))
+
+
+def test_all_keys_are_the_models_and_the_layers_describe_themselves():
+    model = GPT(GPTConfig())
+    layers: Any = procpipe.sequential(model, words(2, 9))
+
+    assert {layers.keys(key) for key in layers.state_dict()} == model.state_dict().keys()
+    assert layers.sample[0].is_meta
+    text = layers.describe()
+    assert "takes idx: int64 (2, 9), 144 bytes from the model's inputs" in text
+    assert "= self.lm_head(" in text
+
+
+def test_what_depends_on_sizes_alone_is_computed_once():
+    model = GPT(GPTConfig())
+    layers: Any = procpipe.sequential(model, words(2, 9))
+    first = next(layer for layer in layers if layer.sizes is not None)
+    layers(words(4, 9))
+    before = first._known
+    layers(words(4, 9))
+    assert first._known is before
+    layers(words(4, 8))
+    assert first._known is not before
+
+
+class Positions(nn.Module):
+    """A parameter of the opened module itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.empty(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.position, std=0.5)
+
+    def forward(self, x):
+        x = x + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.position
+
+
+def test_a_model_on_the_meta_device_is_initialised_by_its_own_method():
+    with torch.device("meta"):
+        model = Positions()
+    layers = procpipe.sequential(model, torch.ones(2, 4))
+    torch.manual_seed(3)
+    stage = Stage(layers)
+
+    values = {layers.keys(key): value for key, value in stage.state_dict().items()}
+    assert values.keys() == model.state_dict().keys()
+    plain = Positions()
+    plain.load_state_dict(values)
+    assert 0.01 < plain.position.std() < 2
+    assert torch.equal(stage(drawn(2, 4).float()), plain(drawn(2, 4).float()))
+
+
+def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):
+    model = UNet().double()
+    layers = procpipe.sequential(model, drawn(2, 3, 16, 16))
+    stage = Stage(layers, loss_fn=lambda y: y.square().mean(), chunks=2)
+    stage.step(drawn(4, 3, 16, 16), target=None)
+
+    state.export(tmp_path / "model.safetensors", stage)
+    again = UNet().double()
+    state.load_weights(tmp_path / "model.safetensors", again)
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_low_rank_adapters_are_trained():
+    peft = pytest.importorskip("peft")
+    case = CASES["Llama, mask"]
+    plain: Any = case.make().double()
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(plain, config).get_base_model()
+    args, named = case.inputs(4)
+    layers = procpipe.sequential(model, *args, **named)
+
+    model(*args, **named).logits.square().sum().backward()
+    expected = {k: p.grad.clone() for k, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    layers(*args, **named).logits.square().sum().backward()
+    found = {layers.keys(k): p.grad for k, p in layers.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stage_of_an_ordinary_module_names_sequential():
+    with pytest.raises(TypeError, match=r"(?s)procpipe\.sequential\(model, sample\).*any_module"):
+        Stage(nn.Linear(2, 2))  # type: ignore[arg-type]
