@@ -10,7 +10,7 @@
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP,
                                                     or in procpipe.sequential
     nn.Module._backward_hooks, _backward_pre_hooks  AttributeError in procpipe.sequential
-    nn.Module._non_persistent_buffers_set           likewise; replicas take all buffers for saved ones
+    nn.Module._non_persistent_buffers_set           likewise; replicas copy all buffers
     compiler._is_compiling_flag                     AttributeError in procpipe.sequential
     FSDPModule._get_fsdp_state, its _mp_policy      AttributeError where layers are sharded by FSDP
     FSDPState._pre_forward, _post_forward           likewise

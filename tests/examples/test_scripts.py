@@ -160,6 +160,8 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
     assert all(float(mean) > 0 and float(deviation) > 0 for _, _, mean, deviation, _ in rows)
     with Image.open(picture) as image:
         assert np.asarray(image).std() > 10
+
+
 def test_an_ordinary_gpt_is_cut_as_it_is():
     plain, cut = ROOT / "examples/train_nanogpt_plain.py", ROOT / "examples/train_nanogpt.py"
     texts = [path.read_text() for path in (plain, cut)]
