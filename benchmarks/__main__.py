@@ -29,6 +29,7 @@ QUICK = [
     "start",
     "growth",
     "boundary",
+    "predictions",
     "scaling",
     "weights",
 ]

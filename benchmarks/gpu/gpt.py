@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,20 +24,14 @@ from benchmarks.gpu.measures import gathered, median_ms
 from benchmarks.rounds import Step, measure, spread
 from examples.models.gpt import gpt as build
 from procpipe import Stage
-from procpipe.balance import divide, profile_layers
+from procpipe.balance import profile_layers
 from procpipe.job.world import World
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.planner import simulate
-from procpipe.planner.model import Layer, Link, Model
+from procpipe.planner.divide import divide
 
 _SCHEDULE, _MODE = "1f1b", "never"
-
-#: The numbers of a profiled layer that a plan's layer has for each size of a micro-batch.
-_BY_SIZE = (
-    *("forward_s", "backward_s", "input_gradient_s", "output_bytes", "kept_bytes"),
-    *("kept_input_bytes", "kept_output_bytes", "put_off_bytes"),
-)
 
 
 def gpt(
@@ -122,31 +115,12 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1).float(), target.flatten())
 
 
-def model_of(profile: Any, num_samples: int) -> Model:
-    """Make a plan's model from a measured profile."""
-
-    def layer(measured: Any) -> Layer:
-        values = asdict(measured)
-        return Layer(**values | {name: (float(values[name]),) for name in _BY_SIZE})
-
-    return Model(
-        (num_samples,),
-        tuple(map(layer, profile.layers)),
-        layer(profile.loss),
-        (),
-        (float(profile.input_bytes),),
-        (float(profile.target_bytes),),
-        profile.start_s,
-    )
-
-
 def _planned(model: nn.Sequential, x: Tensor, y: Tensor, m: int, n: int) -> dict[str, Any]:
     """Profile the layers, divide them, and predict a step and each stage's bytes."""
     with torch.autocast("cuda", torch.bfloat16):
-        profile = profile_layers(model, x, target=y, loss_fn=loss_of, timeout=2.0)
-    layers = model_of(profile, len(x))
-    balance = divide(layers.layer_seconds(len(x)), n)
-    costs = layers.costs(balance, len(x), Link())
+        layers = profile_layers(model, x, target=y, loss_fn=loss_of, timeout=2.0)
+    balance = divide(layers.layer_seconds(), n)
+    costs = layers.costs(balance)
     timeline = simulate(SCHEDULES[_SCHEDULE].plan(m, tuple(range(n)), recomputed(_MODE, m)), costs)
     static = layers.static_bytes(balance, range(n), 0.0)
     return {

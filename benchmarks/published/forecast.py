@@ -6,8 +6,6 @@ measured here one layer at a time, on one thread or GPU; transfers take no time 
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.published.experiment import Experiment, Scale, Setting
-from procpipe.balance import balance_by_time, layer_times
+from procpipe.balance import balance_by_time, profile_layers
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.planner import Costs, simulate
-
-_NUM_FORWARDS = 3
 
 
 @dataclass(frozen=True)
@@ -92,19 +88,10 @@ class Forecast:
 
 
 def _measured(model: nn.Sequential, sample: Tensor) -> LayerCosts:
-    layers_s = layer_times(model, sample)
-    forward_s = []
-    for _ in range(_NUM_FORWARDS):
-        start_s = _now_s(sample.device)
-        model(sample)
-        forward_s.append(_now_s(sample.device) - start_s)
-    return LayerCosts(layers_s, min(1.0, statistics.median(forward_s) / sum(layers_s)))
-
-
-def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    table = profile_layers(model, sample)
+    layers_s = table.layer_seconds()
+    forward_s = sum(layer.forward_s for layer in table.layers)
+    return LayerCosts(layers_s, forward_s / sum(layers_s))
 
 
 @contextmanager

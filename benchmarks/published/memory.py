@@ -5,7 +5,7 @@ memory a device. On GPUs the memory is that of torch's allocator; on CPUs it is 
 process's resident memory, from before the model is built to its peak in two training steps.
 
 Published sizes are counted, not measured: parameters on the meta device, to the last one; bytes by
-``procpipe.balance.layer_sizes``.
+``procpipe.balance.profile_layers``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.published.figures import TORCHGPIPE, Memory
 from benchmarks.report import Cell, Report, Table
 from benchmarks.rounds import launch
 from procpipe import Stage
-from procpipe.balance import balance_by_size, layer_sizes
+from procpipe.balance import balance_by_size, profile_layers
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -168,13 +168,14 @@ def run(options: argparse.Namespace, experiment: Experiment) -> Report:
 def _counted(experiment: Experiment, setting: Setting) -> tuple[int, int]:
     """Count parameters, and bytes, of a published size."""
     model = experiment.meta_model(setting.size)
-    sizes = layer_sizes(
-        model,
-        experiment.meta_input(experiment.batch_size, experiment.image_size),
-        chunks=1 if setting.name == BASELINE else experiment.batch_size,
-        param_scale=experiment.param_scale,
+    batch = 1 if setting.name != BASELINE else experiment.batch_size
+    table = profile_layers(
+        model, experiment.meta_input(batch, experiment.image_size), flops_per_s=1.0
     )
-    return sum(parameter.numel() for parameter in model.parameters()), sum(sizes)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    of_parameters = sum(p.nbytes for layer in model for p in layer.parameters())
+    held = sum(layer.held_bytes for layer in table.layers)
+    return num_parameters, int(held + experiment.param_scale * of_parameters)
 
 
 def _scaled(
