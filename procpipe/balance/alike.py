@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from procpipe.skip.skippable import declared
 from procpipe.tree import Flat
 
-#: Attributes that hold the place of a layer in its model.
-_PLACES = frozenset({"layer_idx", "_k"})
+#: Attributes that hold the place of a layer in its model; children are parts of their own.
+_PLACES = frozenset({"layer_idx", "_k", "_modules"})
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -44,6 +45,6 @@ def _settings(value: Any) -> Hashable:
         return tuple((str(k), _settings(each)) for k, each in value.items() if k not in _PLACES)
     if isinstance(value, (tuple, list)):
         return tuple(map(_settings, value))
-    if isinstance(value, nn.Module) or not callable(value):
-        return type(value)  # modules are parts, or parts of other layers
-    return id(value)
+    if isinstance(value, partial):
+        return _settings((value.func, value.args, value.keywords))
+    return str(getattr(value, "__code__", type(value)))  # of a function, or another object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -296,9 +297,11 @@ class Noting(nn.Linear):
 
 
 def test_of_layers_that_are_alike_one_is_counted_for_all() -> None:
-    blocks = [nn.Sequential(Noting(8, 8), nn.Dropout(0.1 * (k % 2))) for k in range(12)]
-    for k, block in enumerate(blocks):
-        block.layer_idx = k  # type: ignore[assignment]
+    blocks = []
+    for k in range(12):
+        parts = {f"linear{k}": Noting(8, 8), "dropout": nn.Dropout(0.1 * (k % 2))}
+        blocks.append(nn.Sequential(OrderedDict(parts)))
+        blocks[-1].layer_idx = k  # type: ignore[assignment]
     blocks[11][0].requires_grad_(False)
     layers = [*blocks, nn.Linear(8, 4), nn.Linear(4, 4, bias=False)]
     sample = torch.rand(4, 8)
