@@ -212,9 +212,12 @@ def measure_runs(
     of_calibration = trial.calibration(balance, 1, workload.samples, "".join(KINDS), 1.0)
     calibrated = dict(of_calibration.stage)
     calibrated["schedule"] = partial(trial.mixed_plan, kinds=of_calibration.kinds)
-    made = {_CALIBRATION: (calibrated | {"trace": trace}, of_calibration.batch)}
+    made: dict[str, tuple[dict[str, Any], int]] = {
+        _CALIBRATION: (calibrated | {"trace": trace}, of_calibration.batch)
+    }
     for schedule, mode in _SCHEDULES.items():
-        options = {"balance": balance, "chunks": m, "schedule": schedule, "checkpoint": mode}
+        options: dict[str, Any] = {"balance": balance, "chunks": m, "checkpoint": mode}
+        options["schedule"] = schedule
         made[schedule] = options, m * workload.samples
     stages, steps = [], {}
     for contender, (options, batch) in made.items():

@@ -313,7 +313,7 @@ def test_of_layers_that_are_alike_one_is_counted_for_all() -> None:
     # The first one, whose input requires no gradient, then one of each kind, and the frozen one.
     assert len(Noting.seen) == 4
     for one, other in zip(estimated.layers, measured.layers, strict=True):
-        seconds = {name: 0.0 for name in vars(one) if name.endswith("_s")}
+        seconds: dict[str, Any] = {name: 0.0 for name in vars(one) if name.endswith("_s")}
         assert replace(one, **seconds) == replace(other, **seconds)
     assert [la.forward_s for la in estimated.layers] == [2 * 4 * 64] * 12 + [2 * 4 * 32, 2 * 4 * 16]
 
