@@ -19,7 +19,7 @@ from procpipe.skip.skippable import declared
 from procpipe.tree import Flat
 
 #: Attributes that hold the place of a layer in its model; children are parts of their own.
-_PLACES = frozenset({"layer_idx", "_k", "_modules"})
+_PLACES = frozenset({"layer_idx", "_k", "_path", "_modules"})
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
