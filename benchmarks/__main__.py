@@ -25,6 +25,7 @@ QUICK = [
     "memory",
     "start",
     "boundary",
+    "predictions",
     "scaling",
 ]
 

@@ -165,8 +165,7 @@ def found_balance(
     with needed(
         "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
     ):
-        from procpipe.balance.agreed import agreed_balance
-        from procpipe.balance.estimated import estimated_balance
+        from procpipe.balance.balances import agreed_balance, estimated_balance
     if world.is_launched:
         numbers = grid.numbers if grid.is_part else None
         check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)

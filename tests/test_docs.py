@@ -379,6 +379,7 @@ def test_the_commands_of_planning_run(
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
+    start_as_forks(monkeypatch, 2)
     for words in (from_model, from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out

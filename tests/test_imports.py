@@ -6,8 +6,8 @@
                  |
         build.py                         anything; the optional only where a user selects it
                  |
-    balance  planner  timeline  state    optional: nothing above loads them, see OPTIONAL; hf uses
-    hf  replicas  sharded  cutting       state, and stands on public names of procpipe
+    balance  planner  timeline  state    optional: nothing above loads them, see OPTIONAL; balance
+    hf  replicas  sharded  cutting       uses planner; hf uses state and public names of procpipe
                  |
                 run                      one step: plan, compute, channel, job, data
                /   \\
@@ -62,10 +62,10 @@ MAY_IMPORT = {
     },
     "data": {"compute", "plan", "errors", "notes", "torch_internals", "tree"},
     "balance": {
-        *("compute", "data", "job", "run", "skip"),
-        *("errors", "torch_internals", "tree", "words"),
+        *("compute", "data", "job", "model", "planner", "run", "skip"),
+        *("errors", "torch_internals", "tree"),
     },
-    "planner": {"plan", "words"},
+    "planner": {"plan", "errors", "words"},
     "timeline": {"compute", "plan", "planner", "run", "notes", "torch_internals", "words"},
     "replicas": {
         *("channel", "compute", "data", "job", "plan", "run"),
@@ -111,17 +111,13 @@ FOR_LAUNCHER = (
     "procpipe.channel",
     "procpipe.errors",
     "procpipe.run",
-    "procpipe.balance.blocks",
-    "procpipe.balance.layer_profile",
     "procpipe.job",
     "procpipe.losses",
     "procpipe.optional",
-    "procpipe.replicas.gloo",
     "procpipe.words",
     "procpipe.torch_internals",
     "procpipe.data.loss",
     "procpipe.model.cut",
-    "procpipe.model.ties",
     "procpipe.tree",
 )
 
@@ -142,7 +138,6 @@ PURE = (
     "procpipe.timeline.usual",
     "procpipe.notes",
     "procpipe.planner",
-    "procpipe.balance.blocks",
 )
 
 #: Modules that may import torch.distributed; benchmarks compare with peers in it.
@@ -157,7 +152,6 @@ MAY_IMPORT_DISTRIBUTED = (
     "procpipe.launch.run.command",
     "procpipe.launch.run.launcher",
     "procpipe.launch.doctor.facts",
-    "procpipe.launch.plan.measure",
     "examples.tiny_pipeline",
     "benchmarks",
 )
@@ -236,8 +230,8 @@ BAD_EXAMPLES = {
         "errors, notes, skip, torch_internals, tree",
     ),
     "a package imports an optional one": (
-        {"procpipe.channel.mesh": "from procpipe.balance import blocks"},
-        "procpipe.channel.mesh:1 imports procpipe.balance.blocks: channel may import only "
+        {"procpipe.channel.mesh": "from procpipe.balance import alone"},
+        "procpipe.channel.mesh:1 imports procpipe.balance.alone: channel may import only "
         "errors, forks, torch_internals, tree",
     ),
     "a package imports public names": (
@@ -255,8 +249,8 @@ BAD_EXAMPLES = {
         "procpipe.launch.main:1 imports procpipe.World, which is not in procpipe.__all__",
     ),
     "a command of the launcher imports another one": (
-        {"procpipe.launch.plan.check": "from procpipe.launch.doctor import probe"},
-        "procpipe.launch.plan.check:1 imports procpipe.launch.doctor.probe, a command, which can "
+        {"procpipe.launch.plan.trial": "from procpipe.launch.doctor import probe"},
+        "procpipe.launch.plan.trial:1 imports procpipe.launch.doctor.probe, a command, which can "
         "be deleted",
     ),
     "torch.distributed in the wrong place": (

@@ -75,6 +75,8 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
             "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
             "mini-batch, (input, target) or the input alone"
         )
+    if options.estimate and options.check:
+        raise MistakeError("--check runs the model, and --estimate does not: leave out one")
     if options.replicas and options.n % options.replicas:
         fitting = ", ".join(map(str, divisors(options.n)))
         raise MistakeError(
@@ -125,7 +127,8 @@ def parser() -> argparse.ArgumentParser:
     add("--replicas", type=positive, metavar="R",
         help="number of pipelines, of N/R stages each; by default all that divide N")  # fmt: skip
     add("--memory", type=_memory, metavar="BYTES",
-        help="of each device, as in 24GiB; by default a GPU's own, no limit on CPUs")  # fmt: skip
+        help="of each device, as in 24GiB; by default 90%% of a GPU's, on CPUs "
+        "no limit")  # fmt: skip
     add("--batch", type=positive, metavar="B",
         help="samples in a mini-batch; by default those of the sample, with --hf 8")  # fmt: skip
     add("--chunks", type=_chunks, metavar="M,M,…",
@@ -136,11 +139,13 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
     add("--bandwidth", type=_bandwidth, metavar="BYTES/s",
         help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
-    add("--replica-bandwidth", type=_bandwidth, metavar="BYTES/s",
-        help="between replicas; by default as between devices")  # fmt: skip
-    add("--check", action="store_true", help="run the proposal here, and compare")
+    add("--estimate", action="store_true",
+        help="start no processes, to measure the best proposals in")  # fmt: skip
+    add("--check", action="store_true",
+        help="measure also where processes share a core, and compare each task")  # fmt: skip
     add("--save", metavar="FILE", help="write the layers' costs, as JSON")
-    add("--costs", metavar="FILE", help="read the layers' costs instead of measuring a model")
+    add("--costs", nargs="+", metavar="FILE", default=[],
+        help="instead of a model: its layers' costs, or the files of a recorded run")  # fmt: skip
     return made
 
 

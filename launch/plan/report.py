@@ -5,76 +5,59 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from procpipe.launch.console import Table
-from procpipe.launch.plan.check import Rehearsal
+from procpipe.launch.plan.best import Measured, arguments_of
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
-from procpipe.planner.model import Model, TiedLayers
+from procpipe.planner.layers import Layer, Tie
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import bytes_text, seconds_text
 
 
-def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> list[Proposal]:
-    """Choose the fastest of each schedule and mode that fits, or else the one that needs least."""
-    best: dict[tuple[str, str], Proposal] = {}
-    in_order = sorted(proposals, key=lambda proposal: proposal.order(memory_bytes))
-    for proposal in in_order:
-        best.setdefault((proposal.schedule, proposal.checkpoint), proposal)
-    return list(best.values())
-
-
-def overview_table(
-    proposals: Sequence[Proposal], chosen: Proposal | None, alone_s: float, memory_bytes: int | None
+def proposals_table(
+    proposals: Sequence[Proposal],
+    measured: Mapping[Proposal, Measured],
+    chosen: Proposal | None,
+    alone_s: float,
+    memory_bytes: int | None,
 ) -> Table:
-    """Lay out the best of each schedule and checkpoint mode."""
-    heading = ("schedule", "checkpoint", "chunks", "step", "speed-up", "idle", "memory", "fits")
-    rows = [
-        (
-            f"{p.schedule}{' *' if p is chosen else ''}",
-            p.checkpoint,
-            str(p.chunks),
-            seconds_text(p.total_s),
-            f"{alone_s / p.total_s:.2f}x",
-            f"{p.timeline.bubble:.1%}",
-            bytes_text(max(p.needed_bytes)),
-            "yes" if p.fits(memory_bytes) else "no",
+    """Lay out proposals: what is predicted of each and, in brackets, what was measured."""
+    heading = ["schedule", "stages", "checkpoint", "chunks", "step", "speed-up", "idle"]
+    has_replicas = any(p.num_replicas > 1 for p in proposals)
+    heading += [*["all-reduce"] * has_replicas, "memory", "fits"]
+    rows = [heading]
+    for p in proposals:
+        found = measured.get(p)
+        step_s = found.step_s if found else p.total_s
+        needed, bubble = max(p.needed_bytes), max(0.0, p.timeline.bubble - p.timeline.exposed)
+        rows.append(
+            [
+                f"{p.schedule}{' *' if p is chosen else ''}",
+                f"{p.plan.num_stages}{f' x {p.num_replicas}' if has_replicas else ''}",
+                p.checkpoint,
+                str(p.chunks),
+                seconds_text(p.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
+                f"{alone_s / step_s:.2f}x",
+                f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
+                *[_all_reduce_text(p)] * has_replicas,
+                bytes_text(needed) + (f" ({bytes_text(found.needed_bytes)})" if found else ""),
+                "yes" if p.fits(memory_bytes) else "no",
+            ]
         )
-        for p in proposals
-    ]
-    return Table("the best of each (* chosen)", [heading, *rows], num_left=2)
+    what = "predicted (measured)" if measured else "estimated"
+    return Table(f"the best of each, {what} (* chosen)", rows, num_left=3)
 
 
-def splits_table(
-    proposals: Sequence[Proposal], chosen: Proposal | None, alone_s: float, memory_bytes: int | None
-) -> Table:
-    """Lay out the best of each number of replicas; the chosen one first, then by seconds."""
-    heading = ("stages x replicas", "schedule", "checkpoint", "chunks", "step", "speed-up",
-               "bubble", "all-reduce", "hidden", "memory", "fits")  # fmt: skip
-    rows = [
-        (
-            f"{p.plan.num_stages} x {p.num_replicas}{' *' if p is chosen else ''}",
-            p.schedule,
-            p.checkpoint,
-            str(p.chunks),
-            seconds_text(p.total_s),
-            f"{alone_s / p.total_s:.2f}x",
-            f"{max(0.0, p.timeline.bubble - p.timeline.exposed):.1%}",
-            f"{p.timeline.exposed:.1%}" if p.num_replicas > 1 else "",
-            f"{p.timeline.hidden:.0%}" if p.num_replicas > 1 else "",
-            bytes_text(max(p.needed_bytes)),
-            "yes" if p.fits(memory_bytes) else "no",
-        )
-        for p in sorted(
-            proposals, key=lambda p: (p is not chosen, not p.fits(memory_bytes), p.total_s)
-        )
-    ]
-    return Table("stages and replicas (* chosen)", [heading, *rows], num_left=3)
+def _all_reduce_text(proposal: Proposal) -> str:
+    if proposal.num_replicas == 1:
+        return ""
+    timeline = proposal.timeline
+    return f"{timeline.exposed:.1%}, {timeline.hidden:.0%} hidden"
 
 
-def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> Table:
+def stages_table(layers: Sequence[Layer], proposal: Proposal, memory_bytes: int | None) -> Table:
     """Lay out what each stage of a proposal does and holds."""
     whole = f" of {bytes_text(memory_bytes)}" if memory_bytes else ""
     rows = [("stage", "layers", "busy", "parameters", "held", f"memory{whole}")]
@@ -84,7 +67,7 @@ def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> 
         rows.append(
             (
                 str(stage),
-                "; ".join(_layers_text(model, proposal, stage)),
+                "; ".join(_layers_text(layers, proposal, stage)),
                 seconds_text(proposal.timeline.busy_s(stage)),
                 bytes_text(proposal.static_bytes[stage]),
                 bytes_text(proposal.held_bytes[stage]),
@@ -94,12 +77,12 @@ def stages_table(model: Model, proposal: Proposal, memory_bytes: int | None) -> 
     return Table("a step of the chosen one", rows, num_left=2)
 
 
-def ties_table(model: Model, proposal: Proposal) -> Table | None:
+def ties_table(all_ties: Sequence[Tie], proposal: Proposal) -> Table | None:
     """Lay out which parameters and buffers several stages have, and what they send of them."""
     cuts = list(itertools.accumulate(proposal.balance))
     placement = proposal.plan.placement
-    found: dict[tuple[int, ...], list[TiedLayers]] = {}
-    for tie in model.ties:
+    found: dict[tuple[int, ...], list[Tie]] = {}
+    for tie in all_ties:
         users = {placement[bisect.bisect_right(cuts, k)] for k in tie.layers}
         if len(users) > 1:
             found.setdefault(tuple(sorted(users)), []).append(tie)
@@ -116,65 +99,48 @@ def ties_table(model: Model, proposal: Proposal) -> Table | None:
     return Table("parameters and buffers that several stages have", rows, num_left=2)
 
 
-def check_table(proposal: Proposal, measured: Rehearsal, *, is_cpu: bool) -> Table:
-    """Lay out what was predicted beside what was measured.
-
-    Tasks are left out on a GPU, where their measured time is the host's and not the device's.
-    """
+def tasks_table(proposal: Proposal, measured: Measured) -> Table:
+    """Lay out what was predicted of a proposal beside what was measured."""
     rows = [("", "predicted", "measured", "difference")]
     rows.append(_compared("step", proposal.total_s, measured.step_s))
-    if is_cpu:
-        idle, found_idle = proposal.timeline.bubble, f"{measured.idle:.1%}"
-        rows.append(("idle", f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}"))
-        rows += _tasks_compared(proposal, measured)
-    return Table("predicted and measured", rows)
-
-
-def _tasks_compared(proposal: Proposal, measured: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
-    placement, timeline = proposal.plan.placement, proposal.timeline
-    planned_s = {
-        (task.kind, task.j): timeline.end_s(task) - timeline.start_s(task)
-        for task in proposal.plan.tasks()
-    }
+    idle, found_idle = proposal.timeline.bubble, f"{measured.idle:.1%}"
+    rows.append(("idle", f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}"))
+    placement = proposal.plan.placement
     for j, stage in enumerate(placement):
         where = f"stage {stage}" if len(set(placement)) == len(placement) else f"partition {j}"
         for kind in KINDS:
-            if (found_s := measured.task_s.get(f"{kind}{j}")) is None:
-                continue
-            yield _compared(f"{where}, {KIND_NAMES[kind]}", planned_s[kind, j], found_s)
+            if (found_s := measured.task_s.get((kind, j))) is not None:
+                planned_s = proposal.costs.seconds[kind][j]
+                rows.append(_compared(f"{where}, {KIND_NAMES[kind]}", planned_s, found_s))
+    return Table("predicted and measured", rows)
 
 
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:
-    difference = _difference(found_s, predicted_s)
+    difference = f"{found_s / predicted_s - 1:+.1%}" if predicted_s else ""
     return what, seconds_text(predicted_s), seconds_text(found_s), difference
 
 
-def _difference(found: float, predicted: float) -> str:
-    return f"{found / predicted - 1:+.1%}" if predicted else ""
-
-
-def _layers_text(model: Model, proposal: Proposal, stage: int) -> Iterator[str]:
+def _layers_text(layers: Sequence[Layer], proposal: Proposal, stage: int) -> Iterator[str]:
     cuts = [0, *itertools.accumulate(proposal.balance)]
     for j in partitions_of(proposal.plan.placement, stage):
-        names = [layer.name for layer in model.layers[cuts[j] : cuts[j + 1]]]
+        names = [layer.name for layer in layers[cuts[j] : cuts[j + 1]]]
         yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
-def arguments_of(proposal: Proposal) -> dict[str, Any]:
-    """Return the arguments of ``Stage`` for a proposal, but for model and loss."""
-    return {
-        "balance": list(proposal.balance),
-        **({"replicas": proposal.num_replicas} if proposal.num_replicas > 1 else {}),
-        "chunks": proposal.chunks,
-        "checkpoint": proposal.checkpoint,
-        "schedule": proposal.schedule,
-    }
-
-
-def line_to_paste(arguments: Mapping[str, Any], loss: str, model: str = "model") -> str:
+def line_to_paste(proposal: Proposal, model: str, loss: str) -> str:
     """Write the line that builds a stage."""
     words = [
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
-        for name, value in arguments.items()
+        for name, value in arguments_of(proposal).items()
     ]
     return f"stage = Stage({model}, {', '.join(words)}, loss_fn={loss})"
+
+
+def nothing_fits_text(least: Proposal, memory_bytes: int, line: str) -> str:
+    """Say what is the least memory that would be enough."""
+    needed_bytes = max(least.needed_bytes)
+    return (
+        f"nothing fits into {bytes_text(memory_bytes)}: the least is "
+        f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
+        f"    {line}\n"
+    )

@@ -3,7 +3,7 @@
     mymodel:build           the attribute ``build`` of the module ``mymodel``
 
 Modules are also looked for in the current folder. A function is called without arguments, and its
-result is used. Each process of ``--check`` imports all of it, too.
+result is used. Each process that measures imports all of it, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,6 @@ from procpipe.torch_internals import pytree
 
 class MistakeError(ValueError):
     """The user made a mistake; the message is one sentence."""
-
-
-class SizeError(MistakeError):
-    """The model cannot be run on micro-batches of ``num_samples``."""
-
-    def __init__(self, num_samples: int, message: str) -> None:
-        super().__init__(message)
-        self.num_samples = num_samples
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,11 @@ class Subject:
     target: Any  # its target, None if there is none
     loss_fn: Callable[..., Tensor | tuple[Tensor, Any]]
     batch: int  # samples in the mini-batch
+
+    def resized(self, batch: int) -> Subject:
+        """Return the same with another number of samples in the mini-batch."""
+        inputs, target = (_resized(v, batch, self.batch) for v in (self.inputs, self.target))
+        return replace(self, inputs=inputs, target=target, batch=batch)
 
     def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:
         """Return the inputs and the target of a micro-batch of this size."""
@@ -86,9 +83,8 @@ def load(named: Named) -> Subject:
     loss_fn: Any = stand_in_loss
     if named.loss:
         loss_fn = load_loss(named.loss)
-    batch = named.batch or num_samples
-    inputs, target = (_resized(value, batch, num_samples) for value in (inputs, target))
-    return Subject(model, inputs, target, loss_fn, batch)
+    subject = Subject(model, inputs, target, loss_fn, num_samples)
+    return subject.resized(named.batch or num_samples)
 
 
 def load_loss(path: str) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
@@ -103,13 +103,14 @@ class LayerAlone:
     Attributes:
         module: the copy, in training mode, on the device.
         cut: the skip tensors of the pass.
+        index: its place in the model.
         entering: its inputs' tensors.
         inputs: all tensors before its forward: ``entering``, and skip tensors still to be popped.
         outputs: tensors that its forward made: outputs and stashed skip tensors.
     """
 
-    def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut, index: int) -> None:
+        self.module, self.index = module, index
         self.entering = arguments.tensors
         self.inputs = [*self.entering, *chain.from_iterable(cut.waiting().values())]
         self.outputs: list[Tensor] = []
@@ -147,6 +148,7 @@ def run_each(
     inputs: Flat,
     device: torch.device | None,
     measure: Callable[[LayerAlone], T],
+    likeness: Callable[[nn.Module, Flat], Hashable] = lambda module, inputs: None,
 ) -> list[T]:
     """Call ``measure`` with each layer in order, and return the results.
 
@@ -155,8 +157,11 @@ def run_each(
         inputs: from :func:`as_flat`, not changed.
         device: where copies of layers and inputs are; None for copies without values.
         measure: must call the layer's ``forward`` once.
+        likeness: of two layers with the same, unless it is None, the first one's result and output
+            are those of both.
     """
-    found = []
+    found: list[T] = []
+    known: dict[Hashable, tuple[T, Flat]] = {}
     cut = SkipCut()
     is_empty = device is None
     device = device or torch.device("cpu")
@@ -171,14 +176,20 @@ def run_each(
             for tensor in inputs.tensors
         ]
         arguments = Flat(copies, inputs.structure, inputs.requires_grad)
-        for name, original in module._modules.items():
+        for index, (name, original) in enumerate(module._modules.items()):
             assert original is not None, "nn.Sequential cannot run a child that is None"
+            if (kind := likeness(original, arguments)) in known:
+                result, arguments = known[kind]
+                found.append(result)
+                continue
             try:
-                layer = LayerAlone(copy.deepcopy(original, memo).train(), arguments, cut)
+                layer = LayerAlone(copy.deepcopy(original, memo).train(), arguments, cut, index)
                 if memo is None:
                     layer.module.to(device)
                 found.append(measure(layer))
                 arguments = Flat.of(((layer.output,), {}))
+                if kind is not None:
+                    known[kind] = found[-1], arguments
             except Exception as error:
                 where = "without values" if is_empty else f"on {device}"
                 error.add_note(

@@ -1,210 +1,141 @@
-"""Finds a balance: measures the seconds or counts the bytes of each layer, and divides them evenly.
+"""Fills the table of layers: seconds by task, bytes by where they are.
 
-Layers run as copies in training mode, one at a time (``alone.py``). Bytes are counted, not taken
-from an allocator, so they are the same on every device; on meta nothing is computed.
+Which bytes a stage holds depends on where the model is cut:
+
+    input ──> [ layer ]──> output           a boundary if the model is cut here, otherwise a value
+                 │                          between two layers
+                 └── kept inside: what autograd saves that is neither of them
+
+The passes over all layers (``alone.py``) are separate, since hooks that count take time:
+
+    1  once        bytes
+    2  repeatedly  seconds of forward and backward, with existing gradients to add to
+    3  repeatedly  seconds of a backward in two tasks
+
+Without running anything, one pass counts bytes and FLOPs of tensors that have no values. Bytes are
+counted, not taken from an allocator, so they are the same on every device.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
-from procpipe.balance.blocks import blocks, check_num_partitions
-from procpipe.tree import Flat
+from procpipe.compute.sizes import num_bytes
+from procpipe.compute.split.splitter import PutOff, Splitter, suited
+from procpipe.model.ties import find_ties
+from procpipe.planner.layers import Layer, Skip, Table, Tie
+from procpipe.skip.skippable import declared
+from procpipe.torch_internals import FLOPS
+from procpipe.tree import Flat, flatten, map_tensors
+
+#: How often the start of a task is timed.
+_NUM_STARTS = 25
+
+_LOSS = "(loss)"  # no layer of a user has brackets in its name
+
+Clock = Callable[[], float]
+
+#: Of one layer, by kind of task.
+Seconds = dict[str, float]
 
 
-def balance_by_time(
-    partitions: int,
+def profile_layers(
     module: nn.Sequential,
     sample: Any,
     *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
-) -> list[int]:
-    """Balance a model by the seconds of its layers' forward and backward.
+    clock: Clock = time.perf_counter,
+    flops_per_s: float | None = None,
+    note: Callable[[], object] = lambda: None,
+) -> Table:
+    """Measure what each layer of a model costs, on one micro-batch, or estimate it.
 
-    Runs in this process only, and blocks. Seconds differ from process to process, so ranks that
-    each call it may get different balances, which is an error in their first call of the stage. In
-    a script that every rank runs, use ``Stage(model, balance="time", sample=x)``: rank 0 measures.
+    Runs in this process only, and blocks. Layers run one by one, as copies in training mode.
 
     Args:
-        partitions: their number, from 1 to the number of layers.
-        module: the model, not changed: copies of its layers are profiled, in training mode. The
-            random number generators are not changed either.
+        module: the model, not changed.
         sample: one micro-batch, not changed: what the model's one input is, a tensor
-            ``(batch/m, …)`` or nested tuples, lists and dicts; or
-            :class:`~procpipe.balance.Inputs` of several. It should have the size used in training.
-        timeout: seconds to spend; each layer is measured at least once.
+            ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
+        target: the second argument of the loss, if it has one.
+        loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target; measured as
+            a last layer.
+        timeout: seconds after which no further round starts; one is always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
-
-    Returns:
-        The number of layers in each partition: no other balance has a smaller largest sum of
-        seconds, and of those with the same none is more even.
-
-    Raises:
-        TypeError: the model is not an ``nn.Sequential``.
-        BalanceError: ``partitions`` is less than 1, or more than there are layers.
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
-
-    Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_time``.
-    """
-    check_model(module)
-    check_num_partitions(partitions, len(module))
-    costs = layer_times(module, sample, timeout=timeout, device=device)
-    return blocks(costs, partitions)
-
-
-def balance_by_size(
-    partitions: int,
-    module: nn.Sequential,
-    input: Any,
-    *,
-    chunks: int = 1,
-    param_scale: float = 2.0,
-    device: torch.device | str | None = None,
-) -> list[int]:
-    """Balance a model by the bytes its layers hold: activations and parameters.
-
-    Runs in this process only, and blocks. Bytes are counted, so every process finds the same, and
-    a model on the meta device needs no memory.
-
-    Args:
-        partitions: their number, from 1 to the number of layers.
-        module: the model, not changed: copies of its layers are profiled, in training mode. The
-            random number generators are not changed either.
-        input: a mini-batch, not changed: what the model's one input is, a tensor ``(batch, …)`` or
-            nested tuples, lists and dicts; or :class:`~procpipe.balance.Inputs` of several.
-            Tensors with as many samples as the first are scattered, others are not.
-        chunks: micro-batches in a mini-batch; the activations of the first count, which is the
-            largest, as the others are recomputed.
-        param_scale: bytes held for each byte of parameters: 2 for plain SGD (parameters and
-            gradients), 3 with momentum, 4 for Adam. One that layers share counts in each of them.
-        device: where copies of the layers run, one at a time; by default the input's. A model with
-            parameters on the meta device is always measured there.
-
-    Returns:
-        The number of layers in each partition: no other balance has a smaller largest sum of
-        bytes, and of those with the same none is more even.
-
-    Raises:
-        TypeError: the model is not an ``nn.Sequential``.
-        BalanceError: ``partitions`` is less than 1, or more than there are layers.
-        ValueError: ``chunks`` is less than 1, or ``param_scale`` negative.
-
-    Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_size``.
-    """
-    check_model(module)
-    check_num_partitions(partitions, len(module))
-    costs = layer_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
-    return blocks(costs, partitions)
-
-
-def layer_times(
-    module: nn.Sequential,
-    sample: Any,
-    *,
-    timeout: float = 1.0,
-    device: torch.device | str | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Measure the forward and backward of each layer.
-
-    All layers run once to warm up, then repeatedly on the same sample. Runs in this process only,
-    and blocks.
-
-    The arguments are those of :func:`balance_by_time`, and ``clock`` returns seconds from any
-    start. After ``timeout`` no further round starts.
-
-    Returns:
-        Seconds a layer, the median of all rounds.
+        clock: returns seconds, from any start.
+        flops_per_s: for an estimate: nothing is computed, bytes are counted as on a CPU, and FLOPs
+            make the seconds, a backward's twice those of the forward. The model, the sample and
+            the target, a tensor, may be on any device, also meta; ``device`` is ignored.
+        note: called after each pass over all layers.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
             stage (:class:`~procpipe.errors.BoundaryError`).
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
+        ValueError: the model, the sample or ``device`` is meta, which computes nothing, and
+            ``flops_per_s`` is not given.
     """
-    inputs, where = checked(module, sample, device)
-
-    def time_layer(layer: LayerAlone) -> float:
-        forward_s = seconds_of(layer.forward, where, clock)
-        gradients = layer.output_gradients()
-        return forward_s + seconds_of(lambda: layer.backward(gradients), where, clock)
-
-    begun = clock()
-    run_each(module, inputs, where, time_layer)
-    rounds = [run_each(module, inputs, where, time_layer)]
-    while clock() - begun < timeout:
-        rounds.append(run_each(module, inputs, where, time_layer))
-    return [statistics.median(of_layer) for of_layer in zip(*rounds, strict=True)]
-
-
-def layer_sizes(
-    module: nn.Sequential,
-    input: Any,
-    *,
-    chunks: int = 1,
-    param_scale: float = 2.0,
-    device: torch.device | str | None = None,
-) -> list[int]:
-    """Count the bytes that each layer holds in training.
-
-    These are the activations of one micro-batch between its forward and its backward, and the
-    parameters with their optimizer states. Activations are all that autograd saves, the output, and
-    stashed skip tensors. Each memory counts once; the layer's input (which the previous layer
-    counts as its output), parameters and buffers do not count.
-
-    The arguments are those of :func:`balance_by_size`.
-
-    Returns:
-        Bytes a layer.
-
-    Raises:
-        TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
-            stage (:class:`~procpipe.errors.BoundaryError`).
-        ValueError: ``chunks`` is less than 1, or ``param_scale`` negative.
-    """
-    check_model(module)
-    if chunks < 1 or not param_scale >= 0:
-        raise ValueError(
-            f"chunks is {chunks} and param_scale {param_scale}: give at least 1 chunk, and a scale "
-            "from 0"
-        )
-    inputs = _first_micro_batch(as_flat(input, module), chunks)
-    device = torch.device("meta") if _on_meta(module) else _device_of(device, inputs.tensors)
-
-    def size(layer: LayerAlone) -> int:
-        of_parameters = sum(parameter.nbytes for parameter in layer.module.parameters())
-        return _num_activation_bytes(layer) + int(param_scale * of_parameters)
-
-    return run_each(module, inputs, device, size)
-
-
-def checked(
-    module: nn.Sequential, sample: Any, device: torch.device | str | None
-) -> tuple[Flat, torch.device]:
-    """Check what is to be timed; return the model's inputs, and the device to run on."""
     check_model(module)
     inputs = as_flat(sample, module)
-    found = _device_of(device, inputs.tensors)
-    on_meta = {
-        "the model": _on_meta(module),
-        "the sample": any(tensor.is_meta for tensor in inputs.tensors),
-        "the device to profile on": found.type == "meta",
-    }
-    if any(on_meta.values()):
-        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
-        raise ValueError(
-            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
-            "model and sample on a real device, or balance by size, which works on meta"
+    where = None
+    if flops_per_s is None:
+        where = where_to_time(module, inputs, device)
+        target = map_tensors(lambda tensor: tensor.to(where), target)
+    whole = module
+    if loss_fn is not None:
+        whole = nn.Sequential(OrderedDict(module._modules))
+        whole.add_module(_LOSS, _Loss(loss_fn, target))
+    counts = _Counts()
+    if where is None:
+        assert flops_per_s is not None
+        counted = run_each(whole, inputs, None, counts.count_flops, likeness)
+        all_sizes = [sizes for sizes, _ in counted]
+        seconds = [dict.fromkeys("FIW", n / flops_per_s) for _, n in counted]
+        seconds = [each | {"B": each["I"] + each["W"]} for each in seconds]
+    else:
+        all_sizes = run_each(whole, inputs, where, counts.count)
+        note()
+        seconds = layer_seconds(whole, inputs, where, timeout, clock, note=note)
+    layers = []
+    for (name, layer), sizes, of_layer in zip(
+        whole._modules.items(), all_sizes, seconds, strict=True
+    ):
+        forward_s, backward_s, rest_s = (of_layer[kind] for kind in "FBW")
+        first_s = min(of_layer["I"], backward_s)
+        if not sizes["put_off_bytes"]:
+            first_s, rest_s = backward_s, 0.0
+        kind = type(layer).__name__
+        layers.append(
+            Layer(name, forward_s, backward_s, first_s, rest_s, type=kind, **sizes),
         )
-    return inputs, found
+    return Table(
+        samples=_num_samples(inputs),
+        layers=tuple(layers[: len(module)]),
+        loss=layers[-1] if loss_fn is not None else None,
+        skips=counts.skips(),
+        ties=_ties_of(module),
+        input_bytes=num_bytes(inputs.tensors),
+        target_bytes=num_bytes(flatten(target)[0]),
+    )
+
+
+def count_bytes(module: nn.Sequential, inputs: Flat, device: torch.device) -> list[dict[str, Any]]:
+    """Run each layer forward, and return its bytes, by their names in ``Layer``."""
+    return run_each(module, inputs, device, _Counts().count)
 
 
 def check_model(module: nn.Module) -> None:
@@ -216,7 +147,120 @@ def check_model(module: nn.Module) -> None:
         )
 
 
-def seconds_of(run: Callable[[], None], device: torch.device, clock: Callable[[], float]) -> float:
+def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
+    """Return the device to profile on: by default that of the sample's tensors."""
+    if device is not None:
+        return torch.device(device)
+    return inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Return whether a model has tensors on the meta device."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def where_to_time(
+    module: nn.Sequential, inputs: Flat, device: torch.device | str | None
+) -> torch.device:
+    """Check what is to be timed; return the device to run on."""
+    found = device_of(device, inputs)
+    on_meta = {
+        "the model": is_on_meta(module),
+        "the sample": any(tensor.is_meta for tensor in inputs.tensors),
+        "the device to profile on": found.type == "meta",
+    }
+    if any(on_meta.values()):
+        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
+        raise ValueError(
+            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
+            "model and sample on a real device, or balance by size, which works on meta"
+        )
+    return found
+
+
+def _num_samples(inputs: Flat) -> int:
+    return next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 1) or 1
+
+
+def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
+    """List the parameters and buffers that several layers use."""
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    return tuple(
+        Tie(tie.name, tie.partitions, tensors[tie.name].nbytes, tensors[tie.name].requires_grad)
+        for tie in find_ties([{name: layer} for name, layer in model.named_children()])
+    )
+
+
+class _Loss(nn.Module):
+    """A loss function as a last layer."""
+
+    def __init__(self, loss_fn: Callable[..., Any], target: Any) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.target = target
+
+    def forward(self, output: Any) -> Any:
+        """Compute the loss."""
+        given = () if self.target is None else (self.target,)
+        return self.loss_fn(output, *given)
+
+
+# -- seconds --------------------------------------------------------------------------------------
+
+
+def layer_seconds(
+    module: nn.Sequential,
+    inputs: Flat,
+    device: torch.device,
+    timeout: float,
+    clock: Clock,
+    *,
+    is_split: bool = True,
+    note: Callable[[], object] = lambda: None,
+) -> list[Seconds]:
+    """Return each layer's median seconds by kind of task, without those of starting a task.
+
+    All layers run once to warm up, then repeatedly on the same inputs; after ``timeout`` no further
+    round starts. Without ``is_split`` no backward runs in two tasks.
+    """
+    start_s = start_seconds(device, clock)
+    begun = clock()
+    kinds = [False, True] if is_split else [False]
+
+    def one_round() -> list[Seconds]:
+        found: list[Seconds] = [{} for _ in module]
+        for split in kinds:
+            measure = partial(_timed, device=device, clock=clock, is_split=split)
+            timed = run_each(module, inputs, device, measure)
+            found = [a | b for a, b in zip(timed, found, strict=True)]  # F of the whole one
+        note()
+        return found
+
+    one_round()
+    rounds = [one_round()]
+    while clock() - begun < timeout:
+        rounds.append(one_round())
+    return [
+        {
+            kind: max(0.0, statistics.median(each[kind] for each in of_layer) - start_s[kind])
+            for kind in of_layer[0]
+        }
+        for of_layer in zip(*rounds, strict=True)
+    ]
+
+
+def start_seconds(device: torch.device, clock: Clock = time.perf_counter) -> Seconds:
+    """Time layers that do nothing: their backward starts autograd's engine all the same."""
+    module = nn.Sequential(*(nn.Identity() for _ in range(_NUM_STARTS)))
+    inputs = as_flat(torch.ones(1, requires_grad=True), module)
+    measure = partial(_timed, device=device, clock=clock, is_split=False)
+    found = run_each(module, inputs, device, measure)
+    backward_s = statistics.median(each["B"] for each in found)
+    forward_s = statistics.median(each["F"] for each in found)
+    return {"F": forward_s, "B": backward_s, "I": backward_s, "W": 0.0}
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock) -> float:
     """Return the seconds of a function, until a device that may run behind has finished."""
 
     def now_s() -> float:
@@ -229,13 +273,36 @@ def seconds_of(run: Callable[[], None], device: torch.device, clock: Callable[[]
     return now_s() - begun_s
 
 
-class Memories:
+def _timed(layer: LayerAlone, device: torch.device, clock: Clock, *, is_split: bool) -> Seconds:
+    """Run a layer forward and backward, with existing gradients to add to."""
+    for parameter in layer.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    put_off = PutOff() if is_split else None
+    splitter = Splitter([layer.module], torch.empty(0, device=device, requires_grad=True))
+    with splitter.into(put_off):
+        forward_s = seconds_of(layer.forward, device, clock)
+    gradients = layer.output_gradients()
+    with splitter.into(put_off, is_backward=True):
+        backward_s = seconds_of(lambda: layer.backward(gradients), device, clock)
+    if put_off is None:
+        return {"F": forward_s, "B": backward_s}
+    rest_s = seconds_of(put_off.run, device, clock)
+    for module in layer.module.modules():
+        module.__dict__.pop("forward", None)  # the splitter's, which keeps the copy alive
+    return {"F": forward_s, "I": backward_s, "W": rest_s}
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+class _Memories:
     """The memories of tensors, each once however many tensors share it.
 
     Keeps them alive, since freed memory would be reused.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             self.add(tensor)
@@ -247,18 +314,18 @@ class Memories:
             self._storages[id(storage)] = storage  # one object for all tensors in it
         return tensor
 
-    def __or__(self, others: Memories) -> Memories:
-        both = Memories(())
+    def __or__(self, others: _Memories) -> _Memories:
+        both = _Memories()
         both._storages = self._storages | others._storages
         return both
 
-    def beyond(self, others: Memories) -> Memories:
+    def beyond(self, others: _Memories) -> _Memories:
         """Return those that are not in the others."""
-        left = Memories(())
+        left = _Memories()
         left._storages = {k: v for k, v in self._storages.items() if k not in others._storages}
         return left
 
-    def num_bytes_within(self, others: Memories) -> int:
+    def num_bytes_within(self, others: _Memories) -> int:
         """Return the bytes of those that are in the others."""
         return self.num_bytes() - self.beyond(others).num_bytes()
 
@@ -267,17 +334,73 @@ class Memories:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def _num_activation_bytes(layer: LayerAlone) -> int:
-    before = Memories(chain(layer.inputs, layer.module.parameters(), layer.module.buffers()))
-    held = Memories(())
-    with torch.autograd.graph.saved_tensors_hooks(held.add, lambda tensor: tensor):
-        layer.forward()
-    for tensor in chain(layer.outputs, leaves(layer.outputs)):
-        held.add(tensor)
-    return held.beyond(before).num_bytes()
+class _Counts:
+    """Counts the bytes of each layer in one pass over all."""
+
+    def __init__(self) -> None:
+        # The layer that stashes it, its bytes, and what autograd saves of it elsewhere than in
+        # that layer's input and output.
+        self._skips: dict[Hashable, tuple[int, int, int]] = {}
+        self._pops: dict[Hashable, list[tuple[int, int]]] = {}  # layer that pops it, bytes saved
+
+    def count(self, layer: LayerAlone) -> dict[str, Any]:
+        """Run a layer's forward, and return its bytes, by their names in ``Layer``."""
+        k, module = layer.index, layer.module
+        stashes, pops = declared(module)
+        waiting = layer.cut.waiting()
+        saved = _Memories()
+        with (
+            _counting_put_off(module) as put_off,
+            torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
+        ):
+            layer.forward()
+        for tensor in _leaves(layer.outputs):
+            saved.add(tensor)
+        outputs, _ = flatten(layer.output)
+        target = flatten(module.target)[0] if isinstance(module, _Loss) else []
+        own = _Memories(chain(module.parameters(), module.buffers(), target))
+        before = own | _Memories(layer.inputs)
+        entered, left, made = map(_Memories, (layer.entering, outputs, layer.outputs))
+        for key in pops:
+            kept = saved.num_bytes_within(_Memories(waiting.get(key, ())))
+            self._pops.setdefault(key, []).append((k, kept))
+        now = layer.cut.waiting()
+        for key in stashes:
+            lonely = _Memories(now.get(key, ())).beyond(entered | left)
+            self._skips[key] = k, num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
+        return {
+            "output_bytes": num_bytes(outputs),
+            "held_bytes": (saved | made).beyond(before).num_bytes(),
+            "kept_bytes": saved.beyond(before | made).num_bytes(),
+            "kept_input_bytes": saved.num_bytes_within(entered),
+            "kept_output_bytes": saved.num_bytes_within(left),
+            "put_off_bytes": put_off.num_bytes(),
+            "is_in_place": entered.num_bytes_within(left) > 0,
+            "parameter_bytes": num_bytes(chain(module.parameters(), module.buffers())),
+            "trained_bytes": num_bytes(p for p in module.parameters() if p.requires_grad),
+        }
+
+    def count_flops(self, layer: LayerAlone) -> tuple[dict[str, Any], int]:
+        """Run a layer's forward, and return its bytes and its FLOPs."""
+        with FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+            found = self.count(layer)
+        return found, int(counter.get_total_flops())
+
+    def skips(self) -> tuple[Skip, ...]:
+        """Return what was stashed and popped."""
+        return tuple(
+            Skip(
+                source,
+                tuple(k for k, _ in self._pops[key]),
+                num_bytes,
+                max(kept, *(kept for _, kept in self._pops[key])),
+            )
+            for key, (source, num_bytes, kept) in self._skips.items()
+            if key in self._pops
+        )
 
 
-def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
+def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves of the outputs' graph, which keeps them alive without saving them."""
     nodes = [output.grad_fn for output in outputs]
     seen = set()
@@ -290,23 +413,28 @@ def leaves(outputs: list[Tensor]) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _first_micro_batch(inputs: Flat, chunks: int) -> Flat:
-    """Return the first part that ``torch.chunk`` makes, which is the largest."""
-    num_samples = next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 0)
-    num_rows = -(-num_samples // chunks)
-    tensors = [
-        tensor[:num_rows] if tensor.dim() and len(tensor) == num_samples else tensor
-        for tensor in inputs.tensors
+@contextmanager
+def _counting_put_off(module: nn.Module) -> Iterator[_Memories]:
+    """Collect what the weights' gradients of a module will need, during a forward.
+
+    That is the input and the gradient of the output, which is as large as the output. A stage
+    splits backward with its own nodes in the graph (``procpipe.compute.split``), which tensors
+    without values cannot go through; so here the stock layers run, with hooks.
+    """
+    found = _Memories()
+
+    def note(layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        for tensor in (*given, *named.values()):
+            found.add(tensor)
+        found.add(torch.empty(output.shape, dtype=output.dtype, device="meta"))
+
+    hooks = [
+        layer.register_forward_hook(note, with_kwargs=True)
+        for layer in suited([module])
+        if layer.get_parameter("weight").requires_grad
     ]
-    return Flat(tensors, inputs.structure, inputs.requires_grad)
-
-
-def _device_of(device: torch.device | str | None, tensors: list[Tensor]) -> torch.device:
-    """Return the device to profile on: by default that of the sample's tensors."""
-    if device is not None:
-        return torch.device(device)
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

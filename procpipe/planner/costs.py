@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 from procpipe.plan.task import (
     BACKWARD,
@@ -17,7 +15,6 @@ from procpipe.plan.task import (
     WEIGHT_GRADIENT,
     Plan,
 )
-from procpipe.planner.all_reduce import Bucket
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,11 @@ class Costs:
         input_gradient_s: seconds of ``I`` of a split backward, for each partition; by default half
             of the backward.
         weight_gradient_s: seconds of ``W``; by default the rest of the backward.
-        transfer_s: seconds from the end of a task until the next partition has its output, in
-            either direction: one number, or one for each boundary. 0 within a stage.
+        transfer_s: seconds from the end of a task, or of sending what it made, until the next
+            partition has it, in either direction. 0 within a stage.
+        host_s: seconds that the host needs before each task.
+        send_s: seconds a byte of a message to another stage, in which its sender does nothing else.
+        step_s: seconds of a step before its first task and after its last one.
         input_bytes: the model's input, as stage 0 keeps it.
         output_bytes: each partition's output, which is the message to the next partition, its
             input, and the size of the gradient that returns.
@@ -41,10 +41,8 @@ class Costs:
         saved_bytes: what autograd saves inside each partition's layers, if it is to count.
         put_off_bytes: what each partition keeps of it between ``I`` and ``W``.
         tied_bytes: the gradients of the parameters that each set of partitions has in common.
-        tied_s: for each such set, seconds from the last task that adds to these gradients on a
-            stage until another stage has what this one adds; 0 if left out.
-        buckets: for each stage, the gradients that it adds up over replicas, in the order in which
-            their all-reduces begin; empty without replicas.
+        gradient_bytes: the gradients that each partition adds up over replicas; empty without.
+        num_replicas: the number of replicas.
 
     Raises:
         ValueError: the numbers are not for the same number of partitions.
@@ -53,7 +51,10 @@ class Costs:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     recompute_s: tuple[float, ...]
-    transfer_s: float | tuple[float, ...] = 0.0
+    transfer_s: float = 0.0
+    host_s: float = 0.0
+    send_s: float = 0.0
+    step_s: float = 0.0
     input_bytes: int = 0
     output_bytes: tuple[int, ...] = ()
     skip_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -63,8 +64,8 @@ class Costs:
     saved_bytes: tuple[int, ...] = ()
     put_off_bytes: tuple[int, ...] = ()
     tied_bytes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    tied_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    buckets: tuple[tuple[Bucket, ...], ...] = ()
+    gradient_bytes: tuple[int, ...] = ()
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         p = self.num_partitions
@@ -84,8 +85,8 @@ class Costs:
                 object.__setattr__(self, name, default)
         lengths = {name: (len(getattr(self, name)), p) for name in ("backward_s", "recompute_s")}
         lengths |= {name: (len(getattr(self, name)), p) for name in defaults}
-        if isinstance(self.transfer_s, tuple):
-            lengths["transfer_s"] = (len(self.transfer_s), p - 1)
+        if self.gradient_bytes:
+            lengths["gradient_bytes"] = (len(self.gradient_bytes), p)
         for name, (length, expected) in lengths.items():
             if length != expected:
                 raise ValueError(
@@ -145,8 +146,8 @@ class Costs:
             WEIGHT_GRADIENT: self.weight_gradient_s,
         }
 
-    def tied_into(self, stage: int, plan: Plan) -> dict[int, tuple[int, float]]:
-        """Return, by sending stage, bytes and seconds of each message after the last task.
+    def tied_into(self, stage: int, plan: Plan) -> dict[int, int]:
+        """Return, by sending stage, the bytes of each message after the last task.
 
         They have the gradients of tied parameters, and follow a plan with backward tasks.
         """
@@ -155,20 +156,32 @@ class Costs:
             stages = {plan.placement[j] for j in tie}
             for other in stages - {stage} if stage in stages else ():
                 found[other].append(tie)
-        return {
-            other: (
-                sum(self.tied_bytes[tie] for tie in ties),
-                math.fsum(self.tied_s.get(tie, 0.0) for tie in ties),
-            )
-            for other, ties in found.items()
-        }
+        return {other: sum(self.tied_bytes[tie] for tie in ties) for other, ties in found.items()}
 
-    def hops_s(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """List the seconds of a transfer across each boundary of a placement."""
-        hops_s = self.transfer_s
-        if not isinstance(hops_s, tuple):
-            hops_s = (hops_s,) * (self.num_partitions - 1)
-        return tuple(
-            0.0 if here == there else hop_s
-            for hop_s, (here, there) in zip(hops_s, pairwise(placement), strict=True)
-        )
+    def message_s(self, num_bytes: float) -> float:
+        """Return the seconds of a message until its receiver has it."""
+        return self.transfer_s + self.send_s * num_bytes
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Return the seconds in which replicas add up gradients, in a ring.
+
+        Each of them sends every other one's part of them once to be added to, and once as the sum.
+
+        Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations" (2009), https://doi.org/10.1016/j.jpdc.2008.09.002
+        """
+        return 2 * (self.num_replicas - 1) * self.message_s(num_bytes / self.num_replicas)
+
+    def sends_s(self, placement: Sequence[int]) -> Mapping[str, Sequence[float]]:
+        """Return, by kind of task, the seconds in which each partition's stage sends its result."""
+        p = self.num_partitions
+        sent = {FORWARD: [0.0] * p, BACKWARD: [0.0] * p}
+        skips = self.skip_bytes.items()
+        ends = [(j, j + 1, self.output_bytes[j]) for j in range(p - 1)]
+        for a, b, size in (*ends, *((a, b, size) for (a, b), size in skips)):
+            if placement[a] != placement[b]:
+                sent[FORWARD][a] += self.send_s * size
+                sent[BACKWARD][b] += self.send_s * size
+        nothing = [0.0] * p
+        more = {RECOMPUTE: nothing, WEIGHT_GRADIENT: nothing}
+        return {**sent, **more, INPUT_GRADIENT: sent[BACKWARD]}

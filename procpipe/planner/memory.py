@@ -46,7 +46,7 @@ outputs ``y`` of 4, and no target:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
 from procpipe.plan.placement import partitions_of
@@ -67,7 +67,6 @@ from procpipe.plan.routes import (
     Transfer,
 )
 from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIENT, Plan, Task
-from procpipe.planner.all_reduce import Bucket
 from procpipe.planner.costs import Costs
 
 
@@ -134,7 +133,7 @@ def held_bytes(
                 yield held
             case Send():
                 yield held
-    tied = sum(size for size, _ in costs.tied_into(stage, plan).values())
+    tied = sum(costs.tied_into(stage, plan).values())
     if tied:
         yield held + tied
     if tied or at_end:
@@ -158,9 +157,10 @@ class Holdings:
         self._needed_bytes: dict[tuple[str, int], int] = {}  # by kind of task and partition
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
-        self._copied: dict[Task, int] = {}
-        if costs.buckets:
-            self._note_copies(costs.buckets[stage])
+        self._copied: dict[Task, int] = {}  # by the task in which a partition's all-reduce begins
+        if costs.gradient_bytes:
+            last = last_additions(self._tasks)
+            self._copied = {task: costs.gradient_bytes[j] for j, task in last.items()}
 
     def before(self) -> int:
         """Return the bytes that a forward plan left, if this plan has only backward tasks."""
@@ -206,18 +206,8 @@ class Holdings:
         return 0
 
     def copied(self, task: Task) -> int:
-        """Return the bytes of the buckets whose all-reduce begins in a task."""
+        """Return the bytes of the gradients whose all-reduce begins in a task."""
         return self._copied.get(task, 0)
-
-    def _note_copies(self, buckets: Sequence[Bucket]) -> None:
-        last = list(last_additions(self._tasks).values())  # the last of all first
-        begun = len(last) - 1
-        for bucket in buckets if last else ():
-            # Of parameters that other stages have, too: at the end.
-            makers = {j for j, _ in bucket.final} or {last[0].j}
-            begun = min(begun, next(k for k, task in enumerate(last) if task.j in makers))
-            task = last[begun]
-            self._copied[task] = self._copied.get(task, 0) + bucket.num_bytes
 
     def _is_kept(self, i: int, j: int) -> bool:
         return self._plan.has_backward and (i, j) not in self._recomputed

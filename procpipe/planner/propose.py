@@ -7,40 +7,30 @@
     for each balance                   by seconds; if memory is short, increasingly by bytes
     for each schedule                  a plan: its seconds, and the bytes that each device holds
 
-The fastest proposal that fits into memory is chosen. Predictions within 2% count as equal: then the
-one that needs the least memory.
-
-    bytes of a device = parameters, gradients, optimizer     static
-                      + what it holds for backward passes    held
+A device needs the bytes of parameters, gradients and optimizer (static), and of what it holds for
+backward passes (held).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
-from procpipe.planner.all_reduce import in_a_row
 from procpipe.planner.costs import Costs
+from procpipe.planner.divide import divide
+from procpipe.planner.layers import Machine, Profile, Table
 from procpipe.planner.memory import all_peak_bytes
-from procpipe.planner.model import Link, Model
 from procpipe.planner.simulation import Timeline, simulate
 from procpipe.words import counted
 
-#: Divides costs of layers into parts: ``procpipe.balance.blocks``.
-Divide = Callable[[Sequence[float], int], list[int]]
-
 #: The checkpoint modes; the first computes least.
 MODES = ("never", "except_last", "always")
-
-#: Predictions that differ by less are equal.
-_MARGIN = 0.02
 
 #: The weights of bytes in a balance; seconds have the rest.
 _SHARES_OF_BYTES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -59,10 +49,7 @@ class Question:
     states: float = 2.0  # bytes of optimizer states for each byte of trained parameters
     #: The numbers of chunks of a replica to try; by default powers of two.
     chunks: tuple[int, ...] = ()
-    link: Link = field(default_factory=Link)  # between devices
     num_replicas: int = 1  # pipelines of the same model
-    replica_link: Link | None = None  # between replicas; by default as between devices
-    least_samples: int = 1  # of a micro-batch
 
     def __post_init__(self) -> None:
         for name, count in (("devices", self.num_devices), ("samples", self.batch)):
@@ -90,12 +77,37 @@ class Question:
         """Samples of a mini-batch that a replica gets; the last replicas may get fewer."""
         return -(-self.batch // self.num_replicas)
 
-    def splits(self) -> Iterator[tuple[int, int]]:
-        """Yield each number of chunks to try, with the samples of a micro-batch."""
-        for chunks in self.chunks or default_chunks(self.share, self.num_stages):
-            micro_batch = -(-self.share // chunks)
-            if chunks <= self.share and micro_batch >= self.least_samples:
-                yield chunks, micro_batch
+    def splits(self) -> dict[int, int]:
+        """Return each number of chunks to try, with the samples of a micro-batch."""
+        most = min(self.share, _MOST_CHUNKS_A_DEVICE * self.num_stages)
+        tried = self.chunks or tuple(2**k for k in range(most.bit_length()))
+        return {chunks: -(-self.share // chunks) for chunks in tried if chunks <= self.share}
+
+    def check(self, num_layers: int) -> None:
+        """Check that a model of so many layers can be divided so.
+
+        Raises:
+            ValueError: there are more stages than layers, or more replicas than samples, or chunks
+                than samples of each.
+        """
+        if self.num_stages > num_layers:
+            what = "device" if self.num_replicas == 1 else "stage"
+            raise ValueError(
+                f"{counted(self.num_stages, what)} are asked for, but the model has "
+                f"{counted(num_layers, 'layer')}: ask for at most that many, or divide the model "
+                "into more layers"
+            )
+        if self.num_replicas > self.batch:
+            raise ValueError(
+                f"the mini-batch has {counted(self.batch, 'sample')}, and each of "
+                f"{counted(self.num_replicas, 'replica')} needs at least one: ask for fewer, or "
+                "take a larger mini-batch"
+            )
+        if not self.splits():
+            raise ValueError(
+                f"a replica has {counted(self.share, 'sample')} of a mini-batch, too few for "
+                "each number of chunks that is asked for"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +125,11 @@ class Proposal:
     total_s: float
     held_bytes: tuple[int, ...]  # the most that each stage holds for backward passes
     static_bytes: tuple[int, ...]  # each stage's parameters, gradients and optimizer states
-    num_replicas: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of pipelines."""
+        return self.costs.num_replicas
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
@@ -124,152 +140,114 @@ class Proposal:
         """Say whether each stage has enough memory."""
         return memory_bytes is None or max(self.needed_bytes) <= memory_bytes
 
-    def order(self, memory_bytes: int | None) -> tuple[bool, float]:
-        """Return a key that puts the fastest that fits first, then what needs the least memory."""
-        fits = self.fits(memory_bytes)
-        return not fits, self.total_s if fits else max(self.needed_bytes)
+    def order(self, memory_bytes: int | None) -> tuple[object, ...]:
+        """Return a key that puts the fastest that fits first, then what needs the least memory.
+
+        Seconds with the same three digits are equal. Then the least memory counts, then the
+        simplest.
+        """
+        needed, simple = max(self.needed_bytes), (list(SCHEDULES).index(self.schedule), self.chunks)
+        if not self.fits(memory_bytes):
+            return True, needed, self.total_s, *simple
+        return False, float(f"{self.total_s:.3g}"), needed, *simple
 
     @cached_property
     def timeline(self) -> Timeline:
         """When each task runs."""
         return simulate(self.plan, self.costs, self.routes)
 
+    def on(self, table: Table, machine: Machine) -> Proposal:
+        """Return the same with a prediction from other seconds of layers."""
+        costs = table.costs(self.balance, machine, self.num_replicas)
+        total_s = simulate(self.plan, costs, self.routes).total_s
+        return replace(self, costs=costs, total_s=total_s)
 
-def propose(model: Model, question: Question, divide: Divide) -> list[Proposal]:
+
+def propose(profile: Profile, question: Question) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
 
     Raises:
-        ValueError: there are more stages than layers, or than groups of layers that must be in one
-            partition; or there are more replicas than samples, or chunks than samples of each.
+        ValueError: there are more stages than layers, or more replicas than samples, or chunks than
+            samples of each.
     """
-    n = question.num_stages
-    what = "devices" if question.num_replicas == 1 else "stages"
-    if n > len(model.layers):
-        raise ValueError(
-            f"{n} {what} are asked for, but the model has {counted(len(model.layers), 'layer')}: "
-            "ask for at most that many, or divide the model into more layers"
-        )
-    if n > len(model.groups):
-        (first, last), *_ = model.shared
-        names = [model.layers[k].name for k in (first, last)]
-        raise ValueError(
-            f'{n} {what} are asked for, but in the costs "shared" has layers that must be in one '
-            f"partition, {names[0]!r} and {names[1]!r} for instance, with all between: that makes "
-            f"{counted(len(model.groups), 'partition')} at most; ask for no more, or measure the "
-            'model again, which lists what layers share in "ties"'
-        )
-    if question.num_replicas > question.batch:
-        raise ValueError(
-            f"{question.num_replicas} replicas are asked for, but a mini-batch has "
-            f"{counted(question.batch, 'sample')}, and each replica needs one"
-        )
-    if not any(question.splits()):
-        raise ValueError(
-            f"a replica has {counted(question.share, 'sample')} of a mini-batch, too few for "
-            "each number of chunks that is asked for"
-        )
-    return [
-        proposal
-        for setting in _settings(model, question)
-        for proposal in _of_setting(model, question, setting, divide)
-    ]
+    question.check(len(profile.tables[0].layers))
+    found: list[Proposal] = []
+    for chunks, micro_batch in question.splits().items():
+        table = profile.at(micro_batch)
+        for mode in MODES:
+            for placement in _placements(question.num_stages, len(table.layers)):
+                found += _of_setting(table, profile.machine, question, chunks, mode, placement)
+    return found
 
 
-def default_chunks(batch: int, num_devices: int) -> tuple[int, ...]:
-    """List the default numbers of chunks: powers of two."""
-    most = min(batch, _MOST_CHUNKS_A_DEVICE * num_devices)
-    return tuple(2**k for k in range(most.bit_length()))
-
-
-def alone_s(model: Model, question: Question) -> float:
+def alone_s(profile: Profile, question: Question) -> float:
     """Return the seconds of a mini-batch on one device with enough memory."""
-    sizes = {size for _, size in replace(question, num_replicas=1).splits()}
     return min(
-        -(-question.batch // size) * (sum(model.layer_seconds(size)) + sum(model.start_s))
-        for size in sizes
+        -(-question.batch // size)
+        * (sum(profile.at(size).layer_seconds()) + 2 * profile.machine.host_s)
+        for size in question.splits().values()
     )
 
 
-def choose(proposals: Sequence[Proposal], memory_bytes: int | None) -> Proposal | None:
-    """Return the fastest that fits, or None; if equal, with the least memory, then the simplest."""
-    fitting = [proposal for proposal in proposals if proposal.fits(memory_bytes)]
-    if not fitting:
-        return None
-    fastest_s = min(proposal.total_s for proposal in fitting)
-    as_fast = [p for p in fitting if p.total_s <= (1 + _MARGIN) * fastest_s]
-    names = list(SCHEDULES)  # the simplest first
-    return min(as_fast, key=lambda p: (max(p.needed_bytes), names.index(p.schedule), p.chunks))
+def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> list[Proposal]:
+    """Choose the best of each schedule, mode and number of replicas; the best of all first."""
+    best: dict[tuple[str, str, int], Proposal] = {}
+    for proposal in sorted(proposals, key=lambda proposal: proposal.order(memory_bytes)):
+        kind = proposal.schedule, proposal.checkpoint, proposal.num_replicas
+        best.setdefault(kind, proposal)
+    return list(best.values())
 
 
-def leanest(proposals: Sequence[Proposal]) -> Proposal:
-    """Return what needs the least memory on its largest stage; if equal, the fastest."""
-    return min(proposals, key=lambda p: (max(p.needed_bytes), p.total_s))
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What is decided before a balance."""
-
-    chunks: int
-    micro_batch: int
-    num_micro_batches: int
-    checkpoint: str
-    placement: tuple[int, ...]
-
-
-def _settings(model: Model, question: Question) -> Iterator[_Setting]:
-    n = question.num_stages
-    placements = [looped(n, n)]
-    if 1 < n and 2 * n <= len(model.groups):
-        placements += [looped(2 * n, n), folded(2 * n, n)]
-    seen = set()
-    for chunks, micro_batch in question.splits():
-        m = -(-question.share // micro_batch)
-        if m in seen:
-            continue
-        seen.add(m)
-        for mode in MODES:
-            if m == 1 and mode == "except_last":  # the same as never
-                continue
-            for placement in placements:
-                yield _Setting(chunks, micro_batch, m, mode, placement)
+def _placements(num_stages: int, num_layers: int) -> list[tuple[int, ...]]:
+    n = num_stages
+    found = [looped(n, n)]
+    if 1 < n and 2 * n <= num_layers:
+        found += [looped(2 * n, n), folded(2 * n, n)]
+    return found
 
 
 def _of_setting(
-    model: Model, question: Question, setting: _Setting, divide: Divide
+    table: Table,
+    machine: Machine,
+    question: Question,
+    chunks: int,
+    mode: str,
+    placement: tuple[int, ...],
 ) -> list[Proposal]:
     """Simulate the balance by seconds, and others unless it fits under every schedule."""
+    m = -(-question.share // table.samples)
+    if m == 1 and mode == "except_last":  # the same as never
+        return []
     found: list[Proposal] = []
     balances: set[tuple[int, ...]] = set()
     for share in _SHARES_OF_BYTES:
-        weights = _weights(model, question, setting, share)
-        balance = _balance(model.groups, weights, len(setting.placement), divide)
+        num_held = 1 if mode != "never" else min(m, question.num_stages)
+        weights = _weights(table, mode, question.states, num_held, share)
+        balance = tuple(divide(weights, len(placement)))
         if balance in balances:
             continue
         balances.add(balance)
-        found += _of_balance(model, question, setting, balance)
+        costs = table.costs(balance, machine, question.num_replicas)
+        static = table.static_bytes(balance, placement, question.states)
+        routes = Routes(question.num_stages, tuple(costs.skip_bytes), placement)
+        for schedule, plan in _plans(m, routes, recomputed(mode, m)):
+            held = all_peak_bytes(plan, costs, routes)
+            total_s = simulate(plan, costs, routes).total_s
+            found.append(
+                Proposal(schedule, balance, chunks, table.samples, mode,
+                         plan, costs, routes, total_s, held, static)
+            )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):
             break
     return found
 
 
-def _balance(
-    groups: Sequence[int], weights: Sequence[float], num_partitions: int, divide: Divide
-) -> tuple[int, ...]:
-    """Divide layers, but not within groups."""
-    layers_left, groups_left = iter(weights), iter(groups)
-    of_groups = [sum(islice(layers_left, count)) for count in groups]
-    return tuple(sum(islice(groups_left, count)) for count in divide(of_groups, num_partitions))
-
-
 def _weights(
-    model: Model, question: Question, setting: _Setting, share_of_bytes: float
+    table: Table, mode: str, states: float, num_held: int, share_of_bytes: float
 ) -> list[float]:
     """Weight each layer by its share of all seconds and of all bytes."""
-    is_recomputed = setting.checkpoint != "never"
-    seconds = model.layer_seconds(setting.micro_batch, is_recomputed=is_recomputed)
-    num_held = 1 if is_recomputed else min(setting.num_micro_batches, question.num_stages)
-    num_bytes = model.layer_bytes(setting.micro_batch, question.states, num_held)
+    seconds = table.layer_seconds(is_recomputed=mode != "never")
+    num_bytes = table.layer_bytes(states, num_held)
     all_s, all_bytes = sum(seconds) or 1.0, sum(num_bytes) or 1.0
     return [
         (1 - share_of_bytes) * layer_s / all_s + share_of_bytes * layer_bytes / all_bytes
@@ -277,35 +255,15 @@ def _weights(
     ]
 
 
-def _of_balance(
-    model: Model, question: Question, setting: _Setting, balance: tuple[int, ...]
-) -> Iterator[Proposal]:
-    """Simulate every schedule for a balance."""
-    n, placement = question.num_stages, setting.placement
-    costs = model.costs(balance, setting.micro_batch, question.link)
-    if (num_replicas := question.num_replicas) > 1:
-        link = question.replica_link or question.link
-        buckets = model.buckets(balance, placement, setting.micro_batch, link, num_replicas)
-        costs = replace(costs, buckets=tuple(map(in_a_row, buckets)))
-    routes = Routes(n, tuple(costs.skip_bytes), placement)
-    static = model.static_bytes(balance, placement, question.states)
-    m = setting.num_micro_batches
-    for schedule, plan in _fixed_plans(m, routes, recomputed(setting.checkpoint, m)):
-        if schedule == "interleaved" and len(placement) == n:  # the same as 1F1B
-            continue
-        held = all_peak_bytes(plan, costs, routes)
-        yield Proposal(
-            schedule, balance, setting.chunks, setting.micro_batch, setting.checkpoint,
-            plan, costs, routes, simulate(plan, costs, routes).total_s, held, static, num_replicas,
-        )  # fmt: skip
-
-
-def _fixed_plans(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple[str, Plan]]:
+def _plans(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple[str, Plan]]:
     """Yield the plans of the schedules that support the placement, by name."""
     placement, n = routes.placement, routes.num_stages
     v = len(placement) // n
-    for schedule in SCHEDULES.values():
+    schedules = SCHEDULES.values() if n > 1 else [SCHEDULES["1f1b"]]  # the others are no faster
+    for schedule in schedules:
         if schedule.partitions_per_stage not in (None, v):
+            continue
+        if schedule.name == "interleaved" and v == 1:  # the same as 1F1B
             continue
         if schedule.place(len(placement), n) == placement:
             yield schedule.name, schedule.plan(m, placement, recompute)

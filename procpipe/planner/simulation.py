@@ -3,24 +3,26 @@
 A stage runs its tasks in the order of the plan, each as soon as the stage is free and its inputs
 have arrived. Clock cycles do not delay tasks:
 
-    start(i,j) = max(end of the task before on j's stage, end of the maker + the hop's seconds)
+    start(i,j) = max(the stage is free, the input has arrived) + the host's seconds
+    free       = end(i,j) + seconds of sending what it made to other stages
+    arrived    = the same + the seconds of a transfer
 
-    stage 0   [F0][F1]          [──B1──][──B0──]      m = 2, n = 2, no seconds a hop
+    stage 0   [F0][F1]          [──B1──][──B0──]      m = 2, n = 2, no seconds for host and messages
     stage 1       [F0][F1][──B1──][──B0──]
               0   1   2   3     5       7       9
 
-Simplifications: links are never busy; a send takes its stage no time; skips and targets, which go
-straight, never arrive after the activation, so tasks wait for activations and gradients only. The
-gradients of tied parameters arrive after all tasks; the step ends with the last of them.
+Simplifications: links are never busy; skips and targets, which go straight, never arrive after the
+activation, so tasks wait for activations and gradients only. The gradients of tied parameters
+arrive after all tasks; the step ends with the last of them.
 
-With replicas, gradients are added up over them (``all_reduce.py``), each bucket once it is final
-and the one before it is done. The step ends with the last of these all-reduces. All replicas are
-assumed to be as fast as this one:
+With replicas, a stage adds up a partition's gradients over them, in buckets, from the start of its
+last B or W task, in which they become final. The last bucket begins after that task. The step ends
+with the last of these all-reduces. All replicas are assumed to be as fast as this one:
 
-    stage 0   [F0][F1]          [──B1──][──B0──]A0 A1
-    stage 1       [F0][F1][──B1──][──B0──]A0 A1         hidden: stage 0 is still at work
+    stage 0   [F0][F1]          [──B1──][──B0──]A0
+    stage 1       [F0][F1][──B1──][──B0──]A0            hidden: stage 0 is still at work
 
-Simulating a task takes a microsecond or two, so thousands of stages are possible. ``memory.py``
+Simulating a task takes a microsecond or less, so thousands of stages are possible. ``memory.py``
 counts bytes.
 """
 
@@ -29,7 +31,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from operator import add
+from typing import NamedTuple
 
+from procpipe.plan.buckets import BUCKET_BYTES
 from procpipe.plan.program import last_additions
 from procpipe.plan.routes import Routes
 from procpipe.plan.task import (
@@ -41,9 +48,17 @@ from procpipe.plan.task import (
     Plan,
     Task,
 )
-from procpipe.planner.all_reduce import AllReduce
 from procpipe.planner.costs import Costs
 from procpipe.planner.memory import peak_bytes
+
+
+class AllReduce(NamedTuple):
+    """When a stage adds up the gradients of a partition over replicas."""
+
+    stage: int
+    num_bytes: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +71,11 @@ class Timeline:
     total_s: float  # seconds of the step
     exposed_s: float  # the part of it in which only gradients are added up over replicas
     all_reduces: tuple[AllReduce, ...]  # when each stage does that, by stage and in order
-    _starts_s: Mapping[Task, float] = field(repr=False)
+    _starts_s: Sequence[float] = field(repr=False)  # in the order of ``plan.tasks()``
+
+    @cached_property
+    def _start_of(self) -> Mapping[Task, float]:
+        return dict(zip(self.plan.tasks(), self._starts_s, strict=True))
 
     def start_s(self, task: Task) -> float:
         """Return when a task starts.
@@ -64,9 +83,9 @@ class Timeline:
         Raises:
             KeyError: the plan does not have the task.
         """
-        if task not in self._starts_s:
+        if task not in self._start_of:
             raise KeyError(f"{task} is not in the plan")
-        return self._starts_s[task]
+        return self._start_of[task]
 
     def end_s(self, task: Task) -> float:
         """Return when a task ends.
@@ -97,7 +116,7 @@ class Timeline:
     @property
     def hidden(self) -> float:
         """The share of all stages' all-reduce that does not make the step longer, from 0 to 1."""
-        computed_s = self.total_s - self.exposed_s
+        computed_s = self.total_s - self.exposed_s - self.costs.step_s
         all_s = math.fsum(one.end_s - one.start_s for one in self.all_reduces)
         late_s = (max(0.0, one.end_s - max(one.start_s, computed_s)) for one in self.all_reduces)
         return 1.0 - math.fsum(late_s) / all_s if all_s else 1.0
@@ -129,51 +148,47 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
             what = "stages" if plan.num_partitions == plan.num_stages else "partitions"
             raise ValueError(f"the plan has {plan.num_partitions} {what}, but the {name} {count}")
     starts_s, free_s = _walk(plan, costs)
-    total_s = max(free_s)
-    if math.isinf(total_s):
+    if math.isinf(max(free_s)):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
     ends_s = free_s.copy()  # of each stage, with the gradients of tied parameters
-    for stage in range(plan.num_stages):
-        for other, (_, seconds) in costs.tied_into(stage, plan).items():
-            ends_s[stage] = max(ends_s[stage], free_s[other] + seconds)
+    for stage in range(plan.num_stages) if costs.tied_bytes else ():
+        for other, num_bytes in costs.tied_into(stage, plan).items():
+            ends_s[stage] = max(ends_s[stage], free_s[other] + costs.message_s(num_bytes))
     computed_s = max(ends_s)
-    all_reduces = tuple(_all_reduces(plan, costs, starts_s, ends_s)) if costs.buckets else ()
-    total_s = max([computed_s, *(one.end_s for one in all_reduces)])
-    exposed_s = total_s - computed_s
+    all_reduces = tuple(_all_reduces(plan, costs, starts_s, ends_s))
+    exposed_s = max([computed_s, *(one.end_s for one in all_reduces)]) - computed_s
+    total_s = computed_s + exposed_s + costs.step_s
     return Timeline(plan, costs, routes, total_s, exposed_s, all_reduces, starts_s)
 
 
 def _all_reduces(
-    plan: Plan, costs: Costs, starts_s: Mapping[Task, float], ends_s: Sequence[float]
+    plan: Plan, costs: Costs, starts_s: Sequence[float], ends_s: Sequence[float]
 ) -> Iterator[AllReduce]:
-    """Yield when each stage adds up its buckets, given the end of everything else it does."""
-    if len(costs.buckets) != plan.num_stages:
-        raise ValueError(
-            f"the plan has {plan.num_stages} stages, but the costs' buckets are of "
-            f"{len(costs.buckets)}"
-        )
-    for stage, buckets in enumerate(costs.buckets) if plan.has_backward else ():
-        last = last_additions(plan.tasks_of(stage))
+    """Yield when each stage adds up its gradients, given the end of everything else it does."""
+    if not costs.gradient_bytes or not plan.has_backward:
+        return
+    start_of = dict(zip(plan.tasks(), starts_s, strict=True))
+    for stage in range(plan.num_stages):
         free_s = 0.0
-        for num_bytes, seconds, final in buckets:
-            ready_s = 0.0 if final else ends_s[stage]
-            for j, share in final:
-                if j not in last:
-                    raise ValueError(
-                        f"the costs have a bucket of stage {stage} with gradients of partition "
-                        f"{j}, which is on another stage"
-                    )
-                part_s = share * costs.seconds[last[j].kind][j]
-                ready_s = max(ready_s, starts_s[last[j]] + part_s)
-            start_s = max(free_s, ready_s)
-            free_s = start_s + seconds
-            yield AllReduce(stage, num_bytes, start_s, free_s)
+        last = last_additions(plan.tasks_of(stage))
+        for j, task in reversed(last.items()):
+            num_bytes = costs.gradient_bytes[j]
+            whole_s = costs.all_reduce_s(num_bytes)
+            last_s = whole_s * min(1.0, BUCKET_BYTES / num_bytes) if num_bytes else 0.0
+            final_s = start_of[task] + costs.seconds[task.kind][j]
+            if j == next(iter(last)):
+                final_s = ends_s[stage]
+            end_s = max(final_s + last_s, max(free_s, start_of[task]) + whole_s)
+            free_s = end_s
+            yield AllReduce(stage, num_bytes, end_s - whole_s, end_s)
 
 
-def _walk(plan: Plan, costs: Costs) -> tuple[dict[Task, float], list[float]]:
+def _walk(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     """Return when each task starts, and when each stage has ended."""
     placement, p = plan.placement, plan.num_partitions
-    hops_s = (0.0, *costs.hops_s(placement), 0.0)
+    # Of each boundary: the message's seconds after its sender is free, 0 within a stage.
+    hops_s = [costs.transfer_s * (a != b) for a, b in pairwise(placement)]
+    hops_s = [0.0, *hops_s, 0.0]
     # By micro-batch and partition, when outputs are made and gradients of inputs; at infinity until
     # known. One place more at either end: what comes from elsewhere, at time 0.
     unknown = [0.0, *[math.inf] * p, 0.0]
@@ -181,26 +196,31 @@ def _walk(plan: Plan, costs: Costs) -> tuple[dict[Task, float], list[float]]:
     gradients_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
     if not plan.has_forward:  # an earlier plan has run it
         outputs_s = [[0.0] * (p + 2)] * plan.num_micro_batches
-    seconds = costs.seconds
-    starts_s: dict[Task, float] = {}
+    sends_s, host_s = costs.sends_s(placement), costs.host_s
+    spent_s = {
+        kind: list(map(add, of_kind, sends_s[kind])) for kind, of_kind in costs.seconds.items()
+    }
+    starts_s: list[float] = []
     free_s = [0.0] * plan.num_stages
-    for task in plan.tasks():
-        kind, i, j = task
-        if kind == FORWARD:
-            arrival_s = outputs_s[i][j] + hops_s[j]
-        elif kind == RECOMPUTE:
-            arrival_s = outputs_s[i][j + 1]
-        elif kind == WEIGHT_GRADIENT:
-            arrival_s = gradients_s[i][j + 1]
-        else:
-            arrival_s = gradients_s[i][j + 2] + hops_s[j + 1]
-        start_s = free_s[placement[j]]
-        if arrival_s > start_s:
-            start_s = arrival_s
-        starts_s[task] = start_s
-        end_s = free_s[placement[j]] = start_s + seconds[kind][j]
-        if kind == FORWARD:
-            outputs_s[i][j + 1] = end_s
-        elif kind in (BACKWARD, INPUT_GRADIENT):
-            gradients_s[i][j + 1] = end_s
+    for cycle in plan.cycles:
+        for kind, i, j in cycle:
+            if kind == FORWARD:
+                arrival_s = outputs_s[i][j] + hops_s[j]
+            elif kind == RECOMPUTE:
+                arrival_s = outputs_s[i][j + 1]
+            elif kind == WEIGHT_GRADIENT:
+                arrival_s = gradients_s[i][j + 1]
+            else:
+                arrival_s = gradients_s[i][j + 2] + hops_s[j + 1]
+            stage = placement[j]
+            start_s = free_s[stage]
+            if arrival_s > start_s:
+                start_s = arrival_s
+            start_s += host_s
+            starts_s.append(start_s)
+            end_s = free_s[stage] = start_s + spent_s[kind][j]
+            if kind == FORWARD:
+                outputs_s[i][j + 1] = end_s
+            elif kind in (BACKWARD, INPUT_GRADIENT):
+                gradients_s[i][j + 1] = end_s
     return starts_s, free_s

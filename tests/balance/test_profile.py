@@ -1,464 +1,356 @@
-"""What profiling measures, and what it must not change."""
+"""A profile for planning, compared with counts by hand."""
 
 from __future__ import annotations
 
-import copy
-import weakref
+from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from procpipe.balance import Inputs, layer_sizes, layer_times
-from procpipe.errors import BoundaryError
-from tests.cases import for_each
-
-
-class Clock:
-    """A clock that only layers advance."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+from procpipe.balance import Inputs, profile_layers
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
+from procpipe.planner.layers import Table
+from procpipe.skip import pop, skippable, stash
+from procpipe.tree import TENSOR, Flat
+from tests.balance.layers import Clock, Taking, float32
+from tests.compute.sizes import put_off_bytes
 
 
-class Taking(nn.Module):
-    """Advances a clock by given times: one for each forward pass, and one for backward."""
+def profiled(*layers: nn.Module, sample: object, **more: Any) -> Table:
+    return profile_layers(nn.Sequential(*layers), sample, timeout=0, **more)
 
-    def __init__(self, clock, forward_s, backward_s):
-        super().__init__()
-        self.spend = iter(forward_s)
-        self.forward_s = forward_s
-        self.backward_s = backward_s
-        self.clock = clock
 
-    def __deepcopy__(self, memo):
-        return self  # so that the copy continues the same times
+def test_linear_and_relu_counted_by_hand() -> None:
+    linear, relu = profiled(nn.Linear(10, 20), nn.ReLU(), sample=torch.rand(8, 10)).layers
 
+    assert (linear.name, linear.type) == ("0", "Linear")
+    assert linear.output_bytes == relu.output_bytes == float32(8, 20)
+    # A linear layer keeps its input for the weight's gradient, a ReLU its output.
+    assert (linear.kept_input_bytes, linear.kept_output_bytes, linear.kept_bytes) == (
+        float32(8, 10), 0, 0,
+    )  # fmt: skip
+    assert (relu.kept_input_bytes, relu.kept_output_bytes, relu.kept_bytes) == (
+        0, float32(8, 20), 0,
+    )  # fmt: skip
+    # The weight's gradient needs the input, and the gradient of the output.
+    assert linear.put_off_bytes == float32(8, 10) + float32(8, 20)
+    assert relu.put_off_bytes == 0
+    assert linear.parameter_bytes == linear.trained_bytes == float32(11, 20)
+    assert relu.parameter_bytes == 0
+    assert not linear.is_in_place
+    assert not relu.is_in_place
+
+
+def test_bytes_kept_inside_a_layer() -> None:
+    block = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+
+    (layer,) = profiled(block, sample=torch.rand(8, 10)).layers
+
+    assert layer.kept_bytes == float32(8, 20)  # the ReLU and the second linear layer keep the same
+    assert layer.kept_input_bytes == float32(8, 10)
+    assert layer.put_off_bytes == float32(8, 10) + 2 * float32(8, 20) + float32(8, 5)
+
+
+def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> None:
+    block = nn.TransformerEncoderLayer(128, 2, 512, dropout=0.0, batch_first=True)
+    x = torch.rand(8, 32, 128)
+
+    (layer,) = profiled(block, sample=x).layers
+
+    partition = Segment(Layers({"0": block}, torch.device("cpu"), is_first=False))
+    partition.begin()
+    (output,) = partition.forward(
+        0, [Flat([x], TENSOR, (True,))], keep=True, recompute=False, split=True
+    )
+    partition.backward(0, [torch.ones_like(output.tensors[0])])
+    assert layer.put_off_bytes == put_off_bytes(partition, 0)
+
+
+def test_layers_that_work_in_place_or_return_a_view() -> None:
+    sample = torch.rand(8, 4, 5)
+    layers = profiled(nn.Linear(5, 5), nn.ReLU(inplace=True), nn.Flatten(), sample=sample).layers
+
+    assert [layer.is_in_place for layer in layers] == [False, True, True]
+    assert layers[1].kept_output_bytes == float32(8, 4, 5)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    linear = nn.Linear(10, 20)
+    linear.weight.requires_grad_(False)
+
+    (layer,) = profiled(linear, sample=torch.rand(8, 10)).layers
+
+    assert layer.parameter_bytes == float32(11, 20)
+    assert layer.trained_bytes == float32(20)
+    assert layer.put_off_bytes == 0
+
+
+def test_the_loss_is_a_last_layer() -> None:
+    target = torch.rand(8, 20)
+    profile = profiled(
+        nn.Linear(10, 20), sample=torch.rand(8, 10), target=target, loss_fn=F.mse_loss
+    )
+
+    assert profile.loss is not None
+    assert profile.loss.output_bytes == float32()
+    assert profile.loss.kept_input_bytes == float32(8, 20)
+    assert profile.loss.kept_bytes == 0  # it keeps only the target, which is held anyway
+    assert (profile.input_bytes, profile.target_bytes) == (float32(8, 10), float32(8, 20))
+    assert len(profile.layers) == 1
+
+
+def test_a_loss_of_the_output_alone() -> None:
+    profile = profiled(nn.Linear(2, 2), sample=torch.rand(1, 2), loss_fn=Tensor.mean)
+
+    assert profile.loss is not None
+    assert profile.target_bytes == 0
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
     def forward(self, x):
-        self.clock.now += next(self.spend)
-        return Delay.apply(x, self.clock, self.backward_s)
+        hidden = x * 2
+        yield stash("skip", hidden)
+        return hidden.sin()
 
 
-class Delay(torch.autograd.Function):
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x * skip
+
+
+def test_skip_tensors() -> None:
+    sample = torch.rand(8, 10, requires_grad=True)
+    profile = profiled(nn.Identity(), Stash(), nn.Identity(), Pop(), sample=sample)
+
+    (skip,) = profile.skips
+    assert (skip.source, skip.destinations) == (1, (3,))
+    assert skip.tensor_bytes == skip.kept_bytes == float32(8, 10)
+    stashing, popping = profile.layers[1], profile.layers[3]
+    assert stashing.kept_bytes == 0  # the sine keeps the stashed tensor, which counts as a skip
+    assert (popping.kept_bytes, popping.kept_input_bytes) == (0, float32(8, 10))
+
+
+def test_seconds_of_forward_and_backward() -> None:
+    clock = Clock()
+    layers = [Taking(clock, [1.0] * 9, 2.0), Taking(clock, [0.5] * 9, 4.0)]
+    sample = torch.ones(1, requires_grad=True)
+
+    found = profiled(*layers, sample=sample, clock=clock).layers
+
+    assert [(layer.forward_s, layer.backward_s) for layer in found] == [(1.0, 2.0), (0.5, 4.0)]
+    # Nothing can be put off: all of the backward is for the gradient of the input.
+    assert [(la.input_gradient_s, la.weight_gradient_s) for la in found] == [(2.0, 0), (4.0, 0)]
+
+
+class Slow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, clock, backward_s):
-        ctx.clock, ctx.backward_s = clock, backward_s
-        return x.clone()
+    def for_one(clock: Clock, seconds: float):
+        return lambda tensor: Slow.apply(tensor, clock, seconds)
+
+    @staticmethod
+    def forward(ctx, tensor, clock, seconds):
+        ctx.clock, ctx.seconds = clock, seconds
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.clock.now += ctx.backward_s
+        ctx.clock.now += ctx.seconds
         return gradient, None, None
 
 
-class Calling(nn.Module):
-    """Applies a function, by default one that passes the first input on."""
+class Linear(nn.Linear):
+    """A linear layer whose input's gradient takes 1 s and whose weight's takes 2 s."""
 
-    def __init__(self, function=lambda x, *rest: x, seen=None):
-        super().__init__()
-        self.function = function
-        self.seen = Seen() if seen is None else seen
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(2, 2)
+        self.clock = clock
+        self.register_forward_pre_hook(lambda _, x: Slow.for_one(clock, 1.0)(x[0]))
+        self.weight.register_hook(self._take_2s)
 
-    def forward(self, *inputs):
-        self.seen.append(inputs)
-        return self.function(*inputs)
+    def _take_2s(self, gradient: Tensor) -> None:
+        self.clock.now += 2.0
 
-
-class Seen(list):
-    """Inputs that layers have recorded; copies of a layer share the list."""
-
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: object) -> Linear:
         return self
 
 
-def conv_model():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten()
-    )
+class Scale(nn.Module):
+    """Scales by a parameter whose gradient takes 4 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> Scale:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * Slow.for_one(self.clock, 4.0)(self.factor)
+        return scaled
 
 
-MEASURES = {
-    "times": lambda module, sample, **more: layer_times(module, sample, timeout=0, **more),
-    "sizes": layer_sizes,
-}
-measures = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
-
-
-# -- times ----------------------------------------------------------------------------------------
-
-
-def test_forward_and_backward_count():
+def test_seconds_of_the_input_gradient() -> None:
     clock = Clock()
-    layers = [Taking(clock, [1.0] * 2, 2.0), Taking(clock, [0.5] * 2, 4.0)]
-    sample = torch.ones(1, requires_grad=True)
+    sample = torch.ones(1, 2, requires_grad=True)
 
-    assert layer_times(nn.Sequential(*layers), sample, timeout=0, clock=clock) == [3.0, 4.5]
+    (layer,) = profiled(Linear(clock), sample=sample, clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s, layer.weight_gradient_s) == (3.0, 1.0, 2.0)
 
 
-def test_no_backward_where_nothing_requires_a_gradient():
+def test_only_weights_of_stock_layers_are_put_off() -> None:
     clock = Clock()
-    layers = [Taking(clock, [1.0] * 2, 2.0), nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0)]
+    sample = torch.ones(1, 2, requires_grad=True)
+    block = nn.Sequential(Linear(clock), Scale(clock))
 
-    times = layer_times(nn.Sequential(*layers), torch.ones(1), timeout=0, clock=clock)
+    (layer,) = profiled(block, sample=sample, clock=clock).layers
 
-    assert times == [1.0, 0.0, 3.0]
+    assert (layer.backward_s, layer.input_gradient_s) == (7.0, 5.0)
 
 
-def test_the_median_after_a_round_to_warm_up():
+def test_what_a_stage_does_not_split_is_in_the_first_half() -> None:
+    """A layer with a forward of its own, as a user may set one, is no stock layer."""
     clock = Clock()
-    layer = Taking(clock, [100.0, 1.0, 9.0, 2.0], 0.0)
+    layer = Linear(clock)
+    layer.forward = partial(nn.Linear.forward, layer)  # type: ignore[method-assign]
+    sample = torch.ones(1, 2, requires_grad=True)
 
-    # Rounds begin until 111 s have passed: at 0 (not counted), 100, 101 and 110, not at 112.
-    assert layer_times(nn.Sequential(layer), torch.ones(1), timeout=111, clock=clock) == [2.0]
+    (found,) = profiled(layer, sample=sample, clock=clock).layers
 
-
-def test_every_round_starts_from_the_sample():
-    sums = []
-    clock = Clock()
-
-    def add_one(x):
-        sums.append(x.sum().item())
-        return x.add_(1).flatten(1)
-
-    model = nn.Sequential(Calling(add_one), nn.Linear(4, 1), Taking(clock, [1.0] * 3, 0.0))
-
-    layer_times(model, torch.zeros(2, 2, 2), timeout=3, clock=clock)
-
-    assert sums == [0.0] * 3
+    assert (found.backward_s, found.input_gradient_s, found.put_off_bytes) == (3.0, 3.0, 0)
 
 
-# -- sizes ----------------------------------------------------------------------------------------
-
-
-def float32(*shape):
-    return 4 * torch.Size(shape).numel()
-
-
-def test_sizes_are_those_of_saved_tensors_and_outputs():
-    model = nn.Sequential(
-        nn.Linear(10, 20),  # saves its input, which is not its own
-        nn.Sigmoid(),  # saves its output
-        Calling(lambda x: (x * 2).sin().cos()),  # saves x * 2 and its sine, and returns another
-        nn.ReLU(inplace=True),  # makes nothing
-        nn.Dropout(),  # saves its mask, as bool on CPU or float, and returns another
-        Calling(lambda x: x[:, :1]),  # a view
-    )
-
-    sizes = layer_sizes(model, torch.rand(8, 10), param_scale=0)
-
-    tensor_bytes = float32(8, 20)
-    assert sizes[:4] == [tensor_bytes, tensor_bytes, 3 * tensor_bytes, 0]
-    assert sizes[4] in (tensor_bytes + tensor_bytes // 4, 2 * tensor_bytes)
-    assert sizes[5] == 0
-
-
-def test_parameters_are_scaled():
-    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20, affine=False))
-    num_parameter_bytes = float32(10, 20) + float32(20)
-
-    none, one, two = (
-        layer_sizes(model, torch.rand(8, 10), param_scale=scale) for scale in (0, 1, 2)
-    )
-
-    assert one[0] - none[0] == num_parameter_bytes
-    assert two[0] - none[0] == 2 * num_parameter_bytes
-    assert none[1] == one[1] == two[1]
-    assert layer_sizes(model, torch.rand(8, 10)) == two
-
-
-def test_saved_parameters_and_buffers_are_no_activations():
-    class Scale(nn.Module):
-        def __init__(self):
+def test_an_input_may_be_given_by_name() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(1000))
-            self.register_buffer("table", torch.ones(1000))
+            self.linear = nn.Linear(10, 20)
 
-        def forward(self, x):
-            return (x * self.weight * self.table).sum()  # saves the three, and not x * weight
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.linear(input=x)
+            return output
 
-    sample = torch.rand(1000, requires_grad=True)
+    (layer,) = profiled(ByName(), sample=torch.rand(8, 10)).layers
 
-    assert layer_sizes(nn.Sequential(Scale()), sample, param_scale=0) == [float32()]
-
-
-def test_leaves_that_a_layer_makes_are_held_by_its_graph():
-    model = nn.Sequential(Calling(lambda x: x + torch.rand_like(x, requires_grad=True)))
-
-    assert layer_sizes(model, torch.rand(10)) == [2 * float32(10)]
+    assert layer.put_off_bytes == float32(8, 10) + float32(8, 20)
 
 
-def test_tensors_that_a_layer_recomputes_are_not_held():
-    def costly(x):
-        return x.sin().cos().exp()
-
-    plain = nn.Sequential(Calling(costly))
-    thrifty = nn.Sequential(Calling(lambda x: checkpoint(costly, x, use_reentrant=False)))
-    sample = torch.rand(10, requires_grad=True)
-
-    assert layer_sizes(plain, sample) == [2 * float32(10)]  # the sine, and the output
-    assert layer_sizes(thrifty, sample) == [float32(10)]
-
-
-@for_each(("chunks", "num_rows"), [(1, 10), (2, 5), (4, 3), (10, 1), (64, 1)])
-def test_activations_of_the_largest_micro_batch(chunks, num_rows):
-    model = nn.Sequential(nn.Linear(2, 3))
-
-    sizes = layer_sizes(model, torch.rand(10, 2), chunks=chunks, param_scale=0)
-
-    assert sizes == [float32(num_rows, 3)]
-
-
-def test_only_tensors_with_the_batch_size_are_split():
-    layer = Calling()
-    values = torch.rand(6, 2), torch.rand(6), torch.rand(5, 2), torch.tensor(1.0)
-
-    layer_sizes(nn.Sequential(layer), Inputs(*values), chunks=3)
-
-    assert [[x.shape for x in inputs] for inputs in layer.seen] == [[(2, 2), (2,), (5, 2), ()]]
-
-
-def test_meta_gives_the_sizes_of_the_cpu():
-    model = conv_model()
-    sample = torch.rand(4, 3, 8, 8)
-    with torch.device("meta"):
-        model_on_meta, sample_on_meta = conv_model(), torch.rand(4, 3, 8, 8)
-    expected = layer_sizes(model, sample, chunks=2)
-
-    for a_model, a_sample, device in [
-        (model_on_meta, sample_on_meta, None),
-        (model_on_meta, sample, None),
-        (model_on_meta, sample, "cpu"),
-        (model, sample_on_meta, None),
-        (model, sample, "meta"),
-    ]:
-        assert layer_sizes(a_model, a_sample, chunks=2, device=device) == expected
-
-
-@pytest.mark.gpu
-def test_a_gpu_gives_the_sizes_of_the_cpu():
-    model = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 3))
-    sample = torch.rand(64, 10)
-
-    cpu, gpu = layer_sizes(model, sample), layer_sizes(model, sample, device="cuda")
-
-    assert [abs(a - b) <= 4 * 64 * 2 for a, b in zip(cpu, gpu, strict=True)] == [True] * 4
-
-
-def test_sizes_are_the_same_every_time():
-    first, second = (layer_sizes(conv_model(), torch.rand(4, 3, 8, 8)) for _ in range(2))
-
-    assert first == second
-
-
-# -- what is not changed --------------------------------------------------------------------------
-
-
-@measures
-def test_the_model_is_unchanged(measure):
-    model = conv_model()
-    model(torch.rand(4, 3, 8, 8)).sum().backward()  # already has gradients
-    model[1].eval()
-    model[0].bias.requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    gradients = copy.deepcopy([p.grad for p in model.parameters()])
-    flags = [p.requires_grad for p in model.parameters()]
-
-    measure(model, torch.rand(4, 3, 8, 8))
-
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
-    assert [p.requires_grad for p in model.parameters()] == flags
-    assert [module.training for module in model] == [True, False, True, True, True]
-
-
-@measures
-def test_the_sample_is_unchanged(measure):
-    sample = torch.rand(4, 3, 8, 8, requires_grad=True)
-    sample.sum().backward()
-    before = sample.detach().clone()
-
-    measure(nn.Sequential(nn.ReLU(inplace=True), Calling(lambda x: x.mul_(2))), sample)
-
-    assert torch.equal(sample, before)
-    torch.testing.assert_close(sample.grad, torch.ones_like(sample), rtol=0, atol=0)
-    assert sample.requires_grad
-
-
-@measures
-def test_the_state_of_the_random_generator_is_unchanged(measure):
-    before = torch.get_rng_state()
-
-    measure(nn.Sequential(nn.Dropout(), Calling(torch.rand_like)), torch.zeros(100))
-
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@measures
-def test_layers_run_in_training_mode(measure):
-    modes = []
-
-    class Noting(nn.Module):
-        def forward(self, x):
-            modes.append((self.training, torch.is_grad_enabled()))
-            return x
-
-    model = nn.Sequential(Noting()).eval()
-    with torch.no_grad():
-        measure(model, torch.rand(1))
-
-    assert set(modes) == {(True, True)}
-    assert not model.training
-    assert not model[0].training
-
-
-def test_backward_counts_in_inference_mode_too():
+def test_the_first_layer_has_no_gradient_of_its_input() -> None:
     clock = Clock()
-    with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0))
-        sample = torch.rand(1)
 
-        assert layer_times(model, sample, timeout=0, clock=clock) == [0.0, 3.0]
-        assert layer_sizes(nn.Sequential(model[0], nn.Sigmoid()), sample) == [4 + 2 * 8, 4]
+    (layer,) = profiled(Linear(clock), sample=torch.ones(1, 2), clock=clock).layers
+
+    assert (layer.backward_s, layer.input_gradient_s) == (2.0, 0.0)
 
 
-@measures
-def test_each_layer_is_copied_alone(measure):
-    copied = []
+def test_the_first_layer_has_gradients_within() -> None:
+    clock = Clock()
+    block = nn.Sequential(Linear(clock), nn.ReLU(inplace=True), Linear(clock), Scale(clock))
 
-    class Counted(nn.Linear):
-        num_copies = 0
+    (layer,) = profiled(block, sample=torch.ones(1, 2), clock=clock).layers
 
-        def __deepcopy__(self, memo):
-            Counted.num_copies += 1
-            copied.append(Counted.num_copies)
-            new = Counted(2, 2)
-            weakref.finalize(new, count_down)
-            return new
-
-    def count_down():
-        Counted.num_copies -= 1
-
-    measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
-
-    assert set(copied) == {1}
+    assert (layer.backward_s, layer.input_gradient_s) == (9.0, 5.0)
 
 
-# -- inputs, and values between layers ------------------------------------------------------------
+@skippable(pop=["skip"])
+class SlowPop(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.clock = clock
+
+    def __deepcopy__(self, memo: object) -> SlowPop:
+        return self
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return self.linear(x) + Slow.for_one(self.clock, 1.0)(skip)
 
 
-@measures
-def test_a_tuple_is_one_input(measure):
-    first = Calling(lambda pair: pair[0] + pair[1])
+def test_the_first_half_has_the_gradients_of_skip_tensors() -> None:
+    clock = Clock()
+    sample = torch.ones(1, 2, requires_grad=True)
 
-    measure(nn.Sequential(first, nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
+    popping = profiled(Stash(), SlowPop(clock), sample=sample, clock=clock).layers[1]
 
-    assert {tuple(map(type, inputs)) for inputs in first.seen} == {(tuple,)}
-
-
-@measures
-def test_several_inputs(measure):
-    model = nn.Sequential(Calling(lambda x, scale, mask: x * scale + mask["m"]), nn.Linear(2, 2))
-
-    assert len(measure(model, Inputs(torch.rand(3, 2), 2.0, {"m": torch.rand(3, 2)}))) == 2
+    assert (popping.backward_s, popping.input_gradient_s) == (1.0, 1.0)
 
 
-@measures
-def test_nested_values_between_layers(measure):
-    model = nn.Sequential(
-        nn.Linear(2, 2),
-        Calling(lambda x: (x, [x.detach(), None], {"n": x.argmax(), "s": 0.5, "y": x * 2})),
-        Calling(lambda v: v[0] + v[1][0] * v[2]["s"] + v[2]["y"]),
+class Noting(nn.Linear):
+    """Notes on which inputs it runs."""
+
+    seen: ClassVar[list[torch.Size]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return super().forward(x)
+
+
+def test_of_layers_that_are_alike_one_is_counted_for_all() -> None:
+    blocks = []
+    for k in range(12):
+        parts = {f"linear{k}": Noting(8, 8), "dropout": nn.Dropout(0.1 * (k % 2))}
+        blocks.append(nn.Sequential(OrderedDict(parts)))
+        blocks[-1].layer_idx = k  # type: ignore[assignment]
+    blocks[11][0].requires_grad_(False)
+    layers = [*blocks, nn.Linear(8, 4), nn.Linear(4, 4, bias=False)]
+    sample = torch.rand(4, 8)
+
+    measured = profiled(*layers, sample=sample)
+    Noting.seen.clear()
+    estimated = profiled(*layers, sample=sample, flops_per_s=1.0)
+
+    # The first one, whose input requires no gradient, then one of each kind, and the frozen one.
+    assert len(Noting.seen) == 4
+    for one, other in zip(estimated.layers, measured.layers, strict=True):
+        seconds: dict[str, Any] = {name: 0.0 for name in vars(one) if name.endswith("_s")}
+        assert replace(one, **seconds) == replace(other, **seconds)
+    assert [la.forward_s for la in estimated.layers] == [2 * 4 * 64] * 12 + [2 * 4 * 32, 2 * 4 * 16]
+
+
+def test_layers_with_skip_tensors_are_counted_one_by_one() -> None:
+    layers = [nn.Identity(), Stash(), nn.Identity(), nn.Identity(), Pop()]
+    sample = torch.rand(8, 10, requires_grad=True)
+
+    assert profiled(*layers, sample=sample, flops_per_s=1.0).skips == (
+        profiled(*layers, sample=sample).skips
     )
 
-    assert len(measure(model, torch.rand(3, 2))) == 3
+
+def test_the_model_and_the_sample_are_unchanged() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout())
+    sample = torch.rand(8, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sample_before, random_before = sample.clone(), torch.get_rng_state()
+
+    profile_layers(model.eval(), sample, loss_fn=Tensor.sum, timeout=0)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(sample, sample_before)
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_requires_grad_goes_with_each_tensor():
-    last = Calling()
+def test_several_inputs() -> None:
+    profile = profiled(nn.Bilinear(3, 4, 5), sample=Inputs(torch.rand(2, 3), torch.rand(2, 4)))
 
-    layer_sizes(
-        nn.Sequential(nn.Linear(2, 2), Calling(lambda x: (x, x.detach())), last), torch.rand(3, 2)
-    )
-
-    assert [[x.requires_grad for x in pair] for (pair,) in last.seen] == [[True, False]]
+    assert profile.input_bytes == float32(2, 7)
 
 
-@measures
-def test_in_place_layers(measure):
-    def change(pair):
-        a, b = pair
-        return a.add_(1) * b.mul_(2)
-
-    model = nn.Sequential(
-        nn.ReLU(inplace=True), nn.Linear(2, 2), Calling(lambda x: (x + 1, x * 2)), Calling(change)
-    )
-
-    measure(model, torch.rand(3, 2, requires_grad=True))
-
-
-def test_a_backward_pass_ends_where_its_layer_begins():
-    calls = []
-
-    def noted(k):
-        def forward(x):
-            y = x * 1
-            y.register_hook(lambda gradient: calls.append(k))
-            return y
-
-        return Calling(forward)
-
-    model = nn.Sequential(noted(0), noted(1), noted(2))
-    layer_times(model, torch.rand(1, requires_grad=True), timeout=0)
-
-    assert calls == [0, 1, 2] * 2
-
-
-@measures
-def test_an_error_keeps_its_type_and_names_the_layer(measure):
-    model = nn.Sequential(nn.Identity())
-    model.add_module("bad", nn.Linear(3, 3))
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        measure(model, torch.rand(2, 2))
-    assert caught.value.__notes__ == ["while layer 'bad' (Linear) was profiled on cpu"]
-
-
-@measures
-def test_a_value_that_cannot_be_sent_is_refused(measure):
-    with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
-        measure(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
-    assert "layer '0' (Calling)" in caught.value.__notes__[0]
-
-
-@measures
-def test_a_model_that_is_not_sequential_is_refused(measure):
+def test_models_that_cannot_be_profiled_are_refused() -> None:
     with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
-        measure(nn.Linear(1, 1), torch.rand(1))
-
-
-@measures
-def test_an_empty_model(measure):
-    assert measure(nn.Sequential(), torch.rand(1)) == []
-
-
-@pytest.mark.parametrize(("chunks", "scale"), [(0, 2.0), (1, -1.0), (1, float("nan"))])
-def test_wrong_chunks_and_scales_are_refused(chunks, scale):
-    with pytest.raises(ValueError, match=f"chunks is {chunks} and param_scale {scale}: give"):
-        layer_sizes(nn.Sequential(nn.Linear(1, 1)), torch.rand(1), chunks=chunks, param_scale=scale)
-
-
-def test_no_time_on_meta():
-    real, sample = nn.Sequential(nn.Linear(1, 1)), torch.rand(1)
-    meta = nn.Sequential(nn.Linear(1, 1, device="meta"))
-
-    with pytest.raises(ValueError, match=r"^the model: on the meta device .* balance by size"):
-        layer_times(meta, sample)
-    with pytest.raises(ValueError, match=r"^the sample and the device to profile on: on the meta"):
-        layer_times(real, sample.to("meta"))
-    with pytest.raises(ValueError, match=r"^the device to profile on: on the meta"):
-        layer_times(real, sample, device="meta")
+        profile_layers(nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on the meta device nothing is computed"):
+        profile_layers(nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1, device="meta"))

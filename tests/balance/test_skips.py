@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from procpipe.balance import balance_by_size, balance_by_time, layer_sizes, layer_times
+from procpipe.balance import balance_by_size, balance_by_time
+from procpipe.balance.balances import layer_sizes
 from procpipe.skip import Namespace, pop, skippable, stash
 from procpipe.skip.tracker import current_tracker
+from tests.balance.layers import layer_times
 
 FLOAT32 = 4
 
@@ -56,7 +58,7 @@ def test_a_model_with_skips_is_profiled():
     sample = torch.rand(4, 8)
     tensor_bytes = FLOAT32 * 4 * 8
 
-    assert len(layer_times(model(), sample, timeout=0)) == 6
+    assert len(layer_times(model(), sample)) == 6
     sizes = layer_sizes(model(), sample, param_scale=0)
     # Stash makes exp(x), saved and stashed, and its sine. Pop saves its inputs; its own output.
     assert sizes == [tensor_bytes, 2 * tensor_bytes, 0, tensor_bytes, 0, tensor_bytes]
@@ -102,7 +104,7 @@ def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
             return y
 
     sample = torch.rand(2, requires_grad=True)
-    layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample, timeout=0)
+    layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample)
 
     assert calls == ["aside", "join"] * 2  # the second round is the measured one
 

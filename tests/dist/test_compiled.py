@@ -30,7 +30,7 @@ from procpipe.job.board import Board
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting
 from procpipe.job.world import World
-from tests.balance.test_estimated import Pop, Stash
+from tests.balance.test_by_shapes import Pop, Stash
 from tests.dist.stages import assert_same, plain_step, world_of
 
 TOLERANCE = 1e-12

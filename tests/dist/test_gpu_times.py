@@ -12,8 +12,8 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.balance.profile import seconds_of
-from procpipe.launch.plan import check as plan_check
 from procpipe.launch.plan import measure as plan_measure
+from procpipe.launch.plan import trial as plan_trial
 from tests.dist.stages import world_of
 from tests.held import hold_for
 
@@ -41,9 +41,9 @@ def measured(bare: Any) -> dict[str, bool]:
     stage = Stage(model, [1, 1], chunks=2, loss_fn=torch.mean, world=world_of(bare, "step"))
     inputs = [torch.randn(4, 8)]
     for _ in range(3):  # the first steps wait, to check that recomputation repeats the forward pass
-        plan_check._step(stage, inputs, None)
+        plan_trial._step(stage, inputs, None)
     may_go_on = hold_a_while()
-    plan_check._step(stage, inputs, None)
+    plan_trial._step(stage, inputs, None)
     found["a step"] = may_go_on.is_set()
     stage.close()
     return found

@@ -59,6 +59,17 @@ def test_gradients_of_tied_parameters_come_after_all_tasks() -> None:
         assert (max(tasks) < 3000, peak, end) == (True, 3000, 0)
 
 
+def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:
+    # Stage 0 of 2 holds the inputs of 2 micro-batches of 100 bytes, and copies of 35.
+    costs = replace(Costs.uniform(2, input_bytes=100), gradient_bytes=(35, 0), num_replicas=2)
+
+    held = list(held_bytes(gpipe(2, 2), costs, Routes(2), 0))
+
+    assert max(held) == 200  # both micro-batches, before there is any copy
+    assert held[-3:] == [135, 35, 0]  # in B0, after it, and at the end
+    assert 135 not in held_bytes(gpipe(2, 2), replace(costs, gradient_bytes=()), Routes(2), 0)
+
+
 def test_a_backward_plan_starts_with_what_forward_left() -> None:
     plan = backward_plan(2, 2, {0})
     assert next(held_bytes(plan, COSTS, Routes(2), 0)) == 2 * 100 + 10

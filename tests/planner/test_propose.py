@@ -7,35 +7,38 @@ from typing import Any
 
 import pytest
 
-from procpipe.balance import divide
-from procpipe.planner.model import Layer, Link, Model, Skip, TiedLayers
-from procpipe.planner.propose import (
-    Proposal,
-    Question,
-    alone_s,
-    choose,
-    default_chunks,
-    leanest,
-    propose,
-)
+from procpipe.planner.layers import Layer, Machine, Profile, Skip, Table, Tie
+from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from tests.plan.proof import prove
 
 
-def model(*seconds: float, kept: float = 0.0, parameters: int = 0, **more: Any) -> Model:
+def model(
+    *seconds: float,
+    kept: float = 0.0,
+    parameters: int = 0,
+    machine: Machine | None = None,
+    **more: Any,
+) -> Profile:
     """Make a model whose layers take so many seconds a sample forward, and twice that backward."""
     layers = tuple(
         Layer(
             f"layer{k}",
-            (forward_s,),
-            (2 * forward_s,),
-            (10.0,),
-            kept_bytes=(kept,),
+            forward_s,
+            2 * forward_s,
+            output_bytes=10.0,
+            held_bytes=10.0 + kept,
+            kept_bytes=kept,
             parameter_bytes=parameters,
             trained_bytes=parameters,
         )
         for k, forward_s in enumerate(seconds)
     )
-    return Model((1,), layers, **more)
+    return Profile(1, (Table(1, layers, **more),), machine or Machine())
+
+
+def chosen(proposals: list[Proposal], memory_bytes: int | None = None) -> Proposal:
+    """Return the best, whether it fits or not."""
+    return best_of_each(proposals, memory_bytes)[0]
 
 
 def of(proposals: list[Proposal], schedule: str, checkpoint: str = "never") -> Proposal:
@@ -45,7 +48,7 @@ def of(proposals: list[Proposal], schedule: str, checkpoint: str = "never") -> P
 
 def test_literal_times_of_two_even_stages() -> None:
     # 4 micro-batches of 1 s forward and 2 s backward on each of 2 stages.
-    proposals = propose(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)), divide)
+    proposals = propose(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)))
 
     assert {p.balance for p in proposals if len(p.balance) == 2} == {(2, 2)}
     assert of(proposals, "gpipe").total_s == 15  # (m + n - 1)(F + B)
@@ -56,26 +59,17 @@ def test_literal_times_of_two_even_stages() -> None:
     assert alone_s(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
 
 
-def test_layers_to_keep_together_are_not_divided() -> None:
-    shared = model(1, 1, 3, 1, shared=((0, 2), (1, 2)))
-
-    assert shared.groups == (3, 1)
-    assert {p.balance for p in propose(shared, Question(2, 2, chunks=(2,)), divide)} == {(3, 1)}
-    with pytest.raises(
-        ValueError, match=r"'layer0' and 'layer2' for instance, .* 2 partitions at m"
-    ):
-        propose(shared, Question(3, 2), divide)
-
-
 def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned() -> None:
     # The gradient of the 400 bytes travels for 4 s, the outputs of 10 bytes for 0.1 s.
-    ties = (TiedLayers("layer0.weight", (0, 3), 400),)
-    link = Link(bytes_per_s=100.0)
-    tied = model(0.5, 0.5, 0.5, 0.5, parameters=1000, ties=ties)
-    question = Question(2, 4, memory_bytes=10_000, chunks=(4,), link=link)
+    ties = (Tie("layer0.weight", (0, 3), 400),)
+    tied, alone = (
+        model(0.5, 0.5, 0.5, 0.5, parameters=1000, ties=each, machine=Machine(send_s=0.01))
+        for each in (ties, ())
+    )
+    question = Question(2, 4, memory_bytes=10_000, chunks=(4,))
 
-    proposals = propose(tied, question, divide)
-    apart = propose(replace(tied, ties=()), question, divide)
+    proposals = propose(tied, question)
+    apart = propose(alone, question)
 
     gpipe, untied = of(proposals, "gpipe"), of(apart, "gpipe")
     assert gpipe.balance == untied.balance == (2, 2)
@@ -90,13 +84,13 @@ def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned
 
 
 def test_layers_are_divided_by_seconds() -> None:
-    proposals = propose(model(1, 1, 1, 3), Question(2, 2, chunks=(2,)), divide)
+    proposals = propose(model(1, 1, 1, 3), Question(2, 2, chunks=(2,)))
 
     assert of(proposals, "gpipe").balance == (3, 1)
 
 
 def test_two_partitions_a_device_need_two_layers_a_device() -> None:
-    names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)), divide)}
+    names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)))}
 
     assert names == {"gpipe", "1f1b", "zb-h1"}
 
@@ -104,104 +98,103 @@ def test_two_partitions_a_device_need_two_layers_a_device() -> None:
 def test_the_fastest_that_fits_is_chosen() -> None:
     # Stage 0 holds 4 micro-batches with gpipe, 2 with 1F1B; each has 2 layers that keep 100 bytes.
     question = Question(2, 4, memory_bytes=None, chunks=(4,))
-    proposals = propose(model(1, 1, kept=100), question, divide)
+    proposals = propose(model(1, 1, kept=100), question)
     gpipe, one_f_one_b = of(proposals, "gpipe"), of(proposals, "1f1b")
     assert max(gpipe.held_bytes) - max(one_f_one_b.held_bytes) >= 200
     lean = max(one_f_one_b.needed_bytes)
 
-    chosen = choose([gpipe, one_f_one_b], lean)
+    assert chosen([gpipe, one_f_one_b], lean) is one_f_one_b
+    assert one_f_one_b.fits(lean)
+    assert not any(p.fits(lean - 1) for p in (gpipe, one_f_one_b))
+    assert chosen([gpipe, one_f_one_b], lean - 1) is one_f_one_b  # it needs the least
 
-    assert chosen is one_f_one_b
-    assert choose([gpipe, one_f_one_b], lean - 1) is None
-    assert leanest([gpipe, one_f_one_b]) is one_f_one_b
 
-
-def test_among_equally_fast_plans_the_leanest_is_chosen() -> None:
-    base = of(propose(model(1, 1), Question(2, 4, chunks=(4,)), divide), "gpipe")
+def test_of_equal_seconds_the_leanest_then_the_simplest_is_first() -> None:
+    base = of(propose(model(1, 1), Question(2, 4, chunks=(4,))), "gpipe")
     fast = replace(base, total_s=10.0, held_bytes=(300, 300))
-    lean = replace(base, total_s=10.19, held_bytes=(200, 100))
-    fat = replace(base, total_s=10.19, held_bytes=(0, 0), static_bytes=(10**6, 0))
-    slow = replace(base, total_s=10.21, held_bytes=(0, 0))
-    simple = replace(base, total_s=10.1, held_bytes=(200, 100), schedule="gpipe")
+    lean = replace(base, total_s=10.01, held_bytes=(200, 100))
+    fat = replace(base, total_s=10.01, held_bytes=(0, 0), static_bytes=(10**6, 0))
+    slow = replace(base, total_s=10.2, held_bytes=(0, 0))
+    simple = replace(base, total_s=10.01, held_bytes=(200, 100), schedule="gpipe")
     less_simple = replace(simple, schedule="zb-h1")
     fewer_chunks = replace(simple, chunks=2)
 
-    assert choose([slow, fast, fat, lean], None) is lean
-    assert choose([less_simple, simple], None) is simple
-    assert choose([simple, fewer_chunks], None) is fewer_chunks
+    assert chosen([slow, fast, fat, lean]) is lean
+    assert chosen([less_simple, simple]) is simple
+    assert chosen([simple, fewer_chunks]) is fewer_chunks
 
 
 def test_layers_are_moved_if_memory_is_short() -> None:
     # By seconds the last layer gets its own device, by bytes the first layer.
     layers = tuple(
-        Layer(name, (seconds,), (seconds,), (1.0,), parameter_bytes=size, trained_bytes=size)
+        Layer(name, seconds, seconds, parameter_bytes=size, trained_bytes=size)
         for name, seconds, size in (("a", 1.0, 500), ("b", 1.0, 500), ("c", 2.0, 100))
     )
     question = Question(2, 2, memory_bytes=2050, states=0.0, chunks=(2,))
     tight = replace(question, memory_bytes=1500)
 
-    roomy = choose(propose(Model((1,), layers), question, divide), 2050)
-    moved = choose(propose(Model((1,), layers), tight, divide), 1500)
+    profile = Profile(1, (Table(1, layers),))
 
-    assert roomy is not None
+    roomy, moved = chosen(propose(profile, question), 2050), chosen(propose(profile, tight), 1500)
+
     assert (roomy.balance, roomy.static_bytes) == ((2, 1), (2000, 200))
-    assert moved is not None
     assert (moved.balance, moved.static_bytes) == ((1, 2), (1000, 1200))
+    assert moved.fits(1500)
 
 
 def test_recomputation_is_chosen_if_memory_is_short() -> None:
     question = Question(2, 8, chunks=(8,))
-    proposals = propose(model(1, 1, kept=1000), question, divide)
-    roomy = choose(proposals, None)
-    assert roomy is not None
+    roomy = chosen(propose(model(1, 1, kept=1000), question))
     assert roomy.checkpoint == "never"
 
     tight = replace(question, memory_bytes=1200)
-    chosen = choose(propose(model(1, 1, kept=1000), tight, divide), 1200)
+    lean = chosen(propose(model(1, 1, kept=1000), tight), 1200)
 
-    assert chosen is not None
-    assert chosen.checkpoint in {"except_last", "always"}
-    assert chosen.total_s > roomy.total_s
+    assert lean.fits(1200)
+    assert lean.checkpoint in {"except_last", "always"}
+    assert lean.total_s > roomy.total_s
 
 
-def test_slow_links_make_steps_slower() -> None:
+@pytest.mark.parametrize("machine", [Machine(0.1), Machine(0, 0.01), Machine(hop_s=0.5)])
+def test_slow_machines_make_steps_slower(machine: Machine) -> None:
     fast, slow = (
-        of(propose(model(1, 1), Question(2, 4, chunks=(4,), link=link), divide), "1f1b").total_s
-        for link in (Link(), Link(latency_s=0.5))
+        of(propose(model(1, 1, machine=each), Question(2, 4, chunks=(4,))), "1f1b")
+        for each in (Machine(), machine)
     )
 
-    assert slow > fast
+    assert slow.total_s > fast.total_s
+    assert fast.on(model(1, 1).tables[0].scaled(1), machine).total_s == slow.total_s
 
 
 def test_skip_tensors_are_routed_and_counted() -> None:
-    skips = (Skip(0, (3,), (1000.0,)),)
-    proposals = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)), divide)
+    skips = (Skip(0, (3,), 1000.0),)
+    proposals = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)))
 
     assert of(proposals, "gpipe").routes.skips == ((0, 3),)
     assert of(proposals, "gpipe").held_bytes[3] >= 2000
 
 
 def test_a_batch_in_chunks_that_do_not_divide_it() -> None:
-    proposal = of(propose(model(1, 1), Question(2, 10, chunks=(4,)), divide), "gpipe")
+    proposal = of(propose(model(1, 1), Question(2, 10, chunks=(4,))), "gpipe")
 
     assert (proposal.micro_batch, proposal.plan.num_micro_batches) == (3, 4)
 
 
 def test_literal_times_of_two_replicas() -> None:
     # Each replica gets 4 of 8 samples in 2 micro-batches, of 2 s forward and 4 s backward on each
-    # of 2 stages, 18 s in all. Then a stage's 600 bytes: 2 messages of 300.
-    question = Question(4, 8, chunks=(2,), num_replicas=2, replica_link=Link(1.0, 300.0))
-    of_model = model(0.5, 0.5, 0.5, 0.5, parameters=300)
+    # of 2 stages, 18 s in all, and messages of 20 bytes. Then a stage's 600 bytes: 2 of 300.
+    question = Question(4, 8, chunks=(2,), num_replicas=2)
+    of_model = model(0.5, 0.5, 0.5, 0.5, parameters=300, machine=Machine(send_s=1 / 150))
 
-    gpipe = of(propose(of_model, question, divide), "gpipe")
-    alone = of(propose(of_model, Question(2, 4, chunks=(2,)), divide), "gpipe")
+    gpipe = of(propose(of_model, question), "gpipe")
+    alone = of(propose(of_model, Question(2, 4, chunks=(2,))), "gpipe")
 
     assert (gpipe.plan.num_stages, gpipe.num_replicas, gpipe.micro_batch) == (2, 2, 2)
-    assert (alone.total_s, gpipe.total_s) == (18, 18 + 4)
-    assert gpipe.timeline.exposed_s == 4
+    assert gpipe.total_s == pytest.approx(alone.total_s + 4)
+    assert gpipe.timeline.exposed_s == pytest.approx(4)
     assert gpipe.static_bytes == alone.static_bytes == (4 * 600,) * 2
     uneven = replace(question, batch=9, chunks=(3,))
-    assert of(propose(of_model, uneven, divide), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
+    assert of(propose(of_model, uneven), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
 
 
 def test_numbers_of_replicas_that_do_not_fit_are_refused() -> None:
@@ -216,12 +209,12 @@ def test_numbers_of_replicas_that_do_not_fit_are_refused() -> None:
     ]
     for asked, message in cases:
         with pytest.raises(ValueError, match=message):
-            propose(model(1, 1), Question(**asked), divide)
+            propose(model(1, 1), Question(**asked))
 
 
 def test_default_chunks_are_powers_of_two() -> None:
-    assert default_chunks(64, 2) == (1, 2, 4, 8, 16)
-    assert default_chunks(5, 2) == (1, 2, 4)
+    assert list(Question(2, 64).splits().items()) == [(1, 64), (2, 32), (4, 16), (8, 8), (16, 4)]
+    assert Question(2, 5).splits() == {1: 5, 2: 3, 4: 2}
 
 
 @pytest.mark.parametrize(
@@ -239,4 +232,4 @@ def test_questions_without_an_answer_are_refused(question: dict[str, Any], messa
 
 def test_more_devices_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="3 devices are asked for, but the model has 2 layers"):
-        propose(model(1, 1), Question(3, 4), divide)
+        propose(model(1, 1), Question(3, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.task import Plan, Task
 from procpipe.planner.costs import Costs
-from procpipe.planner.simulation import Timeline, simulate
+from procpipe.planner.simulation import AllReduce, Timeline, simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES
 
@@ -44,13 +45,59 @@ def test_a_recomputation_runs_while_the_gradient_is_under_way() -> None:
     assert times(timeline, 0) == {"R0": (0, 1), "B0": (3.5, 5.5)}
 
 
-def test_hops_take_their_own_time_there_and_back() -> None:
-    costs = Costs((1, 1, 1), (1, 1, 1), (1, 1, 1), transfer_s=(10, 100))
-    timeline = simulate(gpipe(1, 3), costs)
-    assert timeline.start_s(Task("F", 0, 1)) == 11
-    assert timeline.start_s(Task("F", 0, 2)) == 112
-    assert timeline.start_s(Task("B", 0, 1)) == 214
-    assert timeline.start_s(Task("B", 0, 0)) == 225
+def test_a_send_occupies_its_stage_and_the_host_each_task() -> None:
+    # A message of 4 bytes down and up; the skip of 2 bytes past stage 1.
+    costs = Costs(
+        (1, 1, 1), (1, 1, 1), (1, 1, 1), host_s=0.5, send_s=0.25, transfer_s=10, step_s=7,
+        output_bytes=(4, 4, 4), skip_bytes={(0, 2): 2},
+    )  # fmt: skip
+    timeline = simulate(gpipe(2, 3), costs)
+
+    assert times(timeline, 0)["F0"] == (0.5, 1.5)
+    assert times(timeline, 0)["F1"] == (3.5, 4.5)  # after 1.5 s of sending, and 0.5 s
+    assert times(timeline, 1)["F0"] == (13.5, 14.5)  # sent at 3, there at 13
+    assert times(timeline, 2)["F0"] == (26, 27)
+    assert times(timeline, 2)["F1"] == (29, 30)
+    assert times(timeline, 2)["B1"] == (30.5, 31.5)  # the last stage sends no output
+    assert timeline.busy_s(0) == 4
+    assert timeline.total_s == timeline.end_s(Task("B", 0, 0)) + 7
+
+
+def test_two_partitions_of_one_stage_send_each_other_nothing() -> None:
+    costs = Costs((1, 1), (1, 1), (1, 1), send_s=1.0, transfer_s=5.0, output_bytes=(8, 8))
+    plan = gpipe(1, 1, placement=(0, 0))
+
+    assert simulate(plan, costs).total_s == 4
+
+
+def test_all_reduces_drawn_by_hand() -> None:
+    # stage 0   [F0][F1]          [──B1──][──B0──]A0      B0 from 7 to 9
+    # stage 1       [F0][F1][──B1──][──B0──]A0            B0 from 5 to 7
+    mib = 2**20
+    costs = replace(Costs.uniform(2), gradient_bytes=(25 * mib, 50 * mib), num_replicas=2)
+    costs = replace(costs, send_s=0.1 / mib)  # 2.5 s for 25 MiB: half is sent, and half of the sum
+
+    timeline = simulate(gpipe(2, 2), costs)
+
+    assert timeline.all_reduces == (
+        AllReduce(0, 25 * mib, 9.0, 11.5),  # one bucket, after the task
+        AllReduce(1, 50 * mib, 5.0, 10.0),  # the second after it, the first beside it
+    )
+    assert (timeline.total_s, timeline.exposed_s) == (11.5, 2.5)
+    assert timeline.hidden == pytest.approx(1 - (2.5 + 1) / 7.5)
+    assert simulate(forward_plan(2, 2), costs).all_reduces == ()
+    assert simulate(gpipe(2, 2), replace(costs, num_replicas=1)).exposed_s == 0
+
+
+def test_gradients_of_tied_parameters_come_last() -> None:
+    # What stage 1 sends after its last task, at 7, is with stage 0 at 17; the other way 9 and 19.
+    tied: dict[tuple[int, ...], int] = {(0, 1): 20}
+    costs = replace(Costs.uniform(2), tied_bytes=tied, send_s=0.25, transfer_s=5.0)
+    costs = replace(costs, transfer_s=0.0, send_s=0.5)
+
+    assert simulate(gpipe(2, 2), costs).total_s == 19
+    with_sums = replace(costs, gradient_bytes=(4, 4), num_replicas=2)
+    assert [one.start_s for one in simulate(gpipe(2, 2), with_sums).all_reduces] == [17, 19]
 
 
 @for_each(("m", "n"), SIZES)
@@ -80,8 +127,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
         st.sampled_from([gpipe(m, n, recompute=again), forward_plan(m, n), backward_plan(m, n)])
     )
     per_stage = st.tuples(*[SECONDS] * n)
-    hops = draw(st.one_of(SECONDS, st.tuples(*[SECONDS] * (n - 1))))
-    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), hops)
+    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), draw(SECONDS))
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True).map(tuple)) if pairs else ()
     return plan, costs, Routes(n, skips)
@@ -99,9 +145,7 @@ def test_a_second_computation_agrees_also_with_skips(
     for task in plan.tasks():
         start = free[task.j]
         for transfer in routes.needed(task):
-            low, high = sorted((transfer.source, transfer.destination))
-            hop = max(costs.hops_s(plan.placement)[low:high])  # as long as its slowest boundary
-            start = max(start, ends[transfer.makers[0]] + hop)
+            start = max(start, ends[transfer.makers[0]] + costs.transfer_s)
         ends[task] = free[task.j] = start + seconds[task.kind][task.j]
         assert timeline.start_s(task) == start
         assert timeline.end_s(task) == ends[task]
@@ -129,8 +173,8 @@ def test_costs_and_routes_must_fit_the_plan() -> None:
         simulate(gpipe(1, 2), Costs.uniform(2), Routes(3))
     with pytest.raises(ValueError, match="backward_s has 1 numbers, but forward_s has 2"):
         Costs((1, 1), (1,), (1, 1))
-    with pytest.raises(ValueError, match=r"transfer_s has 2 numbers.* it must have 1"):
-        Costs((1, 1), (1, 1), (1, 1), (1, 1))
+    with pytest.raises(ValueError, match=r"gradient_bytes has 1 numbers.* it must have 2"):
+        Costs((1, 1), (1, 1), (1, 1), gradient_bytes=(1,))
 
 
 def test_tasks_that_take_no_time_leave_no_bubble() -> None:

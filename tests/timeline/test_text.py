@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe
-from procpipe.planner.all_reduce import Bucket
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.text import render_text, render_timeline_text
@@ -46,15 +45,16 @@ def test_a_timeline_is_a_row_a_stage_with_dots_for_idle_time() -> None:
 
 
 def test_all_reduces_are_drawn_beside_the_tasks() -> None:
-    half, last = Bucket(2**20, 1.0, ((0, 0.5),)), Bucket(2**21, 4.0, ((1, 1.0),))
-    timeline = simulate(gpipe(2, 2), replace(Costs.uniform(2), buckets=((half,), (last,))))
+    # 1 and 3 s for the one bucket of a stage, after its last task.
+    costs = replace(Costs.uniform(2), gradient_bytes=(2**20, 3 * 2**20), num_replicas=2)
+    timeline = simulate(gpipe(2, 2), replace(costs, send_s=1 / 2**20))
 
-    assert render_timeline_text(timeline, width=43) == drawn("""
-        stage 0   F0─F1─·········B1────B0────······
-        stage 1   ···F0─F1─B1────B0────============
-                  0 s                          11 s
-                  idle 45.5%
-                  = all-reduce, 60% hidden; 18.2% of the step is that alone
+    assert render_timeline_text(timeline, width=40) == drawn("""
+        stage 0   F0─F1─·········B1────B0────===
+        stage 1   ···F0─F1─B1────B0────=========
+                  0 s                       10 s
+                  idle 40.0%
+                  = all-reduce, 50% hidden; 10.0% of the step is that alone
     """)
 
 

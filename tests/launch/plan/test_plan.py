@@ -15,19 +15,16 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from procpipe.balance import divide, layer_profile
-from procpipe.launch.console import Table
+from procpipe.launch.console import Table as TextTable
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure
-from procpipe.launch.plan.check import Rehearsal
-from procpipe.launch.plan.measure import measure_model
+from procpipe.launch.plan.best import Measured
+from procpipe.launch.plan.measure import measure_layers
 from procpipe.launch.plan.options import parse_bytes
-from procpipe.launch.plan.report import check_table
+from procpipe.launch.plan.report import proposals_table, tasks_table
 from procpipe.launch.plan.subject import Subject, stand_in_loss
-from procpipe.planner.costs_file import from_text
-from procpipe.planner.model import Link
-from procpipe.planner.propose import Proposal, Question, propose
-from procpipe.replicas.bucket import buckets_of
+from procpipe.planner.layers import Layer, Profile, Table, to_text
+from procpipe.planner.propose import Question, propose
 from procpipe.words import bytes_text, seconds_text
 
 MYMODEL = """
@@ -63,23 +60,20 @@ def exits():
 """
 
 #: Two even layers that keep 3 MB a sample each, on 8 samples.
-COSTS = {
-    "procpipe layer costs": 1,
-    "batch": 8,
-    "samples": [1],
-    "layers": [
-        {
-            "name": name,
-            "forward_s": [0.001],
-            "backward_s": [0.002],
-            "output_bytes": [1000],
-            "kept_bytes": [3_000_000],
-            "parameter_bytes": 1_000_000,
-            "trained_bytes": 1_000_000,
-        }
-        for name in ("first", "second")
-    ],
-}
+LAYERS = tuple(
+    Layer(
+        name,
+        0.001,
+        0.002,
+        output_bytes=1000,
+        held_bytes=3_001_000,
+        kept_bytes=3_000_000,
+        parameter_bytes=1_000_000,
+        trained_bytes=1_000_000,
+    )
+    for name in ("first", "second")
+)
+COSTS = Profile(8, (Table(1, LAYERS),))
 
 
 @pytest.fixture(autouse=True)
@@ -88,17 +82,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
-    monkeypatch.setattr(layer_profile, "_MIN_ROUNDS", 1)
     monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
-    (tmp_path / "costs.json").write_text(json.dumps(COSTS))
+    (tmp_path / "costs.json").write_text(to_text(COSTS))
     return tmp_path
 
 
 def plan(*words: str, replicas: int | None = 1) -> int:
     """Plan one pipeline, another number of replicas, or all numbers of them (None)."""
     of_replicas = [] if replicas is None else ["--replicas", str(replicas)]
-    code: int = main(["plan", "--device", "cpu", *of_replicas, *words])
+    processes = [] if {"--check", "--estimate"} & {*words} else ["--estimate"]
+    code: int = main(["plan", "--device", "cpu", *of_replicas, *processes, *words])
     return code
 
 
@@ -109,8 +103,8 @@ def test_a_plan_is_made_from_saved_costs(capsys: pytest.CaptureFixture[str]) -> 
     # 8 micro-batches of 1 + 1 + 1 ms (forward and both halves) on each stage, and 1 ms at the ends
     # as the first activation comes and the last gradient goes: zb-h1. On one device, 8 * 6 ms.
     assert "one alone, if it had the memory, would take 48 ms" in printed
-    assert re.search(r"zb-h1 \* +never +8 +25 ms +1\.92x", printed), printed
-    assert re.search(r"gpipe +never +8 +27 ms +1\.78x", printed), printed
+    assert re.search(r"zb-h1 \* +2 +never +8 +25 ms +1\.92x", printed), printed
+    assert re.search(r"1f1b +2 +never +8 +27 ms +1\.78x", printed), printed
     assert re.search(r"0 +first +24 ms +1\.91 MiB", printed), printed
     assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
@@ -126,40 +120,38 @@ def test_little_memory_costs_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*words, "--memory", "5.5MB") == 0
 
     printed = capsys.readouterr().out
-    assert re.search(r"gpipe +never +8 .* no\n", printed), printed
-    assert re.search(r"1f1b +always +8 .* yes\n", printed), printed
-    assert re.search(r"1f1b +except_last +8 .* no\n", printed), printed
+    assert re.search(r"zb-h1 \* +2 +always +8 .* yes\n", printed), printed
+    assert "never" not in printed
     assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="always", schedule="zb-h1", '
         "loss_fn=loss_fn)"
     )
 
 
-#: A row of the table of stages and replicas, from the step on.
-TIMES = r"+[\d.]+ m?s +[\d.]+x +[\d.]+%"
-
-
 def test_stages_and_replicas_are_proposed_together(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--costs", "costs.json", "-n", "2", "--optimizer", "sgd", "--chunks", "2")
 
-    assert plan(*words, "--replica-bandwidth", "1GB/s", replicas=None) == 0
+    assert plan(*words, "--bandwidth", "1GB/s", replicas=None) == 0
 
     printed = capsys.readouterr().out
     # A replica has 4 of 8 samples: 4 * (3 + 3) ms. Half of its gradients, 2 MB, are sent, and half
     # of the sums: 2 ms, which nothing hides, as both layers are in one bucket.
-    assert re.search(r"\n  1 x 2 \* +\S+ +never +2 +26 ms .* 0\.0% +7\.7% +0% .* yes\n", printed)
-    assert re.search(rf"\n  2 x 1 +\S+ +never +2 {TIMES} +[\d.]+ MiB +yes\n", printed), printed
+    assert re.search(
+        r"\n  \S+ \* +1 x 2 +never +2 +26 ms .* 0\.0% +7\.7%, 0% hidden .* yes\n", printed
+    ), printed
+    assert re.search(r"\n  zb-h1 +2 x 1 +never +2 +[\d.]+ ms .* yes\n", printed), printed
     assert "= all-reduce, 0% hidden; 7.7% of the step is that alone" in printed
     assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[2], replicas=2, chunks=2, checkpoint="never", '
         'schedule="1f1b", loss_fn=loss_fn)'
     )
-    assert plan(*words, "--replica-bandwidth", "10MB/s", replicas=None) == 0
-    assert "\n  2 x 1 * " in capsys.readouterr().out, "replicas take 200 ms to add up gradients"
+    assert plan(*words, "--bandwidth", "10MB/s", replicas=None) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\n  \S+ \* +2 ", printed), "replicas take 200 ms to add up gradients"
     assert plan(*words, "--memory", "15.5MB", replicas=None) == 0
     printed = capsys.readouterr().out
-    assert "\n  2 x 1 * " in printed, "a replica does not fit"
-    assert re.search(r"\n  1 x 2 .* no\n", printed), printed
+    assert re.search(r"\n  \S+ \* +2 ", printed), "a replica does not fit"
+    assert " x 2" not in printed
 
 
 def test_the_number_of_replicas_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +163,8 @@ def test_the_number_of_replicas_can_be_given(capsys: pytest.CaptureFixture[str])
 
     printed = capsys.readouterr().out
     assert "balance=[1, 1], replicas=2, " in given
-    assert "stages x replicas" not in given
     assert "left out: 4 stages x 1 replica, as 4 devices are asked for, but the mo" in printed
-    assert {"2 x 2", "1 x 4"} == set(re.findall(r"\n  (\d x \d)", printed))
+    assert {"2 x 2", "1 x 4"} >= set(re.findall(r"\n  \S+[ *]+(\d x \d) ", printed)) != set()
 
 
 def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
@@ -222,8 +213,8 @@ def test_saved_costs_give_the_same_proposal(
     read = capsys.readouterr().out
 
     saved = json.loads((folder / "mine.json").read_text())
-    assert [layer["type"] for layer in saved["layers"]] == ["Linear", "ReLU", "Linear"]
-    assert (saved["batch"], saved["samples"]) == (8, [2])
+    assert [layer["type"] for layer in saved["tables"][0]["layers"]] == ["Linear", "ReLU", "Linear"]
+    assert (saved["batch"], saved["tables"][0]["samples"]) == (8, 2)
     assert "stands in" not in measured
     assert measured[measured.index("a mini-batch") :].replace("=loss)", "=loss_fn)") == read
 
@@ -233,15 +224,13 @@ def test_a_link_is_measured_if_it_is_used_or_saved(
 ) -> None:
     words = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2")
 
-    def links(*more: str) -> list[str]:
-        assert plan(*words, *more, replicas=None) == 0
-        printed = capsys.readouterr().out
-        return re.findall(r"^(?:transfers|all-reduces): .*?([\w-]+)\)$", printed, re.MULTILINE)
+    def link(*more: str) -> list[str]:
+        assert plan(*words, *more) == 0
+        return re.findall(r"^transfers: .*?([\w-]+)\)$", capsys.readouterr().out, re.MULTILINE)
 
-    assert links() == ["measured", "measured"]
-    assert links("--bandwidth", "10GB/s") == ["--bandwidth"]
-    assert links("--replica-bandwidth", "10GB/s") == ["measured"]
-    assert links("--bandwidth", "10GB/s", "--save", "mine.json") == ["measured", "measured"]
+    assert link() == ["measured"]
+    assert link("--bandwidth", "10GB/s") == ["--bandwidth"]
+    assert link("--bandwidth", "10GB/s", "--save", "mine.json") == ["measured"]
 
 
 def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
@@ -252,7 +241,8 @@ def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
     assert plan("mymodel:two", "--sample", "mymodel:two_inputs", *words) == 0
     saved = json.loads((folder / "mine.json").read_text())
 
-    assert (saved["batch"], saved["samples"], saved["input_bytes"]) == (20, [10], [280.0])
+    (table,) = saved["tables"]
+    assert (saved["batch"], table["samples"], table["input_bytes"]) == (20, 10, 280)
     assert "no --loss is given: the mean of squares of the output stands in" in (
         capsys.readouterr().out
     )
@@ -265,39 +255,15 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
     )  # fmt: skip
     sample = torch.rand(6, 2, 8, 8)
     subject = Subject(model, (sample,), None, stand_in_loss, batch=6)
-    measured = replace(measure_model(subject, [6], torch.device("cpu")), loss=None)
+    (table,) = measure_layers(subject, [6], torch.device("cpu"))
+    measured = replace(table, loss=None)
 
     for balance in ([10], [1, 9], [2, 8], [3, 7], [4, 6], [5, 5], [6, 1, 3], [7, 2, 1]):
         x, truth = sample, []
         for last, count in zip(accumulate(balance), balance, strict=True):
             num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
             truth.append(num_bytes)
-        assert list(measured.costs(balance, 6, Link()).saved_bytes) == truth, balance
-
-
-def test_planned_buckets_are_those_that_replicas_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("procpipe.plan.buckets", "procpipe.planner.model"):
-        monkeypatch.setattr(f"{module}.BUCKET_BYTES", 300)
-    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)), nn.Linear(6, 2))
-    model.append(nn.Linear(2, 2, bias=False))  # a layer has one tensor of at most 300 bytes, or two
-    model[3].weight = model[0].weight
-    subject = Subject(model, (torch.rand(4, 6),), None, stand_in_loss, batch=4)
-    measured = measure_model(subject, [4], torch.device("cpu"))
-
-    for balance, placement in (([3, 3], [0, 1]), ([2, 1, 3], [0, 1, 0]), ([6], [0])):
-        planned = measured.buckets(balance, placement, 4, Link(), 2)
-        cuts = [0, *accumulate(balance)]
-        for stage in range(max(placement) + 1):
-            parts = [j for j, its_stage in enumerate(placement) if its_stage == stage]
-            layers = [layer for j in parts for layer in list(model)[cuts[j] : cuts[j + 1]]]
-            own = dict.fromkeys(p for layer in layers for p in layer.parameters())
-            tied = [p for p in own if p is model[0].weight and len(balance) == 2]
-            real = [
-                sum(p.nbytes for p in bucket.missing)
-                for bucket in buckets_of([p for p in own if not any(p is t for t in tied)])
-            ]
-            found = [bucket.num_bytes for bucket in planned[stage]]
-            assert found == [*real, *(p.nbytes for p in tied)], (balance, stage)
+        assert list(measured.costs(balance).saved_bytes) == truth, balance
 
 
 def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -316,18 +282,6 @@ def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tenso
     return sum(saved.values()), output.detach()
 
 
-def test_default_sizes_that_the_model_refuses_are_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert plan("mymodel:normed", "--sample", "mymodel:sample", "-n", "2") == 0
-
-    printed = capsys.readouterr().out
-    assert "left out: micro-batches of less than 2, since the model cannot be run on 1 s" in printed
-    assert "Expected more than 1 value per channel" in printed
-    assert re.search(r"gpipe[ *]+never +[124] ", printed), printed
-    assert not re.search(r"(never|always|except_last) +8 ", printed), printed
-
-
 def test_layers_that_share_a_parameter_are_divided(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,27 +293,6 @@ def test_layers_that_share_a_parameter_are_divided(
     printed = capsys.readouterr().out
     # Layers 0 and 2 are on two of the stages: each has 16 numbers, and sends them to the other.
     assert len(re.findall(r"^  0\.weight +0, [12] +64 B +128 B$", printed, re.MULTILINE)) == 2
-
-
-def test_layers_of_an_earlier_versions_costs_stay_together(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("-n", "2", "--chunks", "2", "--save", "mine.json")
-    assert plan("mymodel:tied", "--sample", "mymodel:sample", *words) == 0
-    path = folder / "mine.json"
-    whole = json.loads(path.read_text())
-    del whole["ties"]
-    path.write_text(json.dumps(whole | {"shared": [[0, 2]]}))
-    capsys.readouterr()
-
-    assert plan("--costs", "mine.json", "-n", "2", "--chunks", "2") == 0
-    with pytest.raises(SystemExit):
-        plan("--costs", "mine.json", "-n", "3", "--chunks", "2")
-
-    printed = capsys.readouterr()
-    assert "balance=[3, 1]" in printed.out
-    assert "0.weight" not in printed.out
-    assert "layers that must be in one partition, '0' and '2' for instance" in printed.err
 
 
 def test_a_missing_folder_is_an_error_before_anything_is_measured(
@@ -382,7 +315,7 @@ def test_planning_from_costs_of_a_gpu_needs_no_gpu() -> None:
 def test_a_table_is_never_cut(
     width: int, is_drawn: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = Table("a title", [("schedule", "step"), ("zb-h1 and more", "1.23 ms")])
+    table = TextTable("a title", [("schedule", "step"), ("zb-h1 and more", "1.23 ms")])
 
     table.print(Console(width=width, force_terminal=True))
 
@@ -391,22 +324,20 @@ def test_a_table_is_never_cut(
     assert ("│" in printed) == is_drawn
 
 
-def proposal_and_measured() -> tuple[Proposal, Rehearsal]:
-    """Return a proposal, and the measurement of a run of its plan."""
-    model = from_text(json.dumps(COSTS)).model
-    found = propose(model, Question(2, 8, chunks=(2,)), divide)
-    proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
-    task_s = {"F0": 0.004, "B0": 0.008, "F1": 0.004, "B1": 0.008}
-    return proposal, Rehearsal(proposal.total_s, 0.5, task_s)
-
-
 def test_a_run_is_compared_with_its_prediction() -> None:
-    proposal, measured = proposal_and_measured()
+    found = propose(COSTS, Question(2, 8, chunks=(2,)))
+    proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
+    task_s = {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.004, ("B", 1): 0.012}
+    measured = Measured(1.5 * proposal.total_s, 0.5, 1 << 20, task_s)
 
-    rows = {row[0]: row[1:] for row in check_table(proposal, measured, is_cpu=True).rows}
+    rows = {row[0]: row[1:] for row in tasks_table(proposal, measured).rows}
+    (row,) = proposals_table([proposal], {proposal: measured}, None, 0.048, None).rows[1:]
 
     assert rows["stage 0, forward"] == ("4 ms", "4 ms", "+0.0%")
+    assert rows["stage 1, backward"] == ("8 ms", "12 ms", "+50.0%")
     assert rows["idle"] == ("33.3%", "50.0%", "+16.7%")
+    assert row[4:7] == ["36 ms (54 ms)", "0.89x", "33.3% (50.0%)"]
+    assert row[7].endswith(" (1 MiB)")
 
 
 MODEL = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2")
@@ -425,7 +356,12 @@ MISTAKES = [
     ),
     (
         ("mymodel:normed", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2,8"),
-        "--chunks 8: the model cannot be run on micro-batches of 1 sample (while layer '1'",
+        "the model cannot be run on micro-batches of 1 sample (while layer '1'",
+    ),
+    (
+        ("mymodel:normed", "--sample", "mymodel:sample", "-n", "2"),
+        "Expected more than 1 value per channel when training, got input size torch.Size([1, 8]); "
+        "give the numbers of --chunks to try, fewer than 8",
     ),
     ((*MODEL, "--chunks", "8,"), "'8,' has a comma without a number on each side"),
     ((*MODEL, "--memory", "0"), "0: a device needs memory"),
@@ -451,20 +387,25 @@ MISTAKES = [
     ),
     (("mymodel:build", "--sample", "mymodel:wide", "-n", "2"), "while layer '0' (Linear) was"),
     ((*MODEL, "--loss", "mymodel:number"), "but the loss must be a function"),
-    ((*MODEL[:-1], "4"), "-n 4: the model has 3 layers"),
+    ((*MODEL[:-1], "4"), "4 devices are asked for, but the model has 3 layers"),
     ((*MODEL[:-1], "4", "--replicas", "3"), "3: all replicas have equally many stages, so of 4 d"),
-    ((*MODEL[:-1], "8", "--replicas", "2"), "-n 8: the model has 3 layers, and each stage needs"),
-    ((*MODEL, "--replicas", "2", "--batch", "1"), "has 1 sample, too few for 2 replicas of as"),
+    ((*MODEL[:-1], "8", "--replicas", "2"), "4 stages are asked for, but the model has 3 layers"),
+    ((*MODEL, "--replicas", "2", "--batch", "1"), "has 1 sample, and each of 2 replicas needs at"),
     ((*MODEL, "--memory", "24Gigs"), "'24Gigs' is not an amount of bytes; one reads like 24GiB"),
     ((*MODEL, "--bandwidth", "fast"), "'fast' is not a bandwidth; one reads like 20GB/s"),
-    ((*MODEL, "--chunks", "4,16"), "--chunks 16: the mini-batch has 8 samples"),
+    ((*MODEL, "--chunks", "4,16"), "16 chunks are asked for, but a mini-batch of 8 samples"),
     ((*MODEL, "--chunks", "4,x"), "x: give a number of at least 1"),
     ((*MODEL, "--costs", "costs.json"), "so leave out the model"),
     (("--costs", "costs.json", "-n", "2", "--check"), "so leave out --check"),
+    (("--costs", "costs.json", "costs.json", "-n", "2"), "give one file of costs, or the files"),
+    ((*MODEL, "--check", "--estimate"), "leave out one"),
     (("--costs", "costs.json", "-n", "3"), "3 devices are asked for, but the model has 2 layers"),
     (("--costs", "costs.json", "-n", "2", "--chunks", "16"), "16 chunks are asked for"),
     (("--costs", "no.json", "-n", "2"), "--costs no.json cannot be read"),
-    (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py is not a file of costs: it is not"),
+    (
+        ("--costs", "mymodel.py", "-n", "2"),
+        "mymodel.py is neither a file of costs nor of a rec",
+    ),
 ]
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.balance import Inputs, balance_by_size, divide
-from procpipe.balance.estimated import estimated_balance
+from procpipe.balance import Inputs, balance_by_size
+from procpipe.balance.balances import estimated_balance
 from procpipe.errors import BalanceError
+from procpipe.planner.divide import divide
 from procpipe.skip import pop, skippable, stash
 
 

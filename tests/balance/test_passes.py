@@ -1,0 +1,423 @@
+"""Passes over layers, one at a time: what they measure, and what they must not change."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from procpipe.balance import Inputs, balance_by_time, profile_layers
+from procpipe.balance.balances import layer_sizes
+from procpipe.errors import BoundaryError
+from tests.balance.layers import Clock, Taking, float32, layer_times
+from tests.cases import for_each
+
+
+class Calling(nn.Module):
+    """Applies a function, by default one that passes the first input on."""
+
+    def __init__(self, function=lambda x, *rest: x, seen=None):
+        super().__init__()
+        self.function = function
+        self.seen = Seen() if seen is None else seen
+
+    def forward(self, *inputs):
+        self.seen.append(inputs)
+        return self.function(*inputs)
+
+
+class Seen(list):
+    """Inputs that layers have recorded; copies of a layer share the list."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def conv_model():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten()
+    )
+
+
+def profiled(module, sample):
+    return list(profile_layers(module, sample, timeout=0).layers)
+
+
+MEASURES = {"profile": profiled, "sizes": layer_sizes}
+measures = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_count():
+    clock = Clock()
+    layers = [Taking(clock, [1.0] * 2, 2.0), Taking(clock, [0.5] * 2, 4.0)]
+    sample = torch.ones(1, requires_grad=True)
+
+    assert layer_times(nn.Sequential(*layers), sample, clock=clock) == [3.0, 4.5]
+
+
+def test_no_backward_where_nothing_requires_a_gradient():
+    clock = Clock()
+    layers = [Taking(clock, [1.0] * 2, 2.0), nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0)]
+
+    times = layer_times(nn.Sequential(*layers), torch.ones(1), clock=clock)
+
+    assert times == [1.0, 0.0, 3.0]
+
+
+def test_the_median_after_a_round_to_warm_up():
+    clock = Clock()
+    layer = Taking(clock, [100.0, 1.0, 9.0, 2.0], 0.0)
+
+    # Rounds begin until 111 s have passed: at 0 (not counted), 100, 101 and 110, not at 112.
+    assert layer_times(nn.Sequential(layer), torch.ones(1), timeout=111, clock=clock) == [2.0]
+
+
+def test_every_round_starts_from_the_sample():
+    sums = []
+    clock = Clock()
+
+    def add_one(x):
+        sums.append(x.sum().item())
+        return x.add_(1).flatten(1)
+
+    model = nn.Sequential(Calling(add_one), nn.Linear(4, 1), Taking(clock, [1.0] * 3, 0.0))
+
+    layer_times(model, torch.zeros(2, 2, 2), timeout=3, clock=clock)
+
+    assert sums == [0.0] * 3
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_saved_tensors_and_outputs():
+    model = nn.Sequential(
+        nn.Linear(10, 20),  # saves its input, which is not its own
+        nn.Sigmoid(),  # saves its output
+        Calling(lambda x: (x * 2).sin().cos()),  # saves x * 2 and its sine, and returns another
+        nn.ReLU(inplace=True),  # makes nothing
+        nn.Dropout(),  # saves its mask, as bool on CPU or float, and returns another
+        Calling(lambda x: x[:, :1]),  # a view
+    )
+
+    sizes = layer_sizes(model, torch.rand(8, 10), param_scale=0)
+
+    tensor_bytes = float32(8, 20)
+    assert sizes[:4] == [tensor_bytes, tensor_bytes, 3 * tensor_bytes, 0]
+    assert sizes[4] in (tensor_bytes + tensor_bytes // 4, 2 * tensor_bytes)
+    assert sizes[5] == 0
+
+
+def test_parameters_are_scaled():
+    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20, affine=False))
+    num_parameter_bytes = float32(10, 20) + float32(20)
+
+    none, one, two = (
+        layer_sizes(model, torch.rand(8, 10), param_scale=scale) for scale in (0, 1, 2)
+    )
+
+    assert one[0] - none[0] == num_parameter_bytes
+    assert two[0] - none[0] == 2 * num_parameter_bytes
+    assert none[1] == one[1] == two[1]
+    assert layer_sizes(model, torch.rand(8, 10)) == two
+
+
+def test_saved_parameters_and_buffers_are_no_activations():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+            self.register_buffer("table", torch.ones(1000))
+
+        def forward(self, x):
+            return (x * self.weight * self.table).sum()  # saves the three, and not x * weight
+
+    sample = torch.rand(1000, requires_grad=True)
+
+    assert layer_sizes(nn.Sequential(Scale()), sample, param_scale=0) == [float32()]
+
+
+def test_leaves_that_a_layer_makes_are_held_by_its_graph():
+    model = nn.Sequential(Calling(lambda x: x + torch.rand_like(x, requires_grad=True)))
+
+    assert layer_sizes(model, torch.rand(10)) == [2 * float32(10)]
+
+
+def test_tensors_that_a_layer_recomputes_are_not_held():
+    def costly(x):
+        return x.sin().cos().exp()
+
+    plain = nn.Sequential(Calling(costly))
+    thrifty = nn.Sequential(Calling(lambda x: checkpoint(costly, x, use_reentrant=False)))
+    sample = torch.rand(10, requires_grad=True)
+
+    assert layer_sizes(plain, sample) == [2 * float32(10)]  # the sine, and the output
+    assert layer_sizes(thrifty, sample) == [float32(10)]
+
+
+@for_each(("chunks", "num_rows"), [(1, 10), (2, 5), (4, 3), (10, 1), (64, 1)])
+def test_activations_of_the_largest_micro_batch(chunks, num_rows):
+    model = nn.Sequential(nn.Linear(2, 3))
+
+    sizes = layer_sizes(model, torch.rand(10, 2), chunks=chunks, param_scale=0)
+
+    assert sizes == [float32(num_rows, 3)]
+
+
+def test_only_tensors_with_the_batch_size_are_split():
+    layer = Calling()
+    values = torch.rand(6, 2), torch.rand(6), torch.rand(5, 2), torch.tensor(1.0)
+
+    layer_sizes(nn.Sequential(layer), Inputs(*values), chunks=3)
+
+    assert [[x.shape for x in inputs] for inputs in layer.seen] == [[(2, 2), (2,), (5, 2), ()]]
+
+
+def test_meta_gives_the_sizes_of_the_cpu():
+    model = conv_model()
+    sample = torch.rand(4, 3, 8, 8)
+    with torch.device("meta"):
+        model_on_meta, sample_on_meta = conv_model(), torch.rand(4, 3, 8, 8)
+    expected = layer_sizes(model, sample, chunks=2)
+
+    for a_model, a_sample, device in [
+        (model_on_meta, sample_on_meta, None),
+        (model_on_meta, sample, None),
+        (model_on_meta, sample, "cpu"),
+        (model, sample_on_meta, None),
+        (model, sample, "meta"),
+    ]:
+        assert layer_sizes(a_model, a_sample, chunks=2, device=device) == expected
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_sizes_of_the_cpu():
+    model = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 3))
+    sample = torch.rand(64, 10)
+
+    cpu, gpu = layer_sizes(model, sample), layer_sizes(model, sample, device="cuda")
+
+    assert [abs(a - b) <= 4 * 64 * 2 for a, b in zip(cpu, gpu, strict=True)] == [True] * 4
+
+
+def test_sizes_are_the_same_every_time():
+    first, second = (layer_sizes(conv_model(), torch.rand(4, 3, 8, 8)) for _ in range(2))
+
+    assert first == second
+
+
+# -- what is not changed --------------------------------------------------------------------------
+
+
+@measures
+def test_the_model_is_unchanged(measure):
+    model = conv_model()
+    model(torch.rand(4, 3, 8, 8)).sum().backward()  # already has gradients
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    gradients = copy.deepcopy([p.grad for p in model.parameters()])
+    flags = [p.requires_grad for p in model.parameters()]
+
+    measure(model, torch.rand(4, 3, 8, 8))
+
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert [module.training for module in model] == [True, False, True, True, True]
+
+
+@measures
+def test_the_sample_is_unchanged(measure):
+    sample = torch.rand(4, 3, 8, 8, requires_grad=True)
+    sample.sum().backward()
+    before = sample.detach().clone()
+
+    measure(nn.Sequential(nn.ReLU(inplace=True), Calling(lambda x: x.mul_(2))), sample)
+
+    assert torch.equal(sample, before)
+    torch.testing.assert_close(sample.grad, torch.ones_like(sample), rtol=0, atol=0)
+    assert sample.requires_grad
+
+
+@measures
+def test_the_state_of_the_random_generator_is_unchanged(measure):
+    before = torch.get_rng_state()
+
+    measure(nn.Sequential(nn.Dropout(), Calling(torch.rand_like)), torch.zeros(100))
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@measures
+def test_layers_run_in_training_mode(measure):
+    modes = []
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            modes.append((self.training, torch.is_grad_enabled()))
+            return x
+
+    model = nn.Sequential(Noting()).eval()
+    with torch.no_grad():
+        measure(model, torch.rand(1))
+
+    assert set(modes) == {(True, True)}
+    assert not model.training
+    assert not model[0].training
+
+
+def test_backward_counts_in_inference_mode_too():
+    clock = Clock()
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0))
+        sample = torch.rand(1)
+
+        assert layer_times(model, sample, clock=clock) == [0.0, 3.0]
+        assert layer_sizes(nn.Sequential(model[0], nn.Sigmoid()), sample) == [4 + 2 * 8, 4]
+
+
+@measures
+def test_each_layer_is_copied_alone(measure):
+    copied = []
+
+    class Counted(nn.Linear):
+        num_copies = 0
+
+        def __deepcopy__(self, memo):
+            Counted.num_copies += 1
+            copied.append(Counted.num_copies)
+            new = Counted(2, 2)
+            weakref.finalize(new, count_down)
+            return new
+
+    def count_down():
+        Counted.num_copies -= 1
+
+    measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
+
+    assert set(copied) == {1}
+
+
+# -- inputs, and values between layers ------------------------------------------------------------
+
+
+@measures
+def test_a_tuple_is_one_input(measure):
+    first = Calling(lambda pair: pair[0] + pair[1])
+
+    measure(nn.Sequential(first, nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
+
+    assert {tuple(map(type, inputs)) for inputs in first.seen} == {(tuple,)}
+
+
+@measures
+def test_several_inputs(measure):
+    model = nn.Sequential(Calling(lambda x, scale, mask: x * scale + mask["m"]), nn.Linear(2, 2))
+
+    assert len(measure(model, Inputs(torch.rand(3, 2), 2.0, {"m": torch.rand(3, 2)}))) == 2
+
+
+@measures
+def test_nested_values_between_layers(measure):
+    model = nn.Sequential(
+        nn.Linear(2, 2),
+        Calling(lambda x: (x, [x.detach(), None], {"n": x.argmax(), "s": 0.5, "y": x * 2})),
+        Calling(lambda v: v[0] + v[1][0] * v[2]["s"] + v[2]["y"]),
+    )
+
+    assert len(measure(model, torch.rand(3, 2))) == 3
+
+
+def test_requires_grad_goes_with_each_tensor():
+    last = Calling()
+
+    layer_sizes(
+        nn.Sequential(nn.Linear(2, 2), Calling(lambda x: (x, x.detach())), last), torch.rand(3, 2)
+    )
+
+    assert [[x.requires_grad for x in pair] for (pair,) in last.seen] == [[True, False]]
+
+
+@measures
+def test_in_place_layers(measure):
+    def change(pair):
+        a, b = pair
+        return a.add_(1) * b.mul_(2)
+
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(2, 2), Calling(lambda x: (x + 1, x * 2)), Calling(change)
+    )
+
+    measure(model, torch.rand(3, 2, requires_grad=True))
+
+
+def test_a_backward_pass_ends_where_its_layer_begins():
+    calls = []
+
+    def noted(k):
+        def forward(x):
+            y = x * 1
+            y.register_hook(lambda gradient: calls.append(k))
+            return y
+
+        return Calling(forward)
+
+    model = nn.Sequential(noted(0), noted(1), noted(2))
+    layer_times(model, torch.rand(1, requires_grad=True))
+
+    assert calls == [0, 1, 2] * 2
+
+
+@measures
+def test_an_error_keeps_its_type_and_names_the_layer(measure):
+    model = nn.Sequential(nn.Identity())
+    model.add_module("bad", nn.Linear(3, 3))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        measure(model, torch.rand(2, 2))
+    assert caught.value.__notes__ == ["while layer 'bad' (Linear) was profiled on cpu"]
+
+
+@measures
+def test_a_value_that_cannot_be_sent_is_refused(measure):
+    with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
+        measure(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
+    assert "layer '0' (Calling)" in caught.value.__notes__[0]
+
+
+@measures
+def test_a_model_that_is_not_sequential_is_refused(measure):
+    with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
+        measure(nn.Linear(1, 1), torch.rand(1))
+
+
+@measures
+def test_an_empty_model(measure):
+    assert measure(nn.Sequential(), torch.rand(1)) == []
+
+
+@pytest.mark.parametrize(("chunks", "scale"), [(0, 2.0), (1, -1.0), (1, float("nan"))])
+def test_wrong_chunks_and_scales_are_refused(chunks, scale):
+    with pytest.raises(ValueError, match=f"chunks is {chunks} and param_scale {scale}: give"):
+        layer_sizes(nn.Sequential(nn.Linear(1, 1)), torch.rand(1), chunks=chunks, param_scale=scale)
+
+
+def test_no_time_on_meta():
+    real, sample = nn.Sequential(nn.Linear(1, 1)), torch.rand(1)
+    meta = nn.Sequential(nn.Linear(1, 1, device="meta"))
+
+    with pytest.raises(ValueError, match=r"^the model: on the meta device .* balance by size"):
+        balance_by_time(1, meta, sample)
+    with pytest.raises(ValueError, match=r"^the sample and the device to profile on: on the meta"):
+        balance_by_time(1, real, sample.to("meta"))
+    with pytest.raises(ValueError, match=r"^the device to profile on: on the meta"):
+        balance_by_time(1, real, sample, device="meta")

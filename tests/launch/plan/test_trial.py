@@ -1,0 +1,181 @@
+"""Proposals in real pipelines, and their calibration; recorded runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from procpipe.launch.main import main
+from procpipe.launch.plan import measure, replay, trial
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import gpipe
+from procpipe.plan.verify import verify
+from procpipe.planner.layers import Machine
+from procpipe.planner.simulation import simulate
+from procpipe.timeline.usual import Usual
+from tests.cases import for_each
+from tests.dist.script import run_forked
+from tests.launch.forked import start_as_forks
+
+MYMODEL = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+build = lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+sample = torch.rand(16, 64), torch.rand(16, 64)
+loss = F.mse_loss
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        if "RANK" in os.environ:
+            raise RuntimeError("not in a pipeline")
+        return super().forward(x)
+
+fails = lambda: nn.Sequential(Fails(64, 64), Fails(64, 64))
+"""
+
+WORDS = ("--sample", "mymodel:sample", "--loss", "mymodel:loss", "-n", "2", "--chunks", "4")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(trial, "_MAX_STEPS", 3)
+    (tmp_path / "mymodel.py").write_text(MYMODEL)
+    return tmp_path
+
+
+@for_each("kinds", ["BF", "BFR", "BFIW", "BFIRW", "FIW", "BFIW"])
+def test_a_calibration_has_every_kind_of_task(kinds: str) -> None:
+    for m, n in ((6, 1), (12, 2), (18, 3), (5, 4)):
+        plan = trial.mixed_plan(m, n, kinds)
+        verify(plan, Routes(n))
+        assert {task.kind for task in plan.tasks()} == {*kinds}
+
+
+@pytest.mark.dist
+def test_the_best_proposals_are_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_as_forks(monkeypatch, 2)
+
+    words = ("mymodel:build", *WORDS, "--replicas", "1", "--check")
+    assert main(["plan", "--device", "cpu", *words]) == 0
+
+    printed = capsys.readouterr().out
+    (table,) = re.findall(r"predicted \(measured\).*?\n\n", printed, re.DOTALL)
+    rows = table.splitlines()[2:-1]
+    assert len(rows) == 5
+    times = [re.findall(r"([\d.]+) (m?s|µs) \(([\d.]+) (m?s|µs)\)", row) for row in rows]
+    assert all(len(of_row) == 1 for of_row in times), printed
+    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    measured_s = [float(number) * units[unit] for ((_, _, number, unit),) in times]
+    assert measured_s == sorted(measured_s)
+    assert rows[0].split()[1] == "*", "the fastest is chosen"
+    compared = printed.partition("predicted and measured")[2]
+    for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
+        assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
+
+
+@pytest.mark.dist
+def test_if_they_cannot_be_run_the_estimates_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_as_forks(monkeypatch, 2)
+
+    assert main(["plan", "--device", "cpu", "mymodel:fails", *WORDS, "--check"]) == 1
+
+    printed = capsys.readouterr()
+    assert "the proposals could not be run: exit code 1\n" in printed.err
+    assert "RuntimeError: not in a pipeline" in printed.err
+    assert "the best of each, estimated" in printed.out
+    assert "\nstage = Stage(model, balance=[" in printed.out
+
+
+# -- recorded runs --------------------------------------------------------------------------------
+
+
+def recorded(**changes: Any) -> Usual:
+    """Return a run of 4 micro-batches of 2 samples on 2 stages, of 2 and 1 layers."""
+    given: dict[str, Any] = {
+        "plan": gpipe(4, 2),
+        "samples": (2, 2, 2, 2),
+        "facts": {"balance": [2, 1], "replicas": 1, "layers": ["a", "b", "c"],
+                  "schedule": "gpipe", "checkpoint": "never"},
+        "num_steps": 3,
+        "step_s": 0.100,
+        "task_s": {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.002, ("B", 1): 0.005},
+        "layer_s": (0.0001, 0.0003, 0.002),
+        "host_s": 0.0005,
+        "send_s": {("activation", 0, 1): 0.002, ("gradient", 1, 0): 0.001},
+        "hop_s": {("activation", 0, 1): 0.0025, ("gradient", 1, 0): 0.0015},
+        "message_bytes": {("activation", 0, 1): 2000, ("gradient", 1, 0): 1000},
+    }  # fmt: skip
+    return Usual(**given | changes)
+
+
+def test_a_recorded_run_fills_the_table_of_layers() -> None:
+    run = recorded()
+
+    profile = replay.profile_of(run)
+
+    (table,) = profile.tables
+    assert (profile.batch, table.samples) == (8, 2)
+    assert [(la.name, la.output_bytes) for la in table.layers] == [
+        ("a", 2000), ("b", 2000), ("c", 2000),
+    ]  # fmt: skip
+    assert [la.forward_s for la in table.layers] == pytest.approx([0.001, 0.003, 0.002])
+    assert [la.backward_s for la in table.layers] == pytest.approx([0.002, 0.006, 0.005])
+    machine = profile.machine
+    assert (machine.host_s, machine.send_s) == (0.0005, 1e-6)
+    assert machine.hop_s == pytest.approx(0.0005)
+    # What the replay of its own plan lacks is the step's beginning and end.
+    assert simulate(run.plan, table.costs([2, 1], machine)).total_s == pytest.approx(0.100)
+
+
+def test_layers_that_were_not_timed_are_taken_to_be_alike() -> None:
+    (table,) = replay.profile_of(recorded(layer_s=(), send_s={}, hop_s={})).tables
+
+    assert [la.forward_s for la in table.layers] == pytest.approx([0.002, 0.002, 0.002])
+    assert replay.machine_of(recorded(send_s={}, hop_s={}), table, 0.0) == Machine(0.0005)
+
+
+RECORDED = """
+import torch
+from torch import nn
+from procpipe import Stage
+
+model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))
+stage = Stage(model, [1, 4], chunks=2, loss_fn=nn.functional.mse_loss, trace=TRACE)
+for _ in range(4):
+    stage.step(torch.rand(64, 256), torch.rand(64, 256))
+stage.close()
+"""
+
+
+@pytest.mark.dist
+def test_a_recorded_run_is_replayed_with_other_settings(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_forked(RECORDED.replace("TRACE", repr(str(folder / "run.json"))), num_ranks=2).check()
+    files = [str(path) for path in sorted(folder.glob("run*.json"))]
+
+    assert main(["plan", "--costs", *files, "-n", "2", "--chunks", "2,8"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "a recorded run: gpipe, balance [1, 4], 2 micro-batches of 32 samples" in printed
+    assert re.search(r"\* +2 +never +[28] ", printed), printed  # it has recomputed
+    assert re.search(r"\n  0 +0( to [123] \([234]\))? ", printed), printed
+    assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
+    with pytest.raises(SystemExit):
+        main(["plan", "--costs", files[0], "-n", "2"])
+    assert f"--costs {files[0]} is neither" in capsys.readouterr().err
