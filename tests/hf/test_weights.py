@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from procpipe import Stage, hf
 from procpipe.hf import weights
+from procpipe.state.sources import INDEX
 from tests.hf.cases import model_of
 from tests.hf.compare import logits_of, on_meta, read_again
 
@@ -162,7 +163,7 @@ def test_a_save_killed_while_it_replaces_files_mixes_no_two_models(
         for key, name in zip("ab", names, strict=True):
             save_file({key: torch.full((2,), float(value))}, folder / name)
         index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
-        (folder / weights.INDEX).write_text(json.dumps(index))
+        (folder / INDEX).write_text(json.dumps(index))
     replace, num_left = os.replace, num_replaced
 
     def replace_some(source, target):
