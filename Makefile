@@ -65,7 +65,7 @@ types: .venv/dev.stamp
 # Links and references are checked: each warning is an error.
 docs: .venv/docs.stamp
 	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --quiet -f mkdocs.yml
-	@echo build/site/README.html
+	@echo build/site/index.html
 
 coverage: .venv/dev.stamp
 	$(BIN)/python -m pytest tests --cov --cov-report=term:skip-covered

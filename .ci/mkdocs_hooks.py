@@ -6,18 +6,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[1] / "docs"
 
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]*)[^)]*\)")
+_LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#]*)[^)]*\)")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page for the site, whose reader has the pages only."""
-    return _OUTSIDE.sub(_as_text, markdown)
+    folder = (DOCS / page.file.src_uri).parent
 
+    def replaced(link: re.Match[str]) -> str:
+        target = (folder / link[2]).resolve()
+        if target.is_relative_to(DOCS):
+            return link[0]
+        if not target.exists():
+            raise FileNotFoundError(f"{page.file.src_uri}: {link[0]} names no file")
+        return link[1]
 
-def _as_text(link: re.Match[str]) -> str:
-    text, path = link.groups()
-    if not (ROOT / path).exists():
-        raise FileNotFoundError(f"{link[0]} names no file of the repository")
-    return text
+    return _LINK.sub(replaced, markdown)

@@ -26,7 +26,6 @@ QUICK = [
     "start",
     "boundary",
     "predictions",
-    "scaling",
 ]
 
 #: Parts that are not among those.

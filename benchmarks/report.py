@@ -2,7 +2,6 @@
 
 build/benchmarks/<part>.txt     the tables
 build/benchmarks/<part>.json    machine, versions, options, tables, ratios and raw figures
-build/benchmarks/<part>.png     the plot, where a part has one and matplotlib is installed
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,7 +74,6 @@ class Report:
         tables: what is printed.
         figures: raw figures, plain JSON.
         options: its options, plain JSON.
-        draw: draws the plot on a new matplotlib figure.
         ratios: for the first table of the documentation: by what was measured, procpipe's ratios
             by ``OF_TORCH``, ``SHARE`` and so on.
         one_process: of each workload, the seconds of one process in each round, to see drift.
@@ -85,7 +83,6 @@ class Report:
     tables: Sequence[Table]
     figures: Any = None
     options: dict[str, Any] = field(default_factory=dict)
-    draw: Callable[[Any], None] | None = None
     ratios: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     one_process: Sequence[Sequence[float]] = ()
 
@@ -135,20 +132,7 @@ def publish(report: Report, folder: Path, quiet: Mapping[str, float | None] | No
         "figures": report.figures,
     }
     folder.joinpath(f"{report.part}.json").write_text(json.dumps(content, indent=1) + "\n")
-    if report.draw is not None:
-        _plot(report.draw, folder / f"{report.part}.png")
     print(f"(also in {folder}/{report.part}.*)", flush=True)
-
-
-def _plot(draw: Callable[[Any], None], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("(no plot: matplotlib is not installed)")
-        return
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    draw(figure)
-    figure.savefig(path, dpi=110)
 
 
 def _processor() -> str:
