@@ -58,9 +58,9 @@ def try_out(
         outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder), show)
         runs = [replay.usual_of(outcome.traces) for outcome in outcomes]
     costs = {}
-    for key, outcome, run in zip(calibrations, outcomes, runs, strict=False):
+    for key, run in zip(calibrations, runs, strict=False):
         table = profile.at(key[1]).timed(run.facts["balance"], run.task_s)
-        costs[key] = table, replay.machine_of(run, table, outcome.step_s)
+        costs[key] = table, replay.machine_of(run, table, run.step_s)
     found = {}
     for proposal, outcome, run in zip(
         best, outcomes[len(costs) :], runs[len(costs) :], strict=True
@@ -68,8 +68,8 @@ def try_out(
         again = proposal.on(*costs[proposal.num_replicas, proposal.micro_batch])
         busy_s = sum(run.task_s[task.kind, task.j] for task in run.plan.tasks())
         found[again] = Measured(
-            outcome.step_s,
-            max(0.0, 1 - busy_s / (run.plan.num_stages * outcome.step_s)),
+            run.step_s,
+            max(0.0, 1 - busy_s / (run.plan.num_stages * run.step_s)),
             _needed_bytes(again, outcome.added_bytes, profile),
             run.task_s,
         )
