@@ -11,9 +11,9 @@
 If the launcher is killed, the guard ends all descendants, which are its own now. If the guard is
 killed, the kernel signals the launcher. A process survives only if both are killed at once.
 
-The guard passes SIGINT, SIGTERM and SIGHUP on, each as another signal: so the launcher gets one for
-each, whether a user sends it to one process or to all of a terminal. After the first one the ranks
-have a few seconds to end; a second one kills everything.
+The guard passes SIGINT, SIGTERM and SIGHUP on, each as another signal: so the launcher acts once on
+each, whether a user sends it to the guard, to the launcher or to all processes of a terminal. After
+the first one the ranks have a few seconds to end; a second one kills everything.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: How long processes that ranks left behind may take to end after SIGTERM.
 _LEFTOVER_GRACE_S = 2.0
 
+#: How soon the guard has passed on a signal that came to all processes of a terminal or job.
+_GUARD_S = 0.5
+
+_has_stopped = threading.Event()  # whether the launcher has acted on a signal
+
 #: The logger in which torch notes that it ends processes, before it waits for their end.
 _OF_PROCESSES = "torch.distributed.elastic.multiprocessing.api"
 
@@ -75,7 +80,7 @@ def guarded(work: Callable[[], int]) -> int:
         if os.getppid() != guard:
             return 128 + signal.SIGKILL
         for number in _PASSED_ON:
-            signal.signal(number, _leave_to_guard)
+            signal.signal(number, _wait_guard)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # ranks would inherit it
         return work()
     status = None
@@ -95,8 +100,20 @@ def guarded(work: Callable[[], int]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _leave_to_guard(number: int, frame: FrameType | None) -> None:
-    """Do nothing, as the guard passes the signal on. Ranks would inherit SIG_IGN, but not this."""
+def _wait_guard(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that the launcher has got itself.
+
+    If it came to a whole terminal or job, the guard passes it on at once; if it came to this
+    process alone, the launcher does so itself, a moment later.
+    """
+
+    def pass_on() -> None:
+        if not _has_stopped.is_set():
+            os.kill(os.getpid(), _passed(number))
+
+    timer = threading.Timer(_GUARD_S, pass_on)
+    timer.daemon = True
+    timer.start()
 
 
 def _passed(number: int) -> int:
@@ -231,6 +248,7 @@ class Launcher:
         SIGKILL stands for the end of the guard.
         """
         number -= _passed(0)
+        _has_stopped.set()
         if self._signal is None and not self._is_over:
             self._signal = signal.Signals(number)
             self._view.is_quiet = True
