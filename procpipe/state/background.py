@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from procpipe.errors import StageClosedError
+from procpipe.errors import CallMismatchError, StageClosedError
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
 from procpipe.state import files
@@ -143,8 +143,11 @@ class Saving:
             return
         try:
             self.wait()
-        except BaseException:
-            write_note(traceback.format_exc())
+        except BaseException as error:
+            # A script that has ended too early on this rank needs no traceback of procpipe's.
+            is_early = isinstance(error, CallMismatchError)
+            text = f"procpipe: the script ended: {error}" if is_early else traceback.format_exc()
+            write_note(text)
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             os._exit(1)
