@@ -115,12 +115,12 @@ GROUP_versions := --group versions
 
 .venv/%.stamp: .venv/created.stamp pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
-	    -e '.[$(EXTRAS_$*)]' $(GROUP_$*)
+	    -e '.$(if $(EXTRAS_$*),[$(EXTRAS_$*)])' $(GROUP_$*)
 	@touch $@
 
 # The CUDA build of torch, with the headers that the emulated GPU is built with.
 .venv-cuda/%.stamp: .venv-cuda/created.stamp pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt >.venv-cuda/constraints.txt
 	$(CUDA_BIN)/python -m pip install --disable-pip-version-check -c .venv-cuda/constraints.txt \
-	    torch==2.15.0 -e '.[$(EXTRAS_$*)]' $(GROUP_$*)
+	    torch==2.15.0 -e '.$(if $(EXTRAS_$*),[$(EXTRAS_$*)])' $(GROUP_$*)
 	@touch $@
