@@ -67,6 +67,7 @@ def _is_sound(plan: Plan, routes: Routes) -> bool:
         kind: [[0] * m for _ in range(p)] for kind in (FORWARD, RECOMPUTE, WEIGHT_GRADIENT)
     }
     ends[BACKWARD] = ends[INPUT_GRADIENT] = [[0] * m for _ in range(p)]
+    is_split = [[False] * m for _ in range(p)]
     forward, backward = ends[FORWARD], ends[BACKWARD]
     if not plan.has_forward:
         forward[:] = [[1] * m for _ in range(p)]
@@ -85,7 +86,7 @@ def _is_sound(plan: Plan, routes: Routes) -> bool:
                     return False
                 needs = [forward[j][i]]
             elif kind == WEIGHT_GRADIENT:
-                needs = [ends[INPUT_GRADIENT][j][i]]
+                needs = [backward[j][i] if is_split[j][i] else 0]
             else:
                 needs = [forward[j][i]] if ends[RECOMPUTE][j][i] < k else [0]
                 needs += [backward[j + 1][i]] if j < p - 1 else []
@@ -94,6 +95,7 @@ def _is_sound(plan: Plan, routes: Routes) -> bool:
                 if not 0 < end < k:
                     return False
             ends[kind][j][i] = k
+            is_split[j][i] |= kind == INPUT_GRADIENT
             counts[kind] += 1
         if len({placement[task[2]] for task in cycle}) < len(cycle):
             return False

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from procpipe.errors import PlanError
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Cycle, Plan, Task
-from procpipe.plan.verify import verify
+from procpipe.plan.verify import _cycles_of, _is_sound, _order_faults, _task_faults, verify
 from tests.cases import for_each
 from tests.plan.proof import before
 
@@ -174,3 +177,53 @@ def test_swapped_tasks_are_reported_exactly_if_they_cannot_run(plan: Plan) -> No
             faults = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
             assert str(tasks[0]) in faults or str(tasks[1]) in faults
     assert False in verdicts
+
+
+# The check in one pass ----------------------------------------------------------------------
+
+SPLIT = [
+    *SMALL[:3],
+    *(
+        SCHEDULES[name].plan(2, SCHEDULES[name].place(4, 2), {0})
+        for name in ("interleaved", "zb-v")
+    ),
+    SCHEDULES["zb-h1"].plan(3, (0, 1), {0, 1}),
+    forward_plan(2, 2),
+    backward_plan(2, 2, {0}),
+]
+
+
+@given(plan=st.sampled_from(SPLIT), data=st.data())
+def test_one_pass_accepts_exactly_the_plans_without_faults(plan: Plan, data: st.DataObject) -> None:
+    """A few tasks are dropped, doubled, moved, or become tasks of another kind or place."""
+    m, p = plan.num_micro_batches, plan.num_partitions
+    cycles = [list(cycle) for cycle in plan.cycles]
+    tasks = st.builds(Task, st.sampled_from("FRBIW"), st.integers(0, m - 1), st.integers(0, p - 1))
+    for _ in range(data.draw(st.integers(0, 4))):
+        k, goal = (data.draw(st.integers(0, len(cycles) - 1)) for _ in range(2))
+        at = data.draw(st.integers(0, len(cycles[k]) - 1)) if cycles[k] else None
+        way = data.draw(st.sampled_from(["drop", "move", "replace", "add"]))
+        old = cycles[k].pop(at) if at is not None and way != "add" else None
+        if way == "move" and old is not None:
+            cycles[goal].append(old)
+        elif way in ("replace", "add"):
+            cycles[goal if way == "add" else k].append(data.draw(tasks))
+    changed = Plan(m, plan.num_stages, [tuple(cycle) for cycle in cycles], plan.placement)
+    routes = Routes(plan.num_stages, ((0, p - 1),), plan.placement)
+    found = _cycles_of(changed)
+    faults = [*_task_faults(changed, found), *_order_faults(routes, found)]
+    assert _is_sound(changed, routes) == (not faults), (changed.to_text(), faults)
+
+
+def test_one_pass_pairs_each_weight_task_with_its_own_input_task() -> None:
+    assert faults_in("""
+        plan m=2 n=1
+        F0@0
+        F1@0
+        B0@0
+        W0@0
+        I1@0
+    """) == [
+        "the plan must have B0@0, or I0@0 and W0@0, but has B0@0 and W0@0",
+        "the plan must have B1@0, or I1@0 and W1@0, but has I1@0",
+    ]
