@@ -29,7 +29,7 @@ QUICK = [
 ]
 
 #: Parts that are not among those.
-MORE = ["published", "gpu_checks"]
+MORE = ["any_module", "published", "gpu_checks"]
 
 _MODULES = {"gpu_checks": "benchmarks.gpu.checks"}
 
