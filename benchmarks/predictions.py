@@ -188,7 +188,7 @@ def _run(name: str, num_rounds: int) -> dict[str, Any]:
         )  # fmt: skip
         calibrated = replay.usual_of(sorted(Path(folder).iterdir()))
     timed = table.timed(balance, calibrated.task_s)
-    machine = replay.machine_of(calibrated, timed, calibrated.step_s)  # not of writing the file
+    machine = replay.machine_of(calibrated, timed)
     costs = timed.costs(balance, machine)
     m, n = _NUM_MICRO_BATCHES, _NUM_STAGES
     predicted_s = {

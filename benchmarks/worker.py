@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _has_nccl() -> bool:
-    """Say whether NCCL takes these ranks: with a GPU each, or a NCCL that was told to share one."""
+    """Return whether NCCL accepts these ranks: one on each GPU, or where sharing is enabled."""
     num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
     return num_gpus >= num_ranks or "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
 

@@ -60,7 +60,7 @@ def try_out(
     costs = {}
     for key, run in zip(calibrations, runs, strict=False):
         table = profile.at(key[1]).timed(run.facts["balance"], run.task_s)
-        costs[key] = table, replay.machine_of(run, table, run.step_s)
+        costs[key] = table, replay.machine_of(run, table)
     found = {}
     for proposal, outcome, run in zip(
         best, outcomes[len(costs) :], runs[len(costs) :], strict=True

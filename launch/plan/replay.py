@@ -79,15 +79,15 @@ def profile_of(run: Usual) -> Profile:
     )
     table = Table(samples, layers, skips=skips).timed(balance, run.task_s)
     batch = sum(run.samples) * run.facts["replicas"]
-    return Profile(batch, (table,), machine_of(run, table, run.step_s), "a recorded run")
+    return Profile(batch, (table,), machine_of(run, table), "a recorded run")
 
 
-def machine_of(run: Usual, table: Table, step_s: float) -> Machine:
-    """Return what a run says of its machine; its steps take ``step_s``."""
+def machine_of(run: Usual, table: Table) -> Machine:
+    """Return what a run says of its machine."""
     num_bytes = sum(run.message_bytes[channel] for channel in run.send_s)
     send_s = sum(run.send_s.values()) / num_bytes if num_bytes else 0.0
     waits_s = [hop_s - run.send_s[channel] for channel, hop_s in run.hop_s.items()]
     hop_s = max(0.0, statistics.median(waits_s)) if waits_s else 0.0
     machine = Machine(run.host_s, send_s, hop_s)
     costs = table.costs(run.facts["balance"], machine, run.facts["replicas"])
-    return replace(machine, step_s=max(0.0, step_s - simulate(run.plan, costs).total_s))
+    return replace(machine, step_s=max(0.0, run.step_s - simulate(run.plan, costs).total_s))

@@ -1,7 +1,7 @@
 """Runs proposals in a real pipeline of this machine's processes, and measures them.
 
 ``run`` starts this module on every rank, in one job. For each trial, the ranks build a stage, run
-some steps, and note their seconds and the memory that they need; the stage records what ran when:
+some steps, and note the memory that they need; the stage records what ran when:
 
     python -m procpipe.launch.plan.trial --settings JSON --output FILE
 
@@ -17,9 +17,7 @@ import ctypes
 import gc
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -41,11 +39,10 @@ from procpipe.plan.task import Plan, Task
 _START_TIMEOUT_S = 120.0
 _TIMES_PREDICTED = 20.0
 
-#: Steps that count: as many as are predicted to fit into some seconds. As many come before them as
-#: fit into half of that, at most two.
-_MIN_STEPS, _MAX_STEPS = 2, 50
-_BUDGET_S = 1.5
-_NUM_WARM_UP = 2
+#: As many steps as are predicted to fit into some seconds. Medians of all count, so that the first,
+#: which takes longer, does not.
+_MIN_STEPS, _MAX_STEPS = 3, 52
+_BUDGET_S = 2.0
 
 #: Micro-batches a stage of a calibration.
 _CHUNKS_A_STAGE = 6
@@ -62,20 +59,14 @@ class Trial:
 
     @property
     def num_steps(self) -> int:
-        """How many steps count."""
+        """How many steps are run."""
         return max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / self.predicted_s)))
-
-    @property
-    def num_warm_up(self) -> int:
-        """How many steps come before them."""
-        return max(1, min(_NUM_WARM_UP, int(_BUDGET_S / 2 / self.predicted_s)))
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What was measured of a trial."""
 
-    step_s: float  # seconds of a mini-batch, the median
     added_bytes: tuple[int, ...]  # by rank, what it needed in addition to the model's parameters
     traces: tuple[Path, ...] = field(default=(), repr=False)  # the files of the recorded run
 
@@ -144,14 +135,13 @@ def run(
             {
                 **asdict(trial),
                 "num_steps": trial.num_steps,
-                "num_warm_up": trial.num_warm_up,
                 "trace": str(traces[k] / "run.json"),
             }
             for k, trial in enumerate(trials)
         ],
         "done": str(done),
     }
-    num_steps = [trial.num_warm_up + trial.num_steps for trial in trials]
+    num_steps = [trial.num_steps for trial in trials]
     run_s = sum(n * trial.predicted_s for n, trial in zip(num_steps, trials, strict=True))
     program = ("-m", "procpipe.launch.plan.trial", "--settings", json.dumps(settings))
     has_ended = Event()
@@ -171,7 +161,6 @@ def run(
         raise RuntimeError(result.reason)
     return [
         Outcome(
-            max(statistics.median(one["steps_s"]) for one in of_ranks),
             tuple(one["added_bytes"] for one in of_ranks),
             tuple(sorted(traces[k].iterdir())),
         )
@@ -212,13 +201,13 @@ def _measured(
     before = _memory_bytes(stage.device, is_peak=False)
     inputs = [_part_of(each, stage) for each in ours.inputs]
     target = _part_of(ours.target, stage)
-    steps_s = []
-    for _ in range(trial["num_warm_up"] + trial["num_steps"]):
-        steps_s.append(_step(stage, inputs, target))
+    for _ in range(trial["num_steps"]):
+        stage.zero_grad()
+        stage.step(*inputs, target=target)
         note()
     added = _memory_bytes(stage.device, is_peak=True) - before
     stage.close()
-    return {"steps_s": steps_s[trial["num_warm_up"] :], "added_bytes": max(0, added)}
+    return {"added_bytes": max(0, added)}
 
 
 def _memory_bytes(device: torch.device, *, is_peak: bool) -> int:
@@ -249,15 +238,6 @@ def _part_of(value: Any, stage: Stage) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_part_of(each, stage) for each in value)
     return value
-
-
-def _step(stage: Stage, inputs: Sequence[Any], target: Any) -> float:
-    stage.zero_grad()
-    begun = time.perf_counter()
-    stage.step(*inputs, target=target)
-    if stage.device.type == "cuda":
-        torch.cuda.synchronize(stage.device)
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

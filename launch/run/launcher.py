@@ -52,8 +52,6 @@ _LEFTOVER_GRACE_S = 2.0
 #: How soon the guard has passed on a signal that came to all processes of a terminal or job.
 _GUARD_S = 0.5
 
-_has_stopped = threading.Event()  # whether the launcher has acted on a signal
-
 #: The logger in which torch notes that it ends processes, before it waits for their end.
 _OF_PROCESSES = "torch.distributed.elastic.multiprocessing.api"
 
@@ -80,7 +78,7 @@ def guarded(work: Callable[[], int]) -> int:
         if os.getppid() != guard:
             return 128 + signal.SIGKILL
         for number in _PASSED_ON:
-            signal.signal(number, _wait_guard)
+            signal.signal(number, _leave_to_guard)  # until Launcher.run
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # ranks would inherit it
         return work()
     status = None
@@ -100,20 +98,8 @@ def guarded(work: Callable[[], int]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _wait_guard(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that the launcher has got itself.
-
-    If it came to a whole terminal or job, the guard passes it on at once; if it came to this
-    process alone, the launcher does so itself, a moment later.
-    """
-
-    def pass_on() -> None:
-        if not _has_stopped.is_set():
-            os.kill(os.getpid(), _passed(number))
-
-    timer = threading.Timer(_GUARD_S, pass_on)
-    timer.daemon = True
-    timer.start()
+def _leave_to_guard(number: int, frame: FrameType | None) -> None:
+    """Do nothing, as the guard passes the signal on. Ranks would inherit SIG_IGN, but not this."""
 
 
 def _passed(number: int) -> int:
@@ -174,6 +160,7 @@ class Launcher:
         self._num_attempts = 0
         self._num_oom_kills = out_of_memory_kills()  # of earlier runs
         self._signal: signal.Signals | None = None
+        self._own = 0  # the newest signal that this process itself has got
         self._is_over = False
         self._laggards = threading.Timer(0.0, lambda: None)
         self._view = View(lambda: self._attempt, job.view, f"logs in {short_path(job.folder)}")
@@ -182,6 +169,9 @@ class Launcher:
         """Run and report; return the exit code."""
         for number in (*_PASSED_ON, signal.SIGKILL):
             signal.signal(_passed(number), self._stop)
+        for number in _PASSED_ON:
+            signal.signal(number, self._wait_guard)
+        signal.signal(signal.SIGALRM, self._act_alone)
         failures: dict[int, int] = {}
         error = ""
         try:
@@ -242,13 +232,27 @@ class Launcher:
         self._attempt = attempt
         return attempt
 
+    def _wait_guard(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal that the launcher has got itself.
+
+        If it came to a whole terminal or job, the guard passes it on at once; if it came to this
+        process alone, the launcher acts on it a moment later. (By the kernel's timer: the guard's
+        signal may interrupt this handler, and would break a thread that it starts.)
+        """
+        self._own = number
+        signal.setitimer(signal.ITIMER_REAL, _GUARD_S)
+
+    def _act_alone(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of that moment."""
+        if self._signal is None:
+            self._stop(_passed(self._own), frame)
+
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal that the guard has passed on: the first ends the run, the second kills.
 
         SIGKILL stands for the end of the guard.
         """
         number -= _passed(0)
-        _has_stopped.set()
         if self._signal is None and not self._is_over:
             self._signal = signal.Signals(number)
             self._view.is_quiet = True

@@ -50,17 +50,18 @@ def generators(device: torch.device) -> list[Generator]:
     return found
 
 
-def check_numpy(known: Sequence[Generator], device: torch.device) -> None:
+def check_numpy(known: Sequence[Generator]) -> None:
     """Check, after a forward, that it has not both loaded NumPy's generator and drawn from it.
 
-    Its first state is then not among the ``known`` ones, so that it cannot be repeated.
+    Its first state is then not that of a ``known`` one, so that it cannot be repeated.
 
     Raises:
         RecomputeError: it has.
     """
-    if _NUMPY not in sys.modules or len(known) == len(now := generators(device)):
+    draws = sys.modules.get(_NUMPY)
+    if draws is None or known[-1].set is draws.set_state:
         return
-    state = now[-1].get()
+    state = draws.get_state(legacy=False)
     if state["has_gauss"] or state["state"].get("pos") not in _UNUSED:
         raise RecomputeError(
             "a layer loaded numpy.random in its first forward and drew from it, so recomputation "

@@ -324,7 +324,7 @@ class Segment:
                 learned = self._learned[kind] = _form(made), _flags(made)
             else:
                 made = self._run(this, self._unshared(this.tensors))
-        check_numpy(self._generators, self.device)
+        check_numpy(self._generators)
         if this.versions != self._versions(this):
             self.layers.refuse_change("a layer")
         self._buffers.after_forward(this.buffers)

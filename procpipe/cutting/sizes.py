@@ -4,9 +4,9 @@
     x.view(b, t, 4, c // 4)     a size that is computed again for each micro-batch
     assert t <= 128             a decision, which is made once, and checked for each micro-batch
 
-Whoever needs the value itself decides something for all micro-batches: ``bool()``, ``int()``,
-``range()``. torch accepts sizes of no other class than its ``SymInt``, so these are
-subclasses of it, whose methods they replace.
+``bool()``, ``int()`` and ``range()`` need the value itself, so each is a decision, too. torch
+accepts sizes of no other class than its ``SymInt``, so these are subclasses of it, whose methods
+they replace.
 """
 
 from __future__ import annotations

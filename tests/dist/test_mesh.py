@@ -337,14 +337,14 @@ def save_badly(bare, folder, what):
 
 def test_all_ranks_of_all_pipelines_raise_what_fails_on_one(ranks, tmp_path):
     (tmp_path / "file").touch()
-    for what, rank, told in (
+    for what, rank, expected in (
         ("names", 0, "on rank 3 than on rank 0: the names in extra: ['epochs'], not ['epoch']"),
         ("folder", 0, "NotADirectoryError"),
         ("disk", 3, "File too large"),
     ):
         errors = ranks(4).run(save_badly, str(tmp_path), what, world=False, timeout_s=60).values()
 
-        assert all(told in error for error in errors), errors
+        assert all(expected in error for error in errors), errors
         assert not errors[rank].startswith("RemoteStageError")
         assert errors[1].startswith("RemoteStageError"), errors
 

@@ -333,20 +333,20 @@ def save_differently(bare, folder, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "expected"),
     [
         ("names", "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']"),
         ("rates", "group 0 of the optimizer has lr = 0.5 on rank 0 and 1.5 on rank 1"),
     ],
 )
-def test_ranks_that_disagree_save_nothing(ranks, tmp_path, what, told):
+def test_ranks_that_disagree_save_nothing(ranks, tmp_path, what, expected):
     """Group 1 is empty on rank 0, so groups are matched by their indices."""
     folder = tmp_path / "run"
     errors = ranks(2).run(save_differently, str(folder), what, world=False).errors()
 
     assert errors[0].is_a("ValueError")
     assert errors[1].is_a("RemoteStageError")
-    assert all(told in error.text for error in errors)
+    assert all(expected in error.text for error in errors)
     assert not folder.exists()
 
 

@@ -146,7 +146,7 @@ def test_layers_that_were_not_timed_are_taken_to_be_alike() -> None:
     (table,) = replay.profile_of(recorded(layer_s=(), send_s={}, hop_s={})).tables
 
     assert [la.forward_s for la in table.layers] == pytest.approx([0.002, 0.002, 0.002])
-    assert replay.machine_of(recorded(send_s={}, hop_s={}), table, 0.0) == Machine(0.0005)
+    assert replay.machine_of(recorded(send_s={}, hop_s={}, step_s=0.0), table) == Machine(0.0005)
 
 
 RECORDED = """
