@@ -42,15 +42,15 @@ _A_TURN, _A_TURN_BYTES = 80, 64 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kib", type=int, nargs="+", help="of a message, by default to 64 MiB")
+    parser.add_argument("--kib", type=int, nargs="+", help="of a message")
     parser.add_argument("--tensors", type=int, nargs="*", help="by default 1 to 64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--transport", help="of procpipe's large tensors")
 
 
 def run(options: argparse.Namespace) -> Report:
-    most = {"small": 17, "full": 19, "tiny": 5}[options.sizes]
-    sizes = options.kib or [1 << k for k in range(0, most, 2)]
+    most, each = {"small": (17, 2), "full": (19, 3), "tiny": (5, 2)}[options.sizes]
+    sizes = options.kib or [1 << k for k in range(0, most, each)]
     numbers = [1 << k for k in range(7)] if options.tensors is None else options.tensors
     launched = partial(_launch, options=options)
     by_size = launched("measure_sizes", sizes)

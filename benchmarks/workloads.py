@@ -105,9 +105,10 @@ class Job:
         return self._data(self.workload.target_shape, 2, self.workload.num_classes)
 
     def model(self) -> nn.Sequential:
-        """Build the model on the CPU, with the same parameters every time."""
+        """Build the model on this rank's device, with the same parameters every time."""
         torch.manual_seed(0)
-        return self.workload.model()
+        with self.own_device:
+            return self.workload.model()
 
     def micro_batches(self) -> list[tuple[Tensor, Tensor]]:
         """Return each micro-batch's input and target."""

@@ -237,7 +237,20 @@ def connect(
         lambda stage: wires.take_value(grid.rank_of(stage)),
     )
     replicas.make_equal(layers.values())
+    if world.device.type == "cuda":
+        _start_autograd(world.device)
     return runner
+
+
+def _start_autograd(device: torch.device) -> None:
+    """Run a kernel in the thread in which autograd runs backward on this GPU.
+
+    A stage's backward begins with the gradient that it has received. If its first operation is a
+    matrix product, torch would warn that this thread has no CUDA context (torch 2.11).
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones((), device=device, requires_grad=True)
+        torch.autograd.grad(one.exp(), one)
 
 
 def _connect_replicas(

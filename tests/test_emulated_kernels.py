@@ -408,11 +408,10 @@ print(waited)
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({}, [False, False]),
-        ({"EMULATED_GPU_LAZY_LOADING": "1"}, [True, False]),
-        ({"EMULATED_GPU_LAZY_LOADING": "1", "CUDA_MODULE_LOADING": "EAGER"}, [False, False]),
+        ({}, [True, False]),
+        ({"CUDA_MODULE_LOADING": "EAGER"}, [False, False]),
     ],
-    ids=["", "lazy", "eager"],
+    ids=["lazy", "eager"],
 )
 def test_the_first_launch_of_an_operator_waits_for_the_device(settings, found):
     done = subprocess.run(

@@ -188,8 +188,9 @@ class Run:
             environment["CUDA_VISIBLE_DEVICES"] = _first_gpus(step.num_gpus)
         if step.with_nccl:
             environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            if self._nccl and not self._is_tiny:  # an emulated GPU has its own NCCL
-                environment["LD_PRELOAD"] = _before(str(self._nccl.resolve()), "LD_PRELOAD")
+        # The tests that need it set the variable themselves. An emulated GPU has its own NCCL.
+        if (step.with_nccl or not step.words) and self._nccl and not self._is_tiny:
+            environment["LD_PRELOAD"] = _before(str(self._nccl.resolve()), "LD_PRELOAD")
         outcome, seconds = run_limited(self._command(step), environment, limit_s, self._log)
         self._end(Ended(step, outcome, seconds, limit_s))
 
@@ -243,9 +244,10 @@ def run_limited(
         outcome = "done" if code == 0 else f"failed: {_last_error(log)}"
     except subprocess.TimeoutExpired:
         outcome = "cut off"
-        signal_all(environment[MARK], signal.SIGABRT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STACKS_S)
+        mark, end_s = environment[MARK], time.monotonic() + _STACKS_S
+        signal_all(mark, signal.SIGABRT)
+        while (process.poll() is None or signal_all(mark, 0)) and time.monotonic() < end_s:
+            time.sleep(0.02)
     finally:
         _kill_all(environment[MARK])
     return outcome, time.monotonic() - start_s

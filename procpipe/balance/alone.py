@@ -197,6 +197,7 @@ def run_each(
                 )
                 raise
             del layer  # and so its graph, before the next is copied
+            torch.clear_autocast_cache()  # it keeps casts of weights until the user's autocast ends
     return found
 
 

@@ -286,7 +286,9 @@ def test_backward_counts_in_inference_mode_too():
 
 
 @measures
-def test_each_layer_is_copied_alone(measure):
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_each_layer_is_copied_alone(measure, is_autocast):
+    """Autocast keeps casts of the weights, and so all copies, until the user's block ends."""
     copied = []
 
     class Counted(nn.Linear):
@@ -296,13 +298,14 @@ def test_each_layer_is_copied_alone(measure):
             Counted.num_copies += 1
             copied.append(Counted.num_copies)
             new = Counted(2, 2)
-            weakref.finalize(new, count_down)
+            weakref.finalize(new.weight, count_down)
             return new
 
     def count_down():
         Counted.num_copies -= 1
 
-    measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
+    with torch.autocast("cpu", enabled=is_autocast):
+        measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
 
     assert set(copied) == {1}
 

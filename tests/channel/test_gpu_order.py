@@ -31,6 +31,14 @@ PATIENCE_S, TIMEOUT_S = 0.2, 40.0
 # -- the cases ----------------------------------------------------------------------------------
 
 
+def kernels_are_loaded(end: Any) -> None:
+    """The first case: the host that first uses a kernel waits for its device, which others hold."""
+    tensor = full(end, 1) + 1
+    pinned(end).copy_(tensor, non_blocking=True)
+    tensor.fill_(9)
+    torch.cuda.synchronize(end.device)
+
+
 def compute_waits_for_received_tensors(end: Any) -> None:
     if end.rank == 0:
         with held(compute(end)):
@@ -344,10 +352,10 @@ def assert_all(tensor: Tensor, value: int) -> None:
 
 @pytest.mark.gpu
 def test_cuda_ipc(ranks: Any) -> None:
-    check(ranks, "cuda_ipc", (*OF_SLOTS, *CASES))
+    check(ranks, "cuda_ipc", (kernels_are_loaded, *OF_SLOTS, *CASES))
     check(ranks, "cuda_ipc", (only_closed_slots_are_freed,))
 
 
 @pytest.mark.gpu(2)
 def test_nccl(ranks: Any) -> None:
-    check(ranks, "nccl", (*OF_PAIRS, *CASES))
+    check(ranks, "nccl", (kernels_are_loaded, *OF_PAIRS, *CASES))

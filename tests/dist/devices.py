@@ -50,6 +50,11 @@ def is_emulated() -> bool:
     return "EMULATED_GPU_COUNT" in os.environ
 
 
+def is_on_real_gpus() -> bool:
+    """Return whether the ranks of tests compute on GPUs that are not emulated."""
+    return is_on_gpus() and not is_emulated()
+
+
 @functools.cache
 def num_gpus() -> int:
     """Return how many GPUs this process may use."""

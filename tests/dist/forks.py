@@ -302,12 +302,15 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
 def _load(names: Sequence[str]) -> None:
     """Import modules."""
     # Frozen objects outlive the interpreter. Triton's nanobind would report its objects as leaks
-    # when a child ends, so Triton is not imported here; torch works without it.
-    sys.modules["triton"] = None  # type: ignore[assignment]
+    # when a child ends, so Triton is not imported here; torch works without it. Nor is PyArrow,
+    # which starts a thread (24.0; scikit-learn imports it where pandas is installed).
+    absent: dict[str, Any] = {"triton": None, "pyarrow": None}
+    sys.modules.update(absent)
     for name in names:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    del sys.modules["triton"]
+    for name in absent:
+        del sys.modules[name]
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a child would have only one"
     gc.collect()

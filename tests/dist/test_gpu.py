@@ -156,8 +156,7 @@ def test_parity_where_kernels_load_late_and_all_streams_share_a_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks wait for their devices within tasks, and streams for one another; only emulated."""
-    for name in ("EMULATED_GPU_LAZY_LOADING", "EMULATED_GPU_CONNECTIONS"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("EMULATED_GPU_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     script = TRAINING.format(n=2, dropout=0.0, devices=None)
     assert "parity holds" in run_forked(script, num_ranks=2).check().stdout

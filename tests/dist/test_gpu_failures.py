@@ -107,8 +107,13 @@ def test_no_stage_is_opened_where_a_failed_one_has_left_transfers(ranks: Any) ->
     ranks(2).run(opens_another_stage, world=False).values()
 
 
+#: The micro-batch, of all, from which the device computes for ever: in the second mini-batch, as
+#: the host that uses a kernel for the first time waits until its device has nothing to do.
+HELD_FORWARD = CHUNKS + 2
+
+
 class NeverEnds(nn.Linear):
-    """Computes on the device for ever from its second micro-batch on; is killed for a signal."""
+    """Computes on the device for ever from some micro-batch on; is killed for a signal."""
 
     def __init__(self, is_waited_for: Path | None) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -117,7 +122,7 @@ class NeverEnds(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_forward += 1
-        if self.is_waited_for is not None and self.num_forward == 2:
+        if self.is_waited_for is not None and self.num_forward == HELD_FORWARD:
             hold(torch.cuda.current_stream())
             threading.Thread(target=self.is_killed, daemon=True).start()
         return super().forward(x)
@@ -137,7 +142,7 @@ def waits_for_what_never_ends(
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = F.mse_loss(output, target)
-        if origin == 0 and model[1].num_forward == 2:
+        if origin == 0 and model[1].num_forward == HELD_FORWARD:
             is_waited_for.touch()
             loss.item()
         return loss
@@ -152,7 +157,9 @@ def waits_for_what_never_ends(
         world=world,
     )
     size = CHUNKS * replicas
-    loss = stage.step(torch.ones(size, WIDTH), torch.zeros(size, WIDTH))
+    data = torch.ones(size, WIDTH), torch.zeros(size, WIDTH)
+    stage.step(*data).item()
+    loss = stage.step(*data)
     if world.rank == waiting:
         is_waited_for.touch()
     loss.item()

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from procpipe import Stage
 from procpipe.balance.profile import seconds_of
 from procpipe.launch.plan import measure as plan_measure
-from procpipe.launch.plan import trial as plan_trial
-from tests.dist.stages import world_of
 from tests.held import hold_for
 
 #: Longer than the host takes for a step on a busy machine.
@@ -36,16 +32,6 @@ def measured(bare: Any) -> dict[str, bool]:
     may_go_on = hold_a_while()
     plan_measure._seconds(lambda: torch.empty_like(source).copy_(source), bare.device)
     found["a copy"] = may_go_on.is_set()
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    stage = Stage(model, [1, 1], chunks=2, loss_fn=torch.mean, world=world_of(bare, "step"))
-    inputs = [torch.randn(4, 8)]
-    for _ in range(3):  # the first steps wait, to check that recomputation repeats the forward pass
-        plan_trial._step(stage, inputs, None)
-    may_go_on = hold_a_while()
-    plan_trial._step(stage, inputs, None)
-    found["a step"] = may_go_on.is_set()
-    stage.close()
     return found
 
 

@@ -71,8 +71,7 @@ Settings read() {
   s.poison = number_of("EMULATED_GPU_POISON", 1);
   s.guard = number_of("EMULATED_GPU_GUARD", 1);
   s.remote_writes = number_of("EMULATED_GPU_REMOTE_WRITES", 0);
-  s.lazy_loading = number_of("EMULATED_GPU_LAZY_LOADING", 0) &&
-                   text_of("CUDA_MODULE_LOADING", "LAZY") != "EAGER";
+  s.lazy_loading = text_of("CUDA_MODULE_LOADING", "LAZY") != "EAGER";
   if (number_of("EMULATED_GPU_CONNECTIONS", 0))
     s.connections = number_of("CUDA_DEVICE_MAX_CONNECTIONS", 8);
   s.folder = text_of("EMULATED_GPU_FOLDER", "/tmp/emulated_gpu-" + std::to_string(getuid()));
