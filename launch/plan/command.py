@@ -227,7 +227,7 @@ def _sizes_of(options: argparse.Namespace, subject: Subject) -> list[int]:
 
 def _measure(options: argparse.Namespace, device: torch.device, console: Console) -> _Source:
     """Measure the layers of the model that is named."""
-    named = Named(options.model, options.sample, options.loss, options.batch)
+    named = Named(options.model, options.sample, options.loss, options.any, options.batch)
     name = "one CPU thread"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -249,7 +249,8 @@ def _measure(options: argparse.Namespace, device: torch.device, console: Console
             "cheaper"
         )
     loss = options.loss.rpartition(":")[2] or "loss_fn"
-    return _Source(Profile(subject.batch, tables, machine, name), "model", loss, named)
+    model = "procpipe.sequential(model, *inputs)" if options.any else "model"
+    return _Source(Profile(subject.batch, tables, machine, name), model, loss, named)
 
 
 def _estimate(options: argparse.Namespace, device: torch.device, console: Console) -> _Source:

@@ -62,10 +62,10 @@ def check_options(options: argparse.Namespace, device: torch.device) -> None:
         )
     if options.costs:
         _check_left_out(
-            options, "--costs replaces a model", "model", "sample", "save", "check", "hf"
+            options, "--costs replaces a model", "model", "sample", "any", "save", "check", "hf"
         )
     elif options.hf is not None:
-        _check_left_out(options, "--hf gives model and sample", "model", "sample")
+        _check_left_out(options, "--hf gives model and sample", "model", "sample", "any")
     elif not options.model:
         raise MistakeError(
             "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs FILE with its costs"
@@ -117,6 +117,8 @@ def parser() -> argparse.ArgumentParser:
         help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
     add("--loss", default="", metavar="MODULE:NAME",
         help="the loss function, of output and target, or of the output alone")  # fmt: skip
+    add("--any", action="store_true",
+        help="the model is no nn.Sequential: cut it by procpipe.sequential")  # fmt: skip
     add("--hf", metavar="FOLDER",
         help="instead of both, a folder with a config.json of transformers")  # fmt: skip
     add("--length", type=positive, metavar="L",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe import NoChunk
+from procpipe import NoChunk, sequential
 from procpipe.balance import Inputs
 from procpipe.torch_internals import pytree
 
@@ -34,6 +34,7 @@ class Named:
     model: str
     sample: str
     loss: str = ""
+    is_cut: bool = False  # whether the model is an ordinary module, to be cut with the sample
     batch: int | None = None  # how many samples the mini-batch gets; None for those of the sample
 
 
@@ -67,13 +68,18 @@ def load(named: Named) -> Subject:
     Raises:
         MistakeError: it is not there, or not what it should be.
     """
-    model = _get(named.model, "the model", nn.Sequential)
+    model = _get(named.model, "the model", nn.Module)
+    inputs, target = _mini_batch(_get(named.sample, "the sample", (Tensor, Inputs)))
+    if named.is_cut:
+        try:
+            model = sequential(model, *inputs)
+        except (TypeError, ValueError) as error:
+            raise MistakeError(f"{named.model} cannot be cut: {error}") from error
     if not isinstance(model, nn.Sequential):
         raise MistakeError(
             f"{named.model} is a {type(model).__qualname__}, but the model must be an "
-            "nn.Sequential, or a function without arguments that returns one"
+            "nn.Sequential, or a function without arguments that returns one; --any cuts others"
         )
-    inputs, target = _mini_batch(_get(named.sample, "the sample", (Tensor, Inputs)))
     num_samples = _num_samples(named.sample, inputs)
     for tensor in _tensors(target):
         if tensor.dim() and len(tensor) != num_samples:

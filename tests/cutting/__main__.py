@@ -36,15 +36,13 @@ def main() -> int:
 def compared(pool: Pool, name: str, numbers: list[int]) -> str:
     """Return what of a model's pipelines is not the model; "" if all is."""
     faults = []
-    for number in numbers:
-        ways = ways_of(name, [number])
+    for way in ways_of(name, numbers):  # one by one, as a result has all gradients
         try:
-            parts = Ranks(pool, number).run(steps, ways, world=False, timeout_s=300).values()
+            found = Ranks(pool, way[-1]).run(steps, [way], world=False, timeout_s=300).values()
         except Exception as error:  # of any model
-            faults.append(f"{number} processes: {str(error).rpartition('Error: ')[2]}"[:300])
-            continue
-        for way in ways:
-            faults += differences(way, [found[way] for found in parts])
+            faults.append(f"{way}: {str(error).rpartition('Error: ')[2]}"[:300])
+        else:
+            faults += differences(way, [of_rank[way] for of_rank in found])
     return "; ".join(faults[:2])
 
 

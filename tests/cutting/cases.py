@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,11 +53,16 @@ def images(size=16, channels=3):
     return lambda b: ((drawn(b, channels, size, size),), {})
 
 
-def _vision(name, **options):
+def _vision(name, of="models", **options):
     def make():
         import torchvision
 
-        return getattr(torchvision.models, name)(weights=None, num_classes=5, **options)
+        where = operator.attrgetter(of)(torchvision)
+        model = getattr(where, name)(num_classes=5, **options)
+        for module in model.modules():  # dropout draws other numbers on each stage
+            if hasattr(module, "p"):
+                module.p = 0.0
+        return model
 
     return make
 
@@ -109,6 +115,14 @@ _BERT: dict[str, Any] = {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_
 _VIT = {**_BERT, "image_size": 16, "patch_size": 4}
 _VIT = {key: value for key, value in _VIT.items() if key not in ("vocab_size", "pad_token_id")}
 _MIXTRAL = {**_LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}
+_VIT_B = {
+    "image_size": 32,
+    "patch_size": 16,
+    "num_layers": 12,
+    "num_heads": 2,
+    "hidden_dim": 16,
+    "mlp_dim": 32,
+}
 _T5: dict[str, Any] = {
     "vocab_size": 31,
     "d_model": 16,
@@ -169,8 +183,14 @@ CASES: dict[str, Case] = {
             *(("resnet50", 32), ("densenet121", 32), ("swin_t", 32), ("efficientnet_b0", 32)),
         )
     },
-    "torchvision vit_b_16": Case(
-        _vision("vit_b_16", image_size=32), images(32), package="torchvision"
+    "torchvision vit_b_16": Case(  # the class of vit_b_16, which has 86 M parameters
+        _vision("VisionTransformer", **_VIT_B), images(32), package="torchvision"
+    ),
+    "torchvision fcn_resnet50": Case(
+        _vision("fcn_resnet50", of="models.segmentation", weights_backbone=None),
+        images(32),
+        lambda result: result["out"],
+        package="torchvision",
     ),
     "torchvision googlenet": Case(
         _vision("googlenet", aux_logits=True, init_weights=False),
@@ -179,5 +199,9 @@ CASES: dict[str, Case] = {
         modes=(True,),
         package="torchvision",
     ),
-    "timm convnext_tiny": Case(_timm("convnext_tiny"), images(32), package="timm"),
+    "timm convnext_tiny": Case(
+        _timm("convnext_tiny", depths=(1, 1, 2, 1), dims=(8, 16, 32, 64)),
+        images(32),
+        package="timm",
+    ),
 }

@@ -52,6 +52,18 @@ tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2
 tied[2].weight = tied[0].weight
 each = lambda output, target: F.mse_loss(output, target, reduction="none")
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.two(x + F.relu(self.one(x)))
+
+class Reads(Added):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
 def broken():
     raise RuntimeError("no data here")
 
@@ -248,6 +260,16 @@ def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
     )
 
 
+def test_an_ordinary_module_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--any", "--sample", "mymodel:sample", "--loss", "mymodel:loss", "-n", "2")
+
+    assert plan("mymodel:Added", *words, "--chunks", "4") == 0
+
+    printed = capsys.readouterr().out
+    assert "measuring 2 layers" in printed
+    assert "stage = Stage(procpipe.sequential(model, *inputs), balance=[1, 1], chunks=4" in printed
+
+
 def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
     model = nn.Sequential(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
@@ -375,6 +397,11 @@ MISTAKES = [
         ("mymodel:linear", "--sample", "mymodel:sample", "-n", "2"),
         "mymodel:linear is a Linear, but the model must be an nn.Sequential",
     ),
+    (
+        ("mymodel:Reads", "--any", "--sample", "mymodel:sample", "-n", "2"),
+        "mymodel:Reads cannot be cut: the forward reads values of a tensor",
+    ),
+    (("--costs", "costs.json", "--any", "-n", "2"), "so leave out --any"),
     (
         ("mymodel:broken", "--sample", "mymodel:sample", "-n", "2"),
         "mymodel:broken(), raised RuntimeError: no data here",
