@@ -8,6 +8,7 @@
 # make bench    compare with peers, side by side
 # make gpu-hour test and measure on this machine's GPUs, in 8 minutes
 # make fuzz     compare random cases with the plain model: make fuzz SEED=1 CASES=2000
+# make models   compare torchvision's, timm's and transformers' models, cut as they are (CUDA build)
 # make soak     run 100 rounds of the fault test, and kill and resume real runs
 # make versions run the tests under each supported torch and Python (30 GB, hours)
 # make clean    remove everything that make has made
@@ -15,7 +16,7 @@
 # Each makes the environment it needs in .venv, once; test-gpu in .venv-cuda (5 GB).
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types docs coverage bench gpu-hour fuzz soak versions clean
+.PHONY: help demo test test-gpu lint types docs coverage bench gpu-hour fuzz models soak versions clean
 .DELETE_ON_ERROR:
 
 export OMP_NUM_THREADS := 1
@@ -80,6 +81,10 @@ gpu-hour:
 fuzz: .venv/test.stamp
 	$(BIN)/python -m tests.fuzz --seed $(SEED) --cases $(CASES)
 
+# Their wheels need the CUDA build of torch.
+models: .venv-cuda/models.stamp
+	$(CUDA_BIN)/python -m tests.cutting
+
 soak: .venv/dev.stamp
 	$(BIN)/python -m tests.faults --fresh --rounds 100 --repeat-correct 100
 	$(BIN)/python -m tests.faults.restarts --kills 20 --nproc 3
@@ -107,10 +112,12 @@ clean:
 EXTRAS_test := examples,hf
 EXTRAS_dev := examples,hf
 EXTRAS_examples := examples
+EXTRAS_models := examples,hf
 EXTRAS_peers := peers
 GROUP_test := --group test
 GROUP_dev := --group dev
 GROUP_docs := --group docs
+GROUP_models := --group test --group models
 GROUP_versions := --group versions
 
 .venv/%.stamp: .venv/created.stamp pyproject.toml constraints.txt

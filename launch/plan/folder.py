@@ -24,7 +24,6 @@ _LENGTH = 1024
 #: By how the name of a model's class ends: the class of transformers that builds it, and the loss.
 _CAUSAL = "AutoModelForCausalLM", "hf.causal_lm_loss"
 _KINDS = {
-    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "masked_cross_entropy"),
     "ForMaskedLM": ("AutoModelForMaskedLM", "masked_cross_entropy"),
     "ForTokenClassification": ("AutoModelForTokenClassification", "masked_cross_entropy"),
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "F.cross_entropy"),
@@ -83,8 +82,6 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
     length = _length_of(config.get_text_config(), length)
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "attention_mask": ids}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
     loss_fn: Any = {
         "hf.causal_lm_loss": hf.causal_lm_loss,
         "masked_cross_entropy": masked_cross_entropy,

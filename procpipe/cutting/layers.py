@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from procpipe.skip import Namespace, pop, skippable, stash
 from procpipe.torch_internals import hold_as, pytree
 
-_HELD = ("_parameters", "_buffers", "_modules")
+_HELD, _RESET = ("_parameters", "_buffers", "_modules"), "reset_parameters"
 
 
 class Shell(nn.Module):
@@ -32,27 +33,53 @@ class Shell(nn.Module):
 
 def shell_of(opened: nn.Module, twin: nn.Module | None) -> Shell:
     """Return a shell for an opened module; with a twin on the meta device it can be initialised."""
-    has_reset = twin is not None and any(
-        hasattr(opened, name) for name in ("reset_parameters", "_reset_parameters")
-    )
-    methods = {"reset_parameters": _reset} if has_reset else {}
+    methods: dict[str, Any] = {}
+    if twin is not None and _is_of_transformers(opened):
+        methods = {"reset_parameters": _initialise}
+    elif twin is not None and (hasattr(opened, _RESET) or hasattr(opened, f"_{_RESET}")):
+        methods = {"reset_parameters": _reset}
     kind: type[Shell] = type(type(opened).__name__, (Shell,), methods)
     return kind(twin)
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    models = sys.modules.get("transformers.modeling_utils")
+    return models is not None and isinstance(model, models.PreTrainedModel)
+
+
 def _reset(self: Shell) -> None:
-    """Initialise parameters by the opened module's own method.
+    """Initialise parameters by the opened module's own method, private in nn.Transformer."""
+
+    def reset(opened: Any) -> None:
+        private: Any = getattr(opened, f"_{_RESET}", None)
+        getattr(opened, _RESET, private)()
+
+    _as_opened(self, reset)
+
+
+def _initialise(self: Shell) -> None:
+    """Initialise all that is in an opened model of transformers as it does, inner modules first."""
+    (twin,) = self._twin
+    initialise: Any = getattr(twin, "_init_weights")  # noqa: B009
+    for module in reversed([*self.modules()]):
+        if isinstance(module, Shell):
+            _as_opened(module, initialise)
+        else:
+            initialise(module)
+
+
+def _as_opened(shell: Shell, initialise: Callable[[Any], object]) -> None:
+    """Call a function that initialises parameters with an opened module, as a shell has them.
 
     What other layers have is on the meta device here, so that it costs and changes nothing.
     """
-    (twin,) = self._twin
+    (twin,) = shell._twin
     stand_in: Any = copy.copy(twin)
     for held in _HELD:
-        vars(stand_in)[held] = {**getattr(twin, held), **getattr(self, held)}
-    private: Any = getattr(stand_in, "_reset_parameters", None)  # of nn.Transformer
-    getattr(stand_in, "reset_parameters", private)()
+        vars(stand_in)[held] = {**getattr(twin, held), **getattr(shell, held)}
+    initialise(stand_in)
     for held in _HELD[:2]:
-        own = getattr(self, held)
+        own = getattr(shell, held)
         own.update({name: vars(stand_in)[held][name] for name in own})
 
 
@@ -184,7 +211,7 @@ class Layer(nn.Module):
             device,
             type(tensors[0]),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled(device.type),
+            device.type != "meta" and torch.is_autocast_enabled(device.type),
             [tensors[k].shape for k in self.ports.measured],
         )
         versions = [value._version for value in self._known if isinstance(value, Tensor)]

@@ -4,7 +4,6 @@ sequential.py       sequential(): an nn.Sequential over a model's own modules
 compared.py         classes that were compared; a small copy of others is, at the start
 stack.py            a model's forward without its blocks: what they are called with
 layers.py           its layers: embeddings, blocks, head
-encoder_decoder.py  the layers of a model with an encoder
 weights.py          load_pretrained(), save_pretrained()
 lora.py             load_adapter(), save_adapter()
 generation.py       generate(): transformers' own, over the stages

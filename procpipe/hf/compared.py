@@ -28,7 +28,6 @@ COMPARED = frozenset(
         *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"),
         *("GemmaForCausalLM", "PhiForCausalLM", "Mamba2ForCausalLM", "Olmo3ForCausalLM"),
         *("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"),
-        "T5ForConditionalGeneration",
     )
 )
 

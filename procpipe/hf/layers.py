@@ -98,9 +98,9 @@ class Block(ModelLayer):
     not travel to other stages. The model's own block is then called directly.
     """
 
-    def __init__(self, stack: Stack, model: nn.Module, k: int, block: Any = None) -> None:
+    def __init__(self, stack: Stack, model: nn.Module, k: int) -> None:
         path = f"{stack.path}.{k}"
-        block = model.get_submodule(path) if block is None else block
+        block = model.get_submodule(path)
         super().__init__(stack, model, {path: block, **stack.modules(model, "between")})
         self._k, self._path = k, path
         self._routes: list[Tensor] = []
@@ -161,7 +161,11 @@ class Head(ModelLayer):
         (whole,) = self._whole
         whole.training = self.training
         self._router_logits = routes = state.get("router_logits", ())
-        named = self.inputs_of(state["hidden_states"]) | {"return_dict": True}
+        states = state["hidden_states"]
+        # The stack holds only what is after the blocks here.
+        named: dict[str, Any] = {"inputs_embeds": states, "return_dict": True}
+        if self.stack.takes_mask:
+            named["attention_mask"] = no_mask(states)
         if self.caches is not None and self._keeps:
             named["logits_to_keep"] = 1
         if self._has_routers:
@@ -169,16 +173,11 @@ class Head(ModelLayer):
         if routes:
             named["attention_mask"] = state.get("attention_mask")
         options = {"training": self.training, **named}
-        result, _, _ = self.stack.run(self, whole, state["hidden_states"], **options)
+        result, _, _ = self.stack.run(self, whole, states, **options)
         self._router_logits = ()
         if routes:
             return result.logits, whole.router_aux_loss_coef * result.aux_loss
         return result.logits if self.caches is None else result.logits[:, -1:]
-
-    def inputs_of(self, states: Tensor) -> dict[str, Any]:
-        """Return what the model is called with, whose stack holds only what is after the blocks."""
-        mask = {"attention_mask": no_mask(states)} if self.stack.takes_mask else {}
-        return {"inputs_embeds": states, **mask}
 
     def _run(self, *inputs: Any, **named: Any) -> Any:
         """Run the stack; in its result are the logits of the routers of all blocks."""

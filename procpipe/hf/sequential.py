@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf import encoder_decoder
 from procpipe.hf.compared import check_equal, is_compared, unsupported
 from procpipe.hf.layers import Block, Embed, Head
 from procpipe.hf.stack import Stack
 
 #: What peft puts into the keys of what it wraps.
 _WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
-
-#: The number of a block that has the first one's shared module.
-_COPIES = re.compile(rf"\.\d+(?=\.{re.escape(encoder_decoder.SHARED)}\.)")
 
 #: The size of the input of which a balance is estimated.
 _NUM_SAMPLES, _LENGTH = 2, 128
@@ -43,7 +39,7 @@ def sequential(model: nn.Module) -> nn.Sequential:
     recomputation finds: give the stage ``checkpoint="never"``.
 
     Args:
-        model: a decoder, BERT or T5; also with LoRA of peft, without ``trainable_token_indices``
+        model: a decoder or BERT; also with LoRA of peft, without ``trainable_token_indices``
             and ``target_parameters``. It may be on the meta device. Of a class that is not in the
             table of docs/language_models.md, a small copy in float64 is compared with transformers
             first, which takes seconds.
@@ -78,26 +74,25 @@ def divided(model: Any) -> HFSequential:
 
     if not isinstance(model, transformers.PreTrainedModel):
         raise unsupported(model, "it is not a model of transformers")
-    has_encoder = type(model).__name__ in encoder_decoder.CLASSES
-    name = "decoder" if has_encoder else model.base_model_prefix
+    if model.config.is_encoder_decoder:
+        raise unsupported(
+            model,
+            "it has an encoder: cut it by procpipe.sequential(model, input_ids=…, "
+            "attention_mask=…, decoder_input_ids=…, use_cache=False)",
+        )
+    name = model.base_model_prefix
     if not hasattr(model, name):
         name = "model"  # of a decoder that is also part of a model of images
     try:
         stack = Stack(model, name)
-        encoder = Stack(model, "encoder") if has_encoder else None
     except LookupError as error:
         raise unsupported(model, str(error)) from None
-    sample = _sample(stack)
-    if encoder is not None:
-        layers = encoder_decoder.layers_of(model, encoder, stack)
-        sample |= {f"decoder_{name}": value for name, value in sample.items()}
-    else:
-        layers = {"embed": Embed(stack, model)}
-        layers |= {f"block{k}": Block(stack, model, k) for k in range(stack.num_blocks)}
-        layers["head"] = Head(stack, model)
+    layers: dict[str, nn.Module] = {"embed": Embed(stack, model)}
+    layers |= {f"block{k}": Block(stack, model, k) for k in range(stack.num_blocks)}
+    layers["head"] = Head(stack, model)
     made = HFSequential(OrderedDict(layers))
     made.training = model.training
-    made.sample = sample
+    made.sample = _sample(stack)
     made.keys = _key_of
     _check_complete(made, model)
     return made
@@ -105,7 +100,7 @@ def divided(model: Any) -> HFSequential:
 
 def _key_of(key: str) -> str:
     """Return Hugging Face's key for a key of the ``nn.Sequential``."""
-    return _COPIES.sub(".0", _WRAPPED.sub(".", key.partition(".")[2]))
+    return _WRAPPED.sub(".", key.partition(".")[2])
 
 
 class HFSequential(nn.Sequential):

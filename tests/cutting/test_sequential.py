@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import procpipe
 from procpipe import Stage, state
+from procpipe.balance.balances import estimated_balance
 from tests.cutting.cases import CASES, drawn, words
 from tests.cutting.models import GPT, GPTConfig, UNet
 
@@ -315,6 +316,36 @@ def test_a_model_on_the_meta_device_is_initialised_by_its_own_method():
     plain.load_state_dict(values)
     assert 0.01 < plain.position.std() < 2
     assert torch.equal(stage(drawn(2, 4).float()), plain(drawn(2, 4).float()))
+
+
+@pytest.mark.parametrize("name", ["ViT", "T5"])
+def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name):
+    pytest.importorskip("transformers")
+    case = CASES[name]
+    with torch.device("meta"):
+        model = case.make().double()
+    args, named = case.inputs(4)
+    layers = procpipe.sequential(model, *args, **named)
+    stage = Stage(layers)
+
+    plain = case.make().double()
+    values = {layers.keys(key): value for key, value in stage.state_dict().items()}
+    for key, expected in plain.state_dict().items():
+        if expected.numel() > 100 and (spread := expected.std()) > 0:
+            assert 0.5 < values[key].std() / spread < 2, key
+        else:
+            assert values[key].isfinite().all(), key
+    plain.load_state_dict(values)
+    expected = case.output(plain.train()(*args, **named))
+    assert torch.equal(case.output(layers(*args, **named)), expected)
+
+
+@pytest.mark.parametrize("name", ["U-Net", "nanoGPT", "nn.Transformer"])
+def test_a_balance_is_estimated_also_where_layers_depend_on_sizes(name):
+    args, named = CASES[name].inputs(4)
+    layers = procpipe.sequential(CASES[name].make().double(), *args, **named)
+
+    assert "by parameters and estimated work" in estimated_balance(2, layers)[1]
 
 
 def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):

@@ -24,8 +24,6 @@ _GROUPED = {**_PLAIN, "num_key_value_heads": 2, "head_dim": 4}
 _EXPERTS = {"output_router_logits": True, "experts_implementation": "eager"}
 _GPT2 = {"vocab_size": 31, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 32}
 _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-_T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_heads": 4}
-_T5 |= {"num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
 _MIXED = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 4,
@@ -65,7 +63,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "BERT": ("Bert", "ForSequenceClassification", {**_PLAIN, "num_labels": 3}),
     "BERT, tokens": ("Bert", "ForTokenClassification", {**_PLAIN, "num_labels": 3}),
-    "T5": ("T5", "ForConditionalGeneration", _T5),
     "Falcon": ("Falcon", "ForCausalLM", _PLAIN),
     "MPT": ("Mpt", "ForCausalLM", _MPT),
     "Cohere": ("Cohere", "ForCausalLM", _GROUPED),
@@ -131,7 +128,7 @@ _EAGER = ("Gemma2", "Mpt")
 def batches_of(name: str) -> tuple[str, ...]:
     """Return the forms of mini-batches that a case has."""
     family = CASES[name][0]
-    packed = () if family in ("Bert", "T5", "Mpt", "Mamba2") else (PACKED,)
+    packed = () if family in ("Bert", "Mpt", "Mamba2") else (PACKED,)
     return (RIGHT, *(() if family in _EAGER else (LEFT,)), *packed)
 
 
@@ -153,15 +150,12 @@ def batch_of(
     if name == "BERT":
         return batch, torch.arange(size) % 3
     labels = (tokens % 3 if name == "BERT, tokens" else tokens).masked_fill(mask == 0, -100)
-    if name.startswith("T5"):
-        batch["decoder_input_ids"] = tokens[:, :6].roll(1, 1)
-        labels = labels[:, :6]
     return batch, labels
 
 
 def loss_of(name: str) -> Any:
     """Return the loss of a case; of a plain model's output, too."""
-    return masked_cross_entropy if name.startswith(("T5", "BERT")) else hf.causal_lm_loss
+    return masked_cross_entropy if name.startswith("BERT") else hf.causal_lm_loss
 
 
 def output_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:

@@ -63,7 +63,7 @@ def bytes_of(profile: Table) -> Any:
 
 def test_bytes_are_those_of_the_real_model_with_padding() -> None:
     cases = [("Gemma", 0.0), ("Mistral", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]
-    for case, dropout in [*cases, ("T5", 0.0), ("BERT", 0.0)]:
+    for case, dropout in [*cases, ("BERT", 0.0)]:
         config = write(case, case, dropout)
         subject = load_folder(case, 3, 9, "")
         mask = torch.ones(3, 9, dtype=torch.long)
@@ -108,8 +108,7 @@ def test_dropout_of_attention_keeps_no_scores_on_gpus() -> None:
 
 
 def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = {"Gemma": "hf.causal_lm_loss", "T5": "masked_cross_entropy"}
-    for case, loss in {**losses, "BERT": "F.cross_entropy"}.items():
+    for case, loss in {"Gemma": "hf.causal_lm_loss", "BERT": "F.cross_entropy"}.items():
         write(case, case)
         words = ("--hf", case, "-n", "2", "--chunks", "2", "--memory", "1GiB", "--device", "cpu")
 
