@@ -69,6 +69,11 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         config: Any = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        if config.is_encoder_decoder:
+            raise TypeError(
+                "its model has an encoder: plan mymodel:build --any, which cuts it by "
+                "procpipe.sequential"
+            )
         architecture = next(iter(config.architectures or ()), "")
         kinds = (kind for end, kind in _KINDS.items() if architecture.endswith(end))
         auto, loss_name = next(kinds, _CAUSAL)

@@ -70,17 +70,19 @@ def load(named: Named) -> Subject:
     """
     model = _get(named.model, "the model", nn.Module)
     inputs, target = _mini_batch(_get(named.sample, "the sample", (Tensor, Inputs)))
+    num_samples = _num_samples(named.sample, inputs)
     if named.is_cut:
+        size = named.batch or num_samples
         try:
-            model = sequential(model, *inputs)
-        except (TypeError, ValueError) as error:
-            raise MistakeError(f"{named.model} cannot be cut: {error}") from error
+            model = sequential(model, *_resized(inputs, size, num_samples, unwrap=True))
+        except Exception as error:  # of the model's own code, too
+            reason = f"{type(error).__name__}: {error}"
+            raise MistakeError(f"{named.model} cannot be cut: {reason}") from error
     if not isinstance(model, nn.Sequential):
         raise MistakeError(
             f"{named.model} is a {type(model).__qualname__}, but the model must be an "
             "nn.Sequential, or a function without arguments that returns one; --any cuts others"
         )
-    num_samples = _num_samples(named.sample, inputs)
     for tensor in _tensors(target):
         if tensor.dim() and len(tensor) != num_samples:
             raise MistakeError(

@@ -58,14 +58,21 @@ def _reset(self: Shell) -> None:
 
 
 def _initialise(self: Shell) -> None:
-    """Initialise all that is in an opened model of transformers as it does, inner modules first."""
-    (twin,) = self._twin
-    initialise: Any = getattr(twin, "_init_weights")  # noqa: B009
-    for module in reversed([*self.modules()]):
-        if isinstance(module, Shell):
-            _as_opened(module, initialise)
-        else:
-            initialise(module)
+    """Initialise all that is in an opened model of transformers as it does."""
+    _initialise_all(self, None)
+
+
+def _initialise_all(module: nn.Module, initialise: Any) -> None:
+    """Initialise inner modules first, and a model of transformers by its own function."""
+    model: Any = module._twin[0] if isinstance(module, Shell) else module
+    if _is_of_transformers(model):
+        initialise = model._init_weights
+    for child in module.children():
+        _initialise_all(child, initialise)
+    if isinstance(module, Shell):
+        _as_opened(module, initialise)
+    else:
+        initialise(module)
 
 
 def _as_opened(shell: Shell, initialise: Callable[[Any], object]) -> None:

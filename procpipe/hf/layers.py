@@ -113,17 +113,11 @@ class Block(ModelLayer):
         return self.get_submodule(self._path)
 
     def forward(self, state: State) -> State:
-        """Return the state with the block's hidden states."""
+        """Return the state with the block's hidden states, and its routers' logits."""
         states = state["hidden_states"]
         given: list[Given] | None = getattr(states, _GIVEN, None)
         if given is None:
             _, given = self.given(inputs_embeds=states, **self.travelling(state))
-        state = self.run(state, given)
-        setattr(state["hidden_states"], _GIVEN, given)
-        return state
-
-    def run(self, state: State, given: list[Given]) -> State:
-        """Call the block; return the state with its hidden states, and its routers' logits."""
         args, named = given[self._k]
         self._routes.clear()
         result = self.block(state["hidden_states"], *args, **named)
@@ -131,6 +125,7 @@ class Block(ModelLayer):
         if self._routes and self.caches is None:
             state["router_logits"] = (*state.get("router_logits", ()), *self._routes)
         self._routes.clear()
+        setattr(state["hidden_states"], _GIVEN, given)
         return state
 
     def to_compile(self) -> list[nn.Module]:

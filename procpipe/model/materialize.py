@@ -23,9 +23,10 @@ def materialize(
     """Move some layers of a model to a device; allocate and initialise those on the meta device.
 
     Memory is initialised by its module's ``reset_parameters()`` and then by that of each module
-    around it, with random numbers from ``seed`` and the layer's index. The caller's generators are
-    left as they were. Shared tensors stay shared, and the last layer that initialises one counts:
-    a layer of another stage that shares one with ours is initialised too, and let go of.
+    around it, with random numbers from ``seed`` and the layer's index. Tensors that have values are
+    left as they were, and so are the caller's generators. Shared tensors stay shared, and the last
+    layer that initialises one counts: a layer of another stage that shares one with ours is
+    initialised too, and let go of.
 
     ``layers`` are all of the model, by name and in order, of which ``ours`` stay here; the seed is
     the same on all ranks.
@@ -42,12 +43,20 @@ def materialize(
         if shared.isdisjoint(before):
             continue
         modules = _modules_on_meta(layer)
+        kept = [
+            (tensor, tensor.detach().clone())
+            for tensor in chain(layer.parameters(), layer.buffers())
+            if not (tensor.is_meta or tensor.is_inference())
+        ]
         for place in of_layer:
             place.allocate(device, memory)
         with _seeded(device, seed, index):
             for module in modules:
                 if (reset := _reset_function(module)) is not None:
                     reset()
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
         for place, value in zip(of_layer, before, strict=True):
             if value in shared:  # and stays so: the model may be given to another stage
                 places.append(place)

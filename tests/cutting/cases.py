@@ -172,7 +172,12 @@ CASES: dict[str, Case] = {
         _hf("T5", "ForConditionalGeneration", **_T5),
         lambda b: (
             (),
-            {"input_ids": words(b, 9), "decoder_input_ids": words(b, 6), "use_cache": False},
+            {
+                "input_ids": words(b, 9),
+                "attention_mask": (torch.arange(9) < 7 + torch.arange(b)[:, None]).long(),
+                "decoder_input_ids": words(b, 6),
+                "use_cache": False,
+            },
         ),
         _logits,
         package="transformers",

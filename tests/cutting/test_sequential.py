@@ -340,6 +340,30 @@ def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name
     assert torch.equal(case.output(layers(*args, **named)), expected)
 
 
+@pytest.mark.parametrize("width", [20, 2000])
+def test_a_model_within_another_is_initialised_by_its_own_rule(width):
+    """Where the outer one is opened and the inner one is, too, or stays whole."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = transformers.SiglipVisionConfig(
+        image_size=16, patch_size=4, intermediate_size=20, vision_use_head=False, **small
+    )
+    decoder = transformers.BertConfig(
+        vocab_size=31, is_decoder=True, add_cross_attention=True, intermediate_size=width, **small
+    )
+    join = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs
+    config = join(encoder, decoder)
+    with torch.device("meta"):
+        model = transformers.VisionEncoderDecoderModel(config)
+    sample = {"pixel_values": drawn(2, 3, 16, 16).float(), "decoder_input_ids": words(2, 6)}
+    layers = procpipe.sequential(model, **sample, use_cache=False)
+    values = {layers.keys(key): value for key, value in Stage(layers).state_dict().items()}
+
+    for key, expected in transformers.VisionEncoderDecoderModel(config).state_dict().items():
+        if expected.numel() > 100 and (spread := expected.std()) > 0:
+            assert 0.5 < values[key].std() / spread < 2, key
+
+
 @pytest.mark.parametrize("name", ["U-Net", "nanoGPT", "nn.Transformer"])
 def test_a_balance_is_estimated_also_where_layers_depend_on_sizes(name):
     args, named = CASES[name].inputs(4)

@@ -55,6 +55,28 @@ def test_layers_and_seeds_draw_different_numbers() -> None:
     assert len({tuple(weight.flatten().tolist()) for weight in drawn}) == 6
 
 
+class Pair(nn.Module):
+    """Initialises all that is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded, self.new = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+
+    def reset_parameters(self) -> None:
+        for module in (self.loaded, self.new):
+            module.reset_parameters()
+
+
+def test_values_that_are_there_are_kept() -> None:
+    model = nn.Sequential(Pair())
+    before = {key: value.clone() for key, value in model[0].loaded.state_dict().items()}
+    materialize(dict(model.named_children()), ["0"], CPU, seed=0)
+
+    after = model.state_dict()
+    assert all(torch.equal(after[f"0.loaded.{key}"], value) for key, value in before.items())
+    assert all(value.isfinite().all() for value in after.values())
+
+
 @pytest.mark.gpu(2)
 def test_on_a_gpu_the_generator_of_that_gpu_is_seeded() -> None:
     device = torch.device("cuda", 1)

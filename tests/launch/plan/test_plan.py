@@ -399,7 +399,11 @@ MISTAKES = [
     ),
     (
         ("mymodel:Reads", "--any", "--sample", "mymodel:sample", "-n", "2"),
-        "mymodel:Reads cannot be cut: the forward reads values of a tensor",
+        "mymodel:Reads cannot be cut: CannotCutError: the forward reads values of a tensor",
+    ),
+    (
+        ("mymodel:Added", "--any", "--sample", "mymodel:wide", "-n", "2"),
+        "mymodel:Added cannot be cut: RuntimeError: ",
     ),
     (("--costs", "costs.json", "--any", "-n", "2"), "so leave out --any"),
     (
