@@ -355,7 +355,10 @@ def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     config = join(encoder, decoder)
     with torch.device("meta"):
         model = transformers.VisionEncoderDecoderModel(config)
-    sample = {"pixel_values": drawn(2, 3, 16, 16).float(), "decoder_input_ids": words(2, 6)}
+    sample: dict[str, Any] = {
+        "pixel_values": drawn(2, 3, 16, 16).float(),
+        "decoder_input_ids": words(2, 6),
+    }
     layers = procpipe.sequential(model, **sample, use_cache=False)
     values = {layers.keys(key): value for key, value in Stage(layers).state_dict().items()}
 
