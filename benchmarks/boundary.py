@@ -42,7 +42,7 @@ _A_TURN, _A_TURN_BYTES = 80, 64 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kib", type=int, nargs="+", help="of a message")
+    parser.add_argument("--kib", type=int, nargs="+", help="of a message; else to 64 or 256 MiB")
     parser.add_argument("--tensors", type=int, nargs="*", help="by default 1 to 64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--transport", help="of procpipe's large tensors")

@@ -28,7 +28,7 @@ from procpipe.job.world import World
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
-from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated, is_on_real_gpus
+from tests.dist.devices import REAL_GPU_TOLERANCES, is_on_real_gpus
 from tests.dist.worker import BareWorld
 
 MODES = ("always", "except_last", "never")
@@ -152,7 +152,7 @@ def assert_same(
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}"
         assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
-        if found.is_cuda and not is_emulated():
+        if is_on_real_gpus():  # also where the result has been copied to the CPU
             tolerance = max(tolerance, REAL_GPU_TOLERANCES.get(str(found.dtype), 0.0))
         found, expected = found.cpu(), expected.cpu()
         distance = (found.double() - expected.double()).abs().max() if found.numel() else 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.channel.cuda_ipc import CudaIpcTransport
-from tests.dist.devices import REAL_GPU_TOLERANCES, is_emulated, is_on_real_gpus
+from tests.dist.devices import is_emulated
 from tests.dist.stages import assert_same, plain_step
 from tests.held import hold_for
 
@@ -33,9 +33,6 @@ NUM_CHECKED, NUM_STEPS = 8, 17
 #: A sender's host is at most this many steps ahead of a receiver's (``run.runner``), so slots
 #: hold messages of at most this many steps.
 NUM_STEPS_IN_SLOTS = 2
-
-#: For float64: 0 on CPUs, and on emulated GPUs, which compute the same bits as CPUs.
-REAL_GPU_TOLERANCE = REAL_GPU_TOLERANCES["torch.float64"] if is_on_real_gpus() else 0.0
 
 
 @contextlib.contextmanager
@@ -217,10 +214,10 @@ def test_input_target_and_loss_may_be_changed_in_place_after_the_step(
 
     found: dict[str, Tensor] = {}
     for losses, parameters in outcomes:
-        assert_same(losses, expected, "losses", REAL_GPU_TOLERANCE)
+        assert_same(losses, expected, "losses")
         found |= parameters
     truth = {name: tensor.detach() for name, tensor in plain.named_parameters()}
-    assert_same(found, truth, "parameters", REAL_GPU_TOLERANCE)
+    assert_same(found, truth, "parameters")
 
 
 def most_steps_ahead(world: Any) -> int:

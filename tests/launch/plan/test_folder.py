@@ -150,6 +150,7 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
     write("llama", "Llama")
     write("experts", "Mixtral")
     transformers.ViTConfig(architectures=["ViTModel"]).save_pretrained("vit")
+    transformers.BartConfig().save_pretrained("bart")
     Path("empty").mkdir()
     Path("broken").mkdir()
     Path("broken", "config.json").write_text("{")
@@ -166,6 +167,7 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
             "Validation error for field 'hidden_size': TypeError: ",
         ),
         (("--hf", "vit", "-n", "2"), "cannot divide a ViTModel: it has no base model"),
+        (("--hf", "bart", "-n", "2"), "its model has an encoder: plan mymodel:build --any"),
         ((*here, "--check"), "--check runs the model, but --hf reads no weights"),
         ((*here, "--sample", "a:b"), "--hf gives model and sample, so leave out --sample"),
         ((*here, "mymodel:build"), "--hf gives model and sample, so leave out the model"),
