@@ -27,6 +27,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python
 CUDA_BIN := .venv-cuda/bin
 SEED ?= 0
 CASES ?= 300
+AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
 SEES_GPUS := import sys, pytest, pytest_timeout, torch; sys.exit(not torch.cuda.is_available())
 NO_COMPILER := make test-gpu: no GPU was found, and to emulate some needs the C++ compiler g++ \
 (Debian, Ubuntu: apt-get install g++)
@@ -42,7 +43,7 @@ demo: .venv/examples.stamp
 	$(TORCHRUN) --nproc_per_node=2 examples/train_digits.py
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 # By the first Python that has pytest and a torch that sees a GPU; else GPUs are emulated.
 test-gpu:
@@ -59,6 +60,9 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/lines.py
+	@rm -rf build/imports && mkdir -p build/imports && \
+	    cp -r procpipe examples benchmarks build/imports && cp -r launch build/imports/procpipe
+	cd build/imports && PYTHONPATH=. ../../$(BIN)/lint-imports ../../.ci/imports.toml --no-logo --no-cache
 
 types: .venv/dev.stamp
 	$(BIN)/mypy
@@ -69,7 +73,7 @@ docs: .venv/docs.stamp
 	@echo build/site/index.html
 
 coverage: .venv/dev.stamp
-	$(BIN)/python -m pytest tests --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest $(AT_ONCE) --cov --cov-report=term:skip-covered
 
 bench: .venv/peers.stamp
 	$(BIN)/python -m benchmarks all

@@ -22,6 +22,9 @@ SUPPORTED = {
     "2.15.0": ("3.11", "3.13"),
 }
 
+#: All tests, on all cores, as ``make test`` runs them.
+AT_ONCE = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+
 #: What constraints.txt says of these goes with the one torch there: each needs others.
 NOT_CONSTRAINED = ("torch", "setuptools")
 
@@ -34,7 +37,9 @@ def run_tests(session: nox.Session, torch: str) -> None:
     session.install(
         "-c", str(kept), f"torch=={torch}", "-e", ".[examples,hf]", "--group", "test", silent=False
     )
-    session.run("python", "-m", "pytest", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run(
+        "python", "-m", "pytest", *(session.posargs or AT_ONCE), env={"OMP_NUM_THREADS": "1"}
+    )
 
 
 def name_in(line: str) -> str:

@@ -1,6 +1,7 @@
 """The fixture ``ranks``, real processes to run a function on; and the choice of tests for GPUs.
 
-    pytest                  all tests on CPUs, on all cores, except those marked ``gpu``
+    pytest                  all tests on CPUs, except those marked ``gpu``
+    pytest -n auto          the same by several processes (pytest-xdist; make test)
     pytest --gpus           those marked ``gpu`` or ``on_gpus``, on this machine's CUDA devices
     pytest --gpus=share     the subset for this number of emulated GPUs (make test-gpu)
 
@@ -22,7 +23,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.at_once import AtOnce, is_wanted
 from tests.dist import devices, forks
 from tests.dist.pool import Pool, Ranks
 from tests.on_gpus import NUMBERS_OF_GPUS
@@ -34,10 +34,11 @@ settings.load_profile("tests")
 #: All tests in this folder start processes.
 DIST = Path(devices.__file__).parent
 
-NUM_LEFT_OUT = pytest.StashKey[int]()
+#: Has the seed of the random cases of tests/fuzz, another one in each run.
+FUZZ_SEED = "PROCPIPE_FUZZ_SEED"
 
-#: The seed of the random cases of tests/fuzz, another one in each run.
-FUZZ_SEED = pytest.StashKey[int]()
+#: Processes at a time; more would need more than 16 GiB of memory.
+MOST_PROCESSES = 4
 
 
 @pytest.fixture(scope="session")
@@ -66,11 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # The usual 700 starts 10,000 collections in a run. The last test of each file ends with one.
     gc.set_threshold(50_000)
     forks.find_launch()
-    config.stash[FUZZ_SEED] = int(os.environ.get("PROCPIPE_FUZZ_SEED") or random.randrange(10**6))
+    # Set here before pytest-xdist starts processes, so that all have the same.
+    os.environ.setdefault(FUZZ_SEED, str(random.randrange(10**6)))
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
     devices.seed_only_cpu()
-    if is_wanted(config):
-        config.pluginmanager.register(AtOnce())
     if config.getoption("--gpus") == "share":
         os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
@@ -94,11 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     else:
         kept = [item for item in items if item.get_closest_marker("gpu") is None]
-        config.stash[NUM_LEFT_OUT] = len(on_gpus)
     left_out = set(items) - set(kept)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = kept
+    # Files with tests that start processes first: the others are short, so all end together.
+    first = {item.path for item in items if item.get_closest_marker("dist")}
+    items.sort(key=lambda item: item.path not in first)
 
 
 def pytest_collection_finish() -> None:
@@ -128,16 +130,16 @@ def pytest_unconfigure() -> None:
         gc.unfreeze()
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_report_header() -> str:
     """Return the line that names the seed of tests/fuzz."""
-    seed = config.stash[FUZZ_SEED]
-    return f"random cases of seed {seed}; to repeat them: PROCPIPE_FUZZ_SEED={seed}"
+    seed = os.environ[FUZZ_SEED]
+    return f"random cases of seed {seed}; to repeat them: {FUZZ_SEED}={seed}"
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Return a line with the number of tests for GPUs, and how to run them."""
-    number = config.stash.get(NUM_LEFT_OUT, 0)
-    return [f"on CPUs; `make test-gpu` runs {number} tests on GPUs"] if number else []
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes for ``-n auto``: one more than cores, since tests wait."""
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
 
 
 def num_needed(item: pytest.Item) -> int:

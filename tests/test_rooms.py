@@ -105,6 +105,8 @@ def check(part, tree):
     sys.path.insert(0, tree)
     import procpipe
     assert procpipe.__file__.startswith(tree), procpipe.__file__
+    loaded = {name.split(".")[1] for name in sys.modules if name.startswith("procpipe.")}
+    assert loaded.isdisjoint(optional), loaded
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -119,7 +121,8 @@ def check(part, tree):
         check_exit_codes(forked(build_without_balance, port))
     print(part, flush=True)
 
-for part, tree in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+optional = sys.argv[1::2]
+for part, tree in zip(optional, sys.argv[2::2], strict=True):
     check_exit_codes(forked(check, part, tree))
 """
 

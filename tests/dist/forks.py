@@ -208,19 +208,6 @@ class ForkServer:
             self._requests.send(pickle.dumps(pid))
             return self._answer()
 
-    def copy(self) -> socket.socket:
-        """Fork the server itself; return a socket to the copy, for :meth:`use`."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self._lock:
-            socket.send_fds(self._requests, [pickle.dumps(None)], [theirs.fileno()])
-            self._answer()
-        return ours
-
-    def use(self, requests: socket.socket) -> None:
-        """Use a copy of the server from now on, in a fork of this process."""
-        self._requests.close()
-        self._requests = requests
-
     def close(self) -> None:
         """End the server; its children keep running."""
         self._requests.close()
@@ -280,14 +267,6 @@ def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
         elif isinstance(request, tuple):
             _load(request)
             answer = 0
-        elif request is None:
-            [descriptor] = descriptors
-            answer = os.fork()
-            if answer == 0:
-                requests.close()
-                requests = socket.socket(fileno=descriptor)
-                continue
-            os.close(descriptor)
         else:
             answer = os.fork()
             if answer == 0:

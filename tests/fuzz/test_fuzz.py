@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -79,8 +80,8 @@ def pool():
 
 
 @pytest.mark.timeout(300)
-def test_random_cases_equal_the_plain_model(pool, request):
-    seed = request.config.stash[FUZZ_SEED]
+def test_random_cases_equal_the_plain_model(pool):
+    seed = int(os.environ[FUZZ_SEED])
     cases = {number: draw(seed, number) for number in range(NUM_CASES)}
     failed = []
     for numbers in together(cases):
