@@ -44,6 +44,7 @@ pytestmark = [
 
 INVALID_ARGUMENT, INVALID_USAGE = 4, 5
 UINT8, INT32 = 1, 2
+SUM, MAXIMUM = 0, 2
 LAUNCH_FAILURE = 719
 WHILE_S = 0.3
 
@@ -215,6 +216,24 @@ def test_a_receive_must_fit_its_send(tmp_path, counts, dtypes, operations):
         assert later == LAUNCH_FAILURE  # every later call fails as well
         assert operations[0] in text
         assert operations[1] in text
+
+
+def reduce_by_different_operators(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), new_memory()
+    operator = (SUM, MAXIMUM)[rank]
+    count = ctypes.c_size_t(8)
+    assert call("ncclAllReduce", memory, memory, count, UINT8, operator, communicator, stream) == 0
+    error = call("cudaStreamSynchronize", stream)
+    CUDA.cudaGetErrorString.restype = ctypes.c_char_p
+    return [error, at(memory)[0], CUDA.cudaGetErrorString(error).decode()]
+
+
+def test_ranks_must_agree_on_the_operator(tmp_path):
+    for process in start(reduce_by_different_operators, new_id(), folder=tmp_path):
+        error, value, text = process.result()
+        assert (error, value) == (LAUNCH_FAILURE, POISON)
+        assert "rank 0 reduces 8 of uint8 by sum" in text
+        assert "rank 1 reduces 8 of uint8 by maximum" in text
 
 
 def use_wrongly(rank, name):
