@@ -19,7 +19,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from procpipe.job.devices import pci_of
 from procpipe.job.pin import SWITCH, cores_of_host, shares
 from procpipe.launch.console import natural, positive
-from procpipe.launch.run.launcher import Job, Launcher, guarded
+from procpipe.launch.run.launcher import Job, Launcher
 from procpipe.words import counted, cpus_text, text_table
 
 #: Torch's own variable for how long processes may take to end after a signal.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         parser.error(f"the logs cannot be written: {error}; choose another --log-dir")
     job = Job(_config(options, folder), _command(options), folder, _grace_s(), options.view)
-    code: int = guarded(lambda: Launcher(job).run())
+    code: int = Launcher(job).run()
     return code
 
 

@@ -1,19 +1,17 @@
 """Runs a script's ranks by torch's elastic agent, and ends all that is left of them.
 
-    guard ─── launcher ──┬── rank 0 ── worker      the guard is the process that the user started
-                         └── rank 1 ── worker
+    launcher ──┬── rank 0 ── worker
+               └── rank 1 ── worker
 
-    1  the guard forks the launcher; both adopt the orphans among their descendants
-    2  the agent runs the ranks, in the launcher's main thread; a thread shows them (``table.py``)
+    1  the launcher adopts the orphans among its descendants
+    2  the agent runs the ranks, in the main thread; another thread shows them (``table.py``)
     3  the launcher ends what is left of its descendants
     4  the view stops, and the last line or the report is written
 
-If the launcher is killed, the guard ends all descendants, which are its own now. If the guard is
-killed, the kernel signals the launcher. A process survives only if both are killed at once.
-
-The guard passes SIGINT, SIGTERM and SIGHUP on, each as another signal: so the launcher acts once on
-each, whether a user sends it to the guard, to the launcher or to all processes of a terminal. After
-the first one the ranks have a few seconds to end; a second one kills everything.
+After the first SIGINT, SIGTERM or SIGHUP the ranks have a few seconds to end; a second one kills
+everything. If the launcher itself is killed, the kernel kills the ranks that have made a ``Stage``,
+and the others end when they make one (``procpipe.job.endings``). What these have started may
+survive.
 """
 
 from __future__ import annotations
@@ -42,15 +40,12 @@ from procpipe.launch.run.ranks import Attempt, Rank
 from procpipe.launch.run.report import Report, report_on, short_path
 from procpipe.launch.run.table import View
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 #: How long processes that ranks left behind may take to end after SIGTERM.
 _LEFTOVER_GRACE_S = 2.0
-
-#: How soon the guard has passed on a signal that came to all processes of a terminal or job.
-_GUARD_S = 0.5
 
 #: The logger in which torch notes that it ends processes, before it waits for their end.
 _OF_PROCESSES = "torch.distributed.elastic.multiprocessing.api"
@@ -61,54 +56,6 @@ class Stopped(SignalException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"the launcher got signal {number}", signal.Signals(number))
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """Run ``work`` in a child process, the launcher; return its exit code.
-
-    Returns in both processes; in the guard once the other one has ended.
-    """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    handled = {*_PASSED_ON, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
-    guard, launcher = os.getpid(), os.fork()
-    if launcher == 0:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _prctl(_PR_SET_PDEATHSIG, _passed(signal.SIGKILL))
-        if os.getppid() != guard:
-            return 128 + signal.SIGKILL
-        for number in _PASSED_ON:
-            signal.signal(number, _leave_to_guard)  # until Launcher.run
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)  # ranks would inherit it
-        return work()
-    status = None
-    while status is None:
-        signum = signal.sigwait(handled)
-        if signum == signal.SIGCHLD:
-            pid, found = os.waitpid(launcher, os.WNOHANG)
-            status = found if pid else None
-        else:
-            os.kill(launcher, _passed(signum))
-    end_descendants(0.0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live table had hidden it
-        text = "procpipe: the launcher was killed; all its processes are killed, too"
-        print(f"{cursor}\n{text}", file=sys.stderr)
-    return code if code >= 0 else 128 - code
-
-
-def _leave_to_guard(number: int, frame: FrameType | None) -> None:
-    """Do nothing, as the guard passes the signal on. Ranks would inherit SIG_IGN, but not this."""
-
-
-def _passed(number: int) -> int:
-    """Return the signal as which the guard passes another one on."""
-    return signal.SIGRTMIN + 3 + number  # the first three are the C library's own
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_descendants(grace_s: float) -> list[str]:
@@ -160,18 +107,15 @@ class Launcher:
         self._num_attempts = 0
         self._num_oom_kills = out_of_memory_kills()  # of earlier runs
         self._signal: signal.Signals | None = None
-        self._own = 0  # the newest signal that this process itself has got
         self._is_over = False
         self._laggards = threading.Timer(0.0, lambda: None)
         self._view = View(lambda: self._attempt, job.view, f"logs in {short_path(job.folder)}")
 
     def run(self) -> int:
         """Run and report; return the exit code."""
-        for number in (*_PASSED_ON, signal.SIGKILL):
-            signal.signal(_passed(number), self._stop)
-        for number in _PASSED_ON:
-            signal.signal(number, self._wait_guard)
-        signal.signal(signal.SIGALRM, self._act_alone)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        for number in _ENDING:
+            signal.signal(number, self._stop)
         failures: dict[int, int] = {}
         error = ""
         try:
@@ -232,34 +176,13 @@ class Launcher:
         self._attempt = attempt
         return attempt
 
-    def _wait_guard(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that the launcher has got itself.
-
-        If it came to a whole terminal or job, the guard passes it on at once; if it came to this
-        process alone, the launcher acts on it a moment later. (By the kernel's timer: the guard's
-        signal may interrupt this handler, and would break a thread that it starts.)
-        """
-        self._own = number
-        signal.setitimer(signal.ITIMER_REAL, _GUARD_S)
-
-    def _act_alone(self, number: int, frame: FrameType | None) -> None:
-        """Handle the end of that moment."""
-        if self._signal is None:
-            self._stop(_passed(self._own), frame)
-
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that the guard has passed on: the first ends the run, the second kills.
-
-        SIGKILL stands for the end of the guard.
-        """
-        number -= _passed(0)
+        """Handle a signal: the first ends the run, the second kills."""
         if self._signal is None and not self._is_over:
             self._signal = signal.Signals(number)
             self._view.is_quiet = True
             name = "Ctrl-C" if self._signal is signal.SIGINT else self._signal.name
             again = "; again to kill them" if self._signal is signal.SIGINT else ""
-            if number == signal.SIGKILL:
-                name = "the launcher was killed"
             self._view.print(f"procpipe: {name}: ending all processes{again}")
             self._expect_ends()
             raise Stopped(number)

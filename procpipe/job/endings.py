@@ -44,9 +44,7 @@ _SAVE_TIMEOUT_S = 10.0
 
 
 def end_with_launcher() -> None:
-    """Make the kernel kill this process when torchrun's agent, which started it, dies.
-
-    Under ``procpipe run`` its guard process ends their children, too.
+    """Make the kernel kill this process when its launcher dies.
 
     Raises:
         ConnectionRefusedError: it has died already, while this process was starting: its store,

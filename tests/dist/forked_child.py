@@ -35,8 +35,7 @@ def enter(network: str) -> None:
 
 def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:
     """Set this child up like a new interpreter; return its main code and its globals."""
-    if not start.is_guarded:
-        lead_session(descriptors)
+    lead_session(descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(start.cwd)

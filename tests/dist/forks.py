@@ -82,7 +82,6 @@ class Start:
         tears_down: end as Python does, which frees all modules and their objects.
         num_ranks: how many ranks of torch's agent, which this child runs, are forks as well.
         network: the name of the network namespace to run in; "" for the server's.
-        is_guarded: whether its parent leads its session, and has opened its standard files.
     """
 
     argv: tuple[str, ...]
@@ -91,7 +90,6 @@ class Start:
     tears_down: bool = False
     num_ranks: int = 0
     network: str = ""
-    is_guarded: bool = False
 
 
 class Parent(Protocol):

@@ -19,13 +19,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from tests.dist.forked_child import lead_session
 from tests.dist.forks import Forked, Start, receive, send_start
 
 
@@ -62,9 +61,6 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
 
     Returns in the launcher with the given arguments, and in each rank with its own.
     """
-    if start.argv[:3] == ("-m", "procpipe.launch", "run"):
-        _guard(descriptors)
-        start = replace(start, is_guarded=True)
     waiting: list[Waiting] = []
     for _ in range(start.num_ranks):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,18 +78,6 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
     new_process = SubprocessHandler._popen
     SubprocessHandler._popen = _starter(waiting, new_process)  # type: ignore[method-assign]
     return start, descriptors
-
-
-def _guard(descriptors: list[int]) -> None:
-    """Fork the launcher of ``procpipe run`` now, so that it is the parent of its ranks."""
-    from procpipe.launch.run import command, launcher
-
-    lead_session(descriptors)
-    code = launcher.guarded(lambda: -1)
-    if code != -1:  # this is the guard, and the run is over
-        sys.stderr.flush()
-        os._exit(code)
-    command.guarded = lambda work: work()  # type: ignore[attr-defined, unused-ignore]
 
 
 def _starter(waiting: list[Waiting], new_process: Callable[..., Any]) -> Callable[..., Any]:

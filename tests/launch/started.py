@@ -124,9 +124,8 @@ class Started:
             found = []
             for process in self.processes():
                 with contextlib.suppress(psutil.Error):
-                    parent = process.parent()  # the launcher, a child of the guard
                     is_rank = process.environ().get("RANK") == str(number)
-                    if is_rank and parent is not None and parent.ppid() == self.process.pid:
+                    if is_rank and process.ppid() == self.process.pid:
                         found.append(process)
             return found
 

@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.dist.forks import fork_server
-from tests.dist.script import KILL_TIMEOUT_S, wait_end
-from tests.forked import in_child
 from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
@@ -97,23 +94,6 @@ def reports(*processes):
     """Return the ranks' reports, in the order of each host's output."""
     lines = [line for process in processes for line in process.output.splitlines()]
     return [json.loads(line) for line in lines if line.startswith('{"rank"')]
-
-
-def test_processes_on_a_host_end_with_the_process_of_the_tests():
-    with two_hosts() as hosts, loopback_addresses(1) as here, Job() as job:
-        job.write("train.py", "import time; time.sleep(1000)")
-        command = torchrun(hosts, 0, nnodes="1", port=free_port())
-
-        def start():
-            fork_server().use(requests)  # of the child, as of each process of the tests
-            agent = job.start_torchrun(hosts[0], command, num_ranks=0).popen.pid
-            return agent, job.start(here[0], ["sleep", "1000"]).popen.pid
-
-        with fork_server().copy() as requests:
-            agent, sleeper = map(int, in_child(start).strip("()").split(","))
-
-        assert wait_end(sleeper, KILL_TIMEOUT_S)
-        assert wait_end(agent, KILL_TIMEOUT_S)
 
 
 # -- one job -------------------------------------------------------------------------------------
