@@ -81,7 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and keep those for these devices."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()) or item.path.parent == DIST:
+        has_processes = not {"pool", "ranks"}.isdisjoint(getattr(item, "fixturenames", ()))
+        if has_processes or item.path.parent == DIST:
             item.add_marker(pytest.mark.dist)
     on_gpus = [item for item in items if num_needed(item)]
     if devices.is_on_gpus():

@@ -27,12 +27,6 @@ UNET = ROOT / "examples/unet_segmentation.py"
 RESNET = ROOT / "examples/resnet_split_size.py"
 TINY = ROOT / "examples/tiny_pipeline.py"  # shows what procpipe does; it does not use it
 
-#: Numbers of stages, and balances.
-WAYS = [
-    pytest.param(2, {DIGITS: [], LM: []}, id="2"),
-    pytest.param(3, {DIGITS: [7, 8, 1], LM: [1, 5, 1]}, id="3", marks=pytest.mark.on_gpus(3)),
-]
-
 FEW_STEPS = {
     DIGITS: ["--epochs", "1"],
     LM: ["--steps", "3", "--evaluate-every", "2", "--batch-size", "4", "--generate", "12"],
@@ -61,21 +55,17 @@ def run(example, *, nproc=None, balance=(), args=None):
     return run_forked(example, num_ranks=nproc, args=options).check()
 
 
-@pytest.fixture(scope="module")
-def in_one_stage():
-    """Give each example's results without a launcher."""
-    return {example: results(run(example).stdout) for example in (DIGITS, LM)}
-
-
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("example", [DIGITS, LM], ids=lambda path: path.stem)
-@pytest.mark.parametrize(("nproc", "balance"), WAYS)
-def test_any_number_of_stages_prints_the_same(example, nproc, balance, in_one_stage):
-    done = run(example, nproc=nproc, balance=balance[example])
+@pytest.mark.on_gpus(3)
+@pytest.mark.parametrize(
+    ("example", "balance"), [(DIGITS, [7, 8, 1]), (LM, [1, 5, 1])], ids=["digits", "lm"]
+)
+def test_three_stages_print_the_same_as_one(example, balance):
+    alone = results(run(example).stdout)
 
-    assert in_one_stage[example]
-    assert results(done.stdout) == in_one_stage[example]
+    assert alone
+    assert results(run(example, nproc=3, balance=balance).stdout) == alone
 
 
 @pytest.mark.dist
@@ -105,20 +95,21 @@ def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
     pytest.importorskip("peft")
     fork_server().load(*OF_HF)
     few = ["--batch-size", "4", "--every", "2", "--paragraphs", "60", "--generate", "4"]
-    printed = {}
+    printed = []
     for num_ranks in (None, 2):
         folder = tmp_path / str(num_ranks)
         whole = run(HF, nproc=num_ranks, args=[*few, "--steps", "4", "--out", str(folder / "out")])
-        saving = [*few, "--state", str(folder / "state")]
-        first = run(HF, nproc=num_ranks, args=[*saving, "--steps", "2"])
-        second = run(HF, nproc=2 if num_ranks is None else None, args=[*saving, "--steps", "4"])
-        lines = [without_balance(done.stdout) for done in (whole, first, second)]
-        assert lines[1][:1] + lines[2] == lines[0], "resumed on another number of stages"
         lora = ["--model", str(folder / "out"), "--lora", "--out", str(folder / "adapter")]
         adapted = run(HF, nproc=num_ranks, args=[*few, *lora, "--steps", "2"])
-        printed[num_ranks] = lines[0], without_balance(adapted.stdout)
         assert (folder / "adapter" / "adapter_config.json").is_file()
-    assert printed[None] == printed[2]
+        printed.append([without_balance(done.stdout) for done in (whole, adapted)])
+    assert printed[0] == printed[1]
+
+    saving = [*few, "--state", str(tmp_path / "state")]
+    first = run(HF, nproc=2, args=[*saving, "--steps", "2"])
+    resumed = run(HF, args=[*saving, "--steps", "4"])
+    lines = [without_balance(done.stdout) for done in (first, resumed)]
+    assert lines[0][:1] + lines[1] == printed[0][0], "resumed on another number of stages"
 
 
 @pytest.mark.dist
@@ -162,6 +153,7 @@ def test_the_split_size_is_swept_and_drawn(tmp_path):
         assert np.asarray(image).std() > 10
 
 
+@pytest.mark.dist
 def test_an_ordinary_gpt_is_cut_as_it_is():
     plain, cut = ROOT / "examples/train_nanogpt_plain.py", ROOT / "examples/train_nanogpt.py"
     texts = [path.read_text() for path in (plain, cut)]

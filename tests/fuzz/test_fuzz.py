@@ -196,6 +196,7 @@ def test_a_failure_is_printed_as_a_script_that_repeats_it(pool, tmp_path):
     assert "rank 0: KeyError: 'unknown'" in done.stdout
 
 
+@pytest.mark.dist
 def test_the_oracle_imports_nothing_of_procpipe():
     code = (
         "import sys, tests.fuzz.oracle as oracle\n"
