@@ -20,6 +20,7 @@ from procpipe import hf
 from tests.dist.stages import stage_of
 from tests.hf.cases import (
     LEFT,
+    PACKED,
     RIGHT,
     batch_of,
     batches_of,
@@ -231,15 +232,16 @@ def logits_of(model, name):
 
 
 def table(found: dict[str, str]) -> str:
-    """Return the table of the page, in Markdown."""
-    lines = ["| model | class | padding | packed | tied | tokens |", "|---|---|---|---|---|---|"]
+    """Return the table of the page, in Markdown: what of the comparison a class does not have."""
+    lines = ["| model | class | without |", "|---|---|---|"]
     for name, fault in found.items():
-        forms = batches_of(name)
-        padding = " and ".join(form for form in forms if form != "packed")
-        is_both = len(kinds_of([name])) == 2
-        cells = [
-            *(name, f"`{class_of(name).__name__}`", padding, "yes" if "packed" in forms else "-"),
-            *("both" if is_both else "-", "yes" if _generates(name) else "-"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |" + (f" DIFFERS: {fault}" if fault else ""))
+        has = {
+            "padding on the left": LEFT in batches_of(name),
+            "packed": PACKED in batches_of(name),
+            "tied": len(kinds_of([name])) == 2,
+            "tokens": _generates(name),
+        }
+        without = ", ".join(what for what, there in has.items() if not there)
+        row = f"| {name} | `{class_of(name).__name__}` | {without} |"
+        lines.append(row + (f" DIFFERS: {fault}" if fault else ""))
     return "\n".join(lines)
