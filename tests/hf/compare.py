@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import textwrap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -113,7 +114,7 @@ def even(num_layers, number):
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-# -- the table of docs/language_models.md --------------------------------------------------------
+# -- the classes of docs/language_models.md ------------------------------------------------------
 
 
 def kinds_of(names: Iterable[str]) -> list[Kind]:
@@ -231,9 +232,9 @@ def logits_of(model, name):
     return output[0] if isinstance(output, tuple) else output
 
 
-def table(found: dict[str, str]) -> str:
-    """Return the table of the page, in Markdown: what of the comparison a class does not have."""
-    lines = ["| model | class | without |", "|---|---|---|"]
+def summary(found: dict[str, str]) -> str:
+    """Return what the page says of classes, in Markdown: those that have all, and the others."""
+    complete, others, faults = [], ["| class | without |", "|---|---|"], []
     for name, fault in found.items():
         has = {
             "padding on the left": LEFT in batches_of(name),
@@ -241,7 +242,12 @@ def table(found: dict[str, str]) -> str:
             "tied": len(kinds_of([name])) == 2,
             "tokens": _generates(name),
         }
+        class_name = f"`{class_of(name).__name__}`"
         without = ", ".join(what for what, there in has.items() if not there)
-        row = f"| {name} | `{class_of(name).__name__}` | {without} |"
-        lines.append(row + (f" DIFFERS: {fault}" if fault else ""))
-    return "\n".join(lines)
+        if without:
+            others.append(f"| {class_name} | {without} |")
+        else:
+            complete.append(class_name)
+        if fault:
+            faults.append(f"{class_name} DIFFERS: {fault}")
+    return "\n".join([textwrap.fill(", ".join(complete), 110), "", *others, *faults])
