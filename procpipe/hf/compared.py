@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from procpipe.hf.layers import Block
 
-#: The classes of the table in docs/language_models.md, which ``python -m tests.hf`` compares.
+#: The classes that docs/language_models.md lists, which ``python -m tests.hf`` compares.
 COMPARED = frozenset(
     (
         *("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
@@ -58,7 +58,7 @@ def unsupported(model: Any, reason: str) -> TypeError:
     """Return the error for a model that cannot be made a pipeline."""
     return TypeError(
         f"hf.sequential cannot divide a {type(model).__qualname__}: {reason}; models that work are "
-        "in the table of docs/language_models.md, with or without LoRA of peft"
+        "listed in docs/language_models.md, with or without LoRA of peft"
     )
 
 

@@ -40,9 +40,9 @@ def sequential(model: nn.Module) -> nn.Sequential:
 
     Args:
         model: a decoder or BERT; also with LoRA of peft, without ``trainable_token_indices``
-            and ``target_parameters``. It may be on the meta device. Of a class that is not in the
-            table of docs/language_models.md, a small copy in float64 is compared with transformers
-            first, which takes seconds.
+            and ``target_parameters``. It may be on the meta device. Of a class that
+            docs/language_models.md does not list, a small copy in float64 is compared with
+            transformers first, which takes seconds.
 
     Returns:
         layers ``embed``, ``block0``, …, ``head``. Its attribute ``keys`` is a function that makes

@@ -1,4 +1,4 @@
-"""``python -m tests.hf``: compares all models of docs/language_models.md, and prints its table."""
+"""``python -m tests.hf``: compares all models of docs/language_models.md, and prints its list."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from tests.dist.forks import OF_HF, fork_server
 from tests.dist.pool import Pool, Ranks
 from tests.hf.cases import CASES
-from tests.hf.compare import kinds_of, rows_of, table
+from tests.hf.compare import kinds_of, rows_of, summary
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hf", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="by default all of the table")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="by default all of the page")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     if unknown := {*options.names}.difference(CASES):
@@ -32,7 +32,7 @@ def main() -> int:
             )
     finally:
         pool.close()
-    print(table(found))
+    print(summary(found))
     return int(any(found.values()))
 
 

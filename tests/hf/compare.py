@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import textwrap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from procpipe import hf
 from tests.dist.stages import stage_of
 from tests.hf.cases import (
     LEFT,
+    PACKED,
     RIGHT,
     batch_of,
     batches_of,
@@ -112,7 +114,7 @@ def even(num_layers, number):
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-# -- the table of docs/language_models.md --------------------------------------------------------
+# -- the classes of docs/language_models.md ------------------------------------------------------
 
 
 def kinds_of(names: Iterable[str]) -> list[Kind]:
@@ -230,16 +232,22 @@ def logits_of(model, name):
     return output[0] if isinstance(output, tuple) else output
 
 
-def table(found: dict[str, str]) -> str:
-    """Return the table of the page, in Markdown."""
-    lines = ["| model | class | padding | packed | tied | tokens |", "|---|---|---|---|---|---|"]
+def summary(found: dict[str, str]) -> str:
+    """Return what the page says of classes, in Markdown: those that have all, and the others."""
+    complete, others, faults = [], ["| class | without |", "|---|---|"], []
     for name, fault in found.items():
-        forms = batches_of(name)
-        padding = " and ".join(form for form in forms if form != "packed")
-        is_both = len(kinds_of([name])) == 2
-        cells = [
-            *(name, f"`{class_of(name).__name__}`", padding, "yes" if "packed" in forms else "-"),
-            *("both" if is_both else "-", "yes" if _generates(name) else "-"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |" + (f" DIFFERS: {fault}" if fault else ""))
-    return "\n".join(lines)
+        has = {
+            "padding on the left": LEFT in batches_of(name),
+            "packed": PACKED in batches_of(name),
+            "tied": len(kinds_of([name])) == 2,
+            "tokens": _generates(name),
+        }
+        class_name = f"`{class_of(name).__name__}`"
+        without = ", ".join(what for what, there in has.items() if not there)
+        if without:
+            others.append(f"| {class_name} | {without} |")
+        else:
+            complete.append(class_name)
+        if fault:
+            faults.append(f"{class_name} DIFFERS: {fault}")
+    return "\n".join([textwrap.fill(", ".join(complete), 110), "", *others, *faults])

@@ -17,7 +17,7 @@ from tests.hf.compare import (
     plain_step,
     rows_of,
     step_of,
-    table,
+    summary,
     truth_of,
 )
 
@@ -25,13 +25,13 @@ from tests.hf.compare import (
 SOME = [("GPT-2", True), ("Gemma 3", False), ("Mixtral", True), ("Mamba 2", False)]
 
 
-def test_all_classes_of_the_table_are_cases():
+def test_all_classes_of_the_page_are_cases():
     assert compared.COMPARED == {class_of(name).__name__ for name in CASES}
     page = Path(__file__).parents[2] / "docs/language_models.md"
-    assert table(dict.fromkeys(CASES, "")) in page.read_text()
+    assert summary(dict.fromkeys(CASES, "")) in page.read_text()
 
 
-def test_some_of_the_table_are_those_of_transformers(ranks, tmp_path):
+def test_some_of_the_page_are_those_of_transformers(ranks, tmp_path):
     """``python -m tests.hf`` compares all models, on one, two and three processes."""
     found = rows_of(ranks, SOME, [2, 3], tmp_path)
 

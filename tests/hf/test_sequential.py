@@ -145,7 +145,7 @@ def test_what_is_not_supported_is_one_error():
     for model, fault in cases:
         with pytest.raises(TypeError, match=fault) as error:
             hf.sequential(model)
-        assert "in the table of docs/language_models.md" in str(error.value)
+        assert "listed in docs/language_models.md" in str(error.value)
 
 
 class Between(transformers.LlamaModel):
