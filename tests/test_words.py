@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from procpipe.words import bytes_text, counted, cpus_text
+from procpipe.words import bytes_text, counted, cpus_text, seconds_text
 from tests.cases import for_each
 
 
@@ -21,6 +21,12 @@ from tests.cases import for_each
 )
 def test_a_size_has_the_unit_that_suits_it(num_bytes: int, expected: str) -> None:
     assert bytes_text(num_bytes) == expected
+
+
+def test_a_time_has_the_unit_that_suits_it() -> None:
+    assert [seconds_text(s) for s in (0, 0.00001, 0.0123, 0.9994, 0.99951, 75.0)] == [
+        *("0", "10 µs", "12.3 ms", "999 ms", "1 s", "75 s")
+    ]
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:

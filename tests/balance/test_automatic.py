@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
-from procpipe.balance import balance_by_size, balance_by_time
+from procpipe.balance import balance_by_size, balance_by_time, profile_layers
 from procpipe.errors import BalanceError
 
 
@@ -41,40 +39,6 @@ def test_by_time():
 
     assert balance_by_time(2, model, sample, timeout=0) == [4, 1]
     assert balance_by_time(2, mirrored, sample, timeout=0) == [1, 4]
-
-
-def test_by_time_loop_resets_input():
-    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(128, 10))
-
-    balance = balance_by_time(2, model, torch.rand(10, 3, 8, 8), timeout=0.02)
-
-    assert sum(balance) == 3
-
-
-def test_by_size_latent():
-    sample = torch.rand(10, 100, 100)
-
-    rising = nn.Sequential(*[Expand(k) for k in (1, 2, 3, 4, 5, 6)])
-    falling = nn.Sequential(*[Expand(k) for k in (6, 5, 4, 3, 2, 1)])
-
-    assert balance_by_size(2, rising, sample) == [4, 2]
-    assert balance_by_size(2, falling, sample) == [2, 4]
-
-
-def test_by_size_param():
-    widths = [1, 2, 3, 4, 5, 6]
-    model = nn.Sequential(*[nn.Linear(1, width * 100) for width in widths])
-    rising = nn.Sequential(*[nn.Sequential(layer, Sum()) for layer in model])
-    falling = nn.Sequential(*[nn.Sequential(layer, Sum()) for layer in reversed(model)])
-    sample = torch.rand(1, 1)
-
-    assert balance_by_size(2, rising, sample, param_scale=100) == [4, 2]
-    assert balance_by_size(2, falling, sample, param_scale=100) == [2, 4]
-
-
-class Sum(nn.Module):
-    def forward(self, x):
-        return x.sum(1, keepdim=True)
 
 
 def test_by_size_param_scale():
@@ -124,40 +88,8 @@ def test_wrong_number_of_partitions_is_reported_before_any_layer_runs(balance_by
         balance_by(0, model, torch.rand(1))
 
 
-@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_a_model_that_is_not_sequential_is_refused(balance_by):
-    with pytest.raises(TypeError, match="the model is a Linear"):
-        balance_by(1, nn.Linear(1, 1), torch.rand(1))
-
-
-def test_by_time_ends_in_time():
-    begun = time.monotonic()
-    balance_by_time(1, nn.Sequential(nn.ReLU()), torch.rand(1), timeout=0.05)
-
-    assert time.monotonic() - begun >= 0.05  # and it ends
-
-
-@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_a_model_with_gradients_is_balanced_and_keeps_them(balance_by):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model(torch.rand(1, 3)).sum().backward()
-    before = [parameter.grad for parameter in model.parameters()]
-    values = [gradient.clone() for gradient in before if gradient is not None]
-    options = {"timeout": 0.0} if balance_by is balance_by_time else {}
-    assert balance_by(2, model, torch.rand(1, 3), **options) == [1, 1]
-    for parameter, gradient, value in zip(model.parameters(), before, values, strict=True):
-        assert parameter.grad is gradient
-        torch.testing.assert_close(parameter.grad, value, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
-def test_a_model_that_takes_and_returns_a_pair_is_balanced(balance_by):
-    class Twin(nn.Module):
-        def forward(self, pair):
-            a, b = pair
-            return a * 2, b.detach()
-
-    options = {"timeout": 0.0} if balance_by is balance_by_time else {}
-    model = nn.Sequential(Twin(), Twin())
-    pair = (torch.rand(1, requires_grad=True), torch.rand(1, requires_grad=True))
-    assert sum(balance_by(1, model, pair, **options)) == 2
+@pytest.mark.parametrize("profile", [profile_layers, balance_by_time, balance_by_size])
+def test_a_model_that_is_not_sequential_is_refused(profile):
+    arguments = nn.Linear(1, 1), torch.rand(1)
+    with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
+        profile(*([] if profile is profile_layers else [1]), *arguments)

@@ -47,10 +47,6 @@ def profiled(module, sample):
     return list(profile_layers(module, sample, timeout=0).layers)
 
 
-MEASURES = {"profile": profiled, "sizes": layer_sizes}
-measures = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
-
-
 # -- times ----------------------------------------------------------------------------------------
 
 
@@ -129,27 +125,6 @@ def test_parameters_are_scaled():
     assert layer_sizes(model, torch.rand(8, 10)) == two
 
 
-def test_saved_parameters_and_buffers_are_no_activations():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1000))
-            self.register_buffer("table", torch.ones(1000))
-
-        def forward(self, x):
-            return (x * self.weight * self.table).sum()  # saves the three, and not x * weight
-
-    sample = torch.rand(1000, requires_grad=True)
-
-    assert layer_sizes(nn.Sequential(Scale()), sample, param_scale=0) == [float32()]
-
-
-def test_leaves_that_a_layer_makes_are_held_by_its_graph():
-    model = nn.Sequential(Calling(lambda x: x + torch.rand_like(x, requires_grad=True)))
-
-    assert layer_sizes(model, torch.rand(10)) == [2 * float32(10)]
-
-
 def test_tensors_that_a_layer_recomputes_are_not_held():
     def costly(x):
         return x.sin().cos().exp()
@@ -207,17 +182,10 @@ def test_a_gpu_gives_the_sizes_of_the_cpu():
     assert [abs(a - b) <= 4 * 64 * 2 for a, b in zip(cpu, gpu, strict=True)] == [True] * 4
 
 
-def test_sizes_are_the_same_every_time():
-    first, second = (layer_sizes(conv_model(), torch.rand(4, 3, 8, 8)) for _ in range(2))
-
-    assert first == second
-
-
 # -- what is not changed --------------------------------------------------------------------------
 
 
-@measures
-def test_the_model_is_unchanged(measure):
+def test_the_model_is_unchanged():
     model = conv_model()
     model(torch.rand(4, 3, 8, 8)).sum().backward()  # already has gradients
     model[1].eval()
@@ -225,69 +193,51 @@ def test_the_model_is_unchanged(measure):
     before = copy.deepcopy(model.state_dict())
     gradients = copy.deepcopy([p.grad for p in model.parameters()])
     flags = [p.requires_grad for p in model.parameters()]
+    sample, random_state = torch.rand(4, 3, 8, 8), torch.get_rng_state()
 
-    measure(model, torch.rand(4, 3, 8, 8))
+    profiled(model, sample)
 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
     assert [p.requires_grad for p in model.parameters()] == flags
     assert [module.training for module in model] == [True, False, True, True, True]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
-@measures
-def test_the_sample_is_unchanged(measure):
+def test_the_sample_is_unchanged():
     sample = torch.rand(4, 3, 8, 8, requires_grad=True)
     sample.sum().backward()
     before = sample.detach().clone()
 
-    measure(nn.Sequential(nn.ReLU(inplace=True), Calling(lambda x: x.mul_(2))), sample)
+    profiled(nn.Sequential(nn.ReLU(inplace=True), Calling(lambda x: x.mul_(2))), sample)
 
     assert torch.equal(sample, before)
     torch.testing.assert_close(sample.grad, torch.ones_like(sample), rtol=0, atol=0)
     assert sample.requires_grad
 
 
-@measures
-def test_the_state_of_the_random_generator_is_unchanged(measure):
-    before = torch.get_rng_state()
-
-    measure(nn.Sequential(nn.Dropout(), Calling(torch.rand_like)), torch.zeros(100))
-
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@measures
-def test_layers_run_in_training_mode(measure):
+@pytest.mark.parametrize("surroundings", [torch.no_grad, torch.inference_mode])
+def test_layers_run_in_training_mode(surroundings):
     modes = []
 
     class Noting(nn.Module):
         def forward(self, x):
-            modes.append((self.training, torch.is_grad_enabled()))
+            modes.append((self.training, torch.is_grad_enabled(), x.is_inference()))
             return x
 
     model = nn.Sequential(Noting()).eval()
-    with torch.no_grad():
-        measure(model, torch.rand(1))
+    with surroundings():
+        profiled(model, torch.rand(1))
 
-    assert set(modes) == {(True, True)}
+    assert set(modes) == {(True, True, False)}
     assert not model.training
     assert not model[0].training
 
 
-def test_backward_counts_in_inference_mode_too():
-    clock = Clock()
-    with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(1, 1), Taking(clock, [1.0] * 2, 2.0))
-        sample = torch.rand(1)
-
-        assert layer_times(model, sample, clock=clock) == [0.0, 3.0]
-        assert layer_sizes(nn.Sequential(model[0], nn.Sigmoid()), sample) == [4 + 2 * 8, 4]
-
-
-@measures
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_each_layer_is_copied_alone(measure, is_autocast):
+def test_each_layer_is_copied_alone(is_autocast):
     """Autocast keeps casts of the weights, and so all copies, until the user's block ends."""
     copied = []
 
@@ -305,7 +255,7 @@ def test_each_layer_is_copied_alone(measure, is_autocast):
         Counted.num_copies -= 1
 
     with torch.autocast("cpu", enabled=is_autocast):
-        measure(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
+        profiled(nn.Sequential(*(Counted(2, 2) for _ in range(4))), torch.rand(1, 2))
 
     assert set(copied) == {1}
 
@@ -313,99 +263,37 @@ def test_each_layer_is_copied_alone(measure, is_autocast):
 # -- inputs, and values between layers ------------------------------------------------------------
 
 
-@measures
-def test_a_tuple_is_one_input(measure):
+def test_a_tuple_is_one_input():
     first = Calling(lambda pair: pair[0] + pair[1])
 
-    measure(nn.Sequential(first, nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
+    profiled(nn.Sequential(first, nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
 
     assert {tuple(map(type, inputs)) for inputs in first.seen} == {(tuple,)}
 
 
-@measures
-def test_several_inputs(measure):
-    model = nn.Sequential(Calling(lambda x, scale, mask: x * scale + mask["m"]), nn.Linear(2, 2))
-
-    assert len(measure(model, Inputs(torch.rand(3, 2), 2.0, {"m": torch.rand(3, 2)}))) == 2
-
-
-@measures
-def test_nested_values_between_layers(measure):
+def test_nested_values_between_layers():
     model = nn.Sequential(
         nn.Linear(2, 2),
         Calling(lambda x: (x, [x.detach(), None], {"n": x.argmax(), "s": 0.5, "y": x * 2})),
         Calling(lambda v: v[0] + v[1][0] * v[2]["s"] + v[2]["y"]),
     )
 
-    assert len(measure(model, torch.rand(3, 2))) == 3
+    assert len(profiled(model, torch.rand(3, 2))) == 3
 
 
-def test_requires_grad_goes_with_each_tensor():
-    last = Calling()
-
-    layer_sizes(
-        nn.Sequential(nn.Linear(2, 2), Calling(lambda x: (x, x.detach())), last), torch.rand(3, 2)
-    )
-
-    assert [[x.requires_grad for x in pair] for (pair,) in last.seen] == [[True, False]]
-
-
-@measures
-def test_in_place_layers(measure):
-    def change(pair):
-        a, b = pair
-        return a.add_(1) * b.mul_(2)
-
-    model = nn.Sequential(
-        nn.ReLU(inplace=True), nn.Linear(2, 2), Calling(lambda x: (x + 1, x * 2)), Calling(change)
-    )
-
-    measure(model, torch.rand(3, 2, requires_grad=True))
-
-
-def test_a_backward_pass_ends_where_its_layer_begins():
-    calls = []
-
-    def noted(k):
-        def forward(x):
-            y = x * 1
-            y.register_hook(lambda gradient: calls.append(k))
-            return y
-
-        return Calling(forward)
-
-    model = nn.Sequential(noted(0), noted(1), noted(2))
-    layer_times(model, torch.rand(1, requires_grad=True))
-
-    assert calls == [0, 1, 2] * 2
-
-
-@measures
-def test_an_error_keeps_its_type_and_names_the_layer(measure):
+def test_an_error_keeps_its_type_and_names_the_layer():
     model = nn.Sequential(nn.Identity())
     model.add_module("bad", nn.Linear(3, 3))
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        measure(model, torch.rand(2, 2))
+        profiled(model, torch.rand(2, 2))
     assert caught.value.__notes__ == ["while layer 'bad' (Linear) was profiled on cpu"]
 
 
-@measures
-def test_a_value_that_cannot_be_sent_is_refused(measure):
+def test_a_value_that_cannot_be_sent_is_refused():
     with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
-        measure(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
+        profiled(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
     assert "layer '0' (Calling)" in caught.value.__notes__[0]
-
-
-@measures
-def test_a_model_that_is_not_sequential_is_refused(measure):
-    with pytest.raises(TypeError, match=r"the model is a Linear: pass an nn\.Sequential"):
-        measure(nn.Linear(1, 1), torch.rand(1))
-
-
-@measures
-def test_an_empty_model(measure):
-    assert measure(nn.Sequential(), torch.rand(1)) == []
 
 
 @pytest.mark.parametrize(("chunks", "scale"), [(0, 2.0), (1, -1.0), (1, float("nan"))])

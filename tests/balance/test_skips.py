@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from procpipe.balance import balance_by_size, balance_by_time
 from procpipe.balance.balances import layer_sizes
-from procpipe.skip import Namespace, pop, skippable, stash
-from procpipe.skip.tracker import current_tracker
+from procpipe.skip import pop, skippable, stash
 from tests.balance.layers import layer_times
 
 FLOAT32 = 4
@@ -107,30 +105,3 @@ def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
     layer_times(nn.Sequential(Aside(), nn.Identity(), Join()), sample)
 
     assert calls == ["aside", "join"] * 2  # the second round is the measured one
-
-
-def test_a_layer_made_of_layers_may_pop_what_it_stashes():
-    inner = nn.Sequential(Stash(), Pop(), Pop())
-
-    assert len(layer_sizes(nn.Sequential(nn.Linear(2, 2), inner), torch.rand(1, 2))) == 2
-
-
-def test_namespaces_are_kept_in_copies():
-    spaces = Namespace(), Namespace()
-    layers = [Stash().isolate(space) for space in spaces]  # type: ignore[operator]
-    layers += [Pop().isolate(space) for space in spaces * 2]  # type: ignore[operator]
-
-    layer_sizes(nn.Sequential(nn.Linear(2, 2), *layers), torch.rand(1, 2))
-
-
-def test_popping_an_unknown_name_is_an_error():
-    with pytest.raises(RuntimeError, match="'skip' is popped but was not stashed: run"):
-        layer_sizes(nn.Sequential(Pop()), torch.rand(1))
-
-
-def test_the_tracker_of_the_context_is_restored():
-    before = current_tracker()
-
-    layer_sizes(model(), torch.rand(4, 8))
-
-    assert current_tracker() is before

@@ -26,19 +26,6 @@ def failed(mesh, error=RemoteStageError, **options):
 # -- frames --------------------------------------------------------------------------------------
 
 
-def test_frames_are_dispatched_by_peer_and_type(net):
-    a, b, c = net(3)
-    received = [received_by(c, 0, 1), received_by(c, 0, 2), received_by(c, 1, 1)]
-
-    a.send(2, 1, 3, 2**32 - 1, b"ab", bytearray(b"cd"), memoryview(b"ef"))
-    a.send(2, 2, 0, 0)
-    b.send(2, 1, 0, 0, b"from 1")
-    c.wait(lambda: all(received), nothing)
-
-    assert received == [[(2**32 - 1, 3, b"abcdef")], [(0, 0, b"")], [(0, 0, b"from 1")]]
-    assert (a.peers, b.peers, c.peers) == ((1, 2), (0, 2), (0, 1))
-
-
 def test_an_early_frame_is_kept_for_its_handler(net):
     a, b = net(2, timeout_s=math.inf, stall_timeout_s=math.inf)
     order = received_by(b, 0, 1)

@@ -104,13 +104,6 @@ def test_a_slot_that_is_too_small_is_moved_and_leaves_no_memory(ends):
     assert ends.sender._end <= 4 * largest
 
 
-def test_a_slot_grows_where_it_is(ends):
-    for size in (600, 601, 800, 900):
-        ends.transfer(numbers(size))
-    (slot,) = ends.slots
-    assert (slot.start, slot.room_bytes) == (0, 8192)
-
-
 def test_a_slot_without_memory_is_a_clear_error(ends, monkeypatch):
     """``posix_fallocate`` fails then, before a write into the mapping could raise SIGBUS."""
 

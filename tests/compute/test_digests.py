@@ -72,6 +72,15 @@ def test_where_rounding_is_coarse_small_differences_count_as_rounding():
     assert not compare([y, y.bfloat16()], [y * 1.01, y.bfloat16()])
 
 
+def test_integers_are_compared():
+    x = torch.arange(1000)
+    changed = x.clone()
+    changed[5] += 1
+    assert compare([x], [changed])
+    flags = torch.rand(1000) > 0.5
+    assert compare([flags], [~flags])
+
+
 def test_values_that_are_not_finite_are_equal_to_each_other_only():
     _, y = outputs()
     for value in (float("nan"), float("inf"), -float("inf")):
@@ -111,15 +120,6 @@ def test_strides_are_no_difference():
     assert not compare([x], [strided])
     strided[-1] += 1
     assert compare([x], [strided])
-
-
-def test_integers_are_compared():
-    x = torch.arange(1000)
-    changed = x.clone()
-    changed[5] += 1
-    assert compare([x], [changed])
-    flags = torch.rand(1000) > 0.5
-    assert compare([flags], [~flags])
 
 
 class Count(TorchDispatchMode):

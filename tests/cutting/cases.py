@@ -134,7 +134,6 @@ _T5: dict[str, Any] = {
 _T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 
 CASES: dict[str, Case] = {
-    "ResNet, by hand": Case(models.ResNet, images()),
     "U-Net": Case(models.UNet, images(18)),
     "U-Net of a time": Case(models.TimeUNet, lambda b: ((drawn(b, 3, 8, 8), words(b)), {})),
     "nanoGPT": Case(lambda: models.GPT(models.GPTConfig()), lambda b: ((words(b, 9),), {})),

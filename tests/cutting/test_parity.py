@@ -12,7 +12,6 @@ WAYS = [
     ("nanoGPT", "1f1b", "always", 2),
     ("two towers", "gpipe", "except_last", 2),
     ("shared block", "1f1b", "never", 2),
-    ("ResNet, by hand", "gpipe", "never", 3),
     ("GRU", "1f1b", "always", 3),
     ("nn.Transformer", "gpipe", "except_last", 3),
 ]

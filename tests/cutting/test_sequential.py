@@ -16,7 +16,7 @@ import procpipe
 from procpipe import Stage, state
 from procpipe.balance.balances import estimated_balance
 from tests.cutting.cases import CASES, drawn, words
-from tests.cutting.models import GPT, GPTConfig, UNet
+from tests.cutting.models import UNet
 
 
 class Base(nn.Module):
@@ -259,29 +259,6 @@ def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
         layers(drawn(3, 4), bias=drawn(3, 4), twice=False)
     with pytest.raises(TypeError, match="recorded for arguments of the form"):
         layers(drawn(3, 4))
-
-
-def test_all_keys_are_the_models_and_the_layers_describe_themselves():
-    model = GPT(GPTConfig())
-    layers: Any = procpipe.sequential(model, words(2, 9))
-
-    assert {layers.keys(key) for key in layers.state_dict()} == model.state_dict().keys()
-    assert layers.sample[0].is_meta
-    text = layers.describe()
-    assert "takes idx: int64 (2, 9), 144 bytes from the model's inputs" in text
-    assert "= self.lm_head(" in text
-
-
-def test_what_depends_on_sizes_alone_is_computed_once():
-    model = GPT(GPTConfig())
-    layers: Any = procpipe.sequential(model, words(2, 9))
-    first = next(layer for layer in layers if layer.sizes is not None)
-    layers(words(4, 9))
-    before = first._known
-    layers(words(4, 9))
-    assert first._known is before
-    layers(words(4, 8))
-    assert first._known is not before
 
 
 class Positions(nn.Module):

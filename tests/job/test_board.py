@@ -7,7 +7,6 @@ closed: tests/dist/test_descriptors.py.
 from __future__ import annotations
 
 import os
-import time
 from ctypes import sizeof
 
 import pytest
@@ -31,42 +30,6 @@ def found():
     reader = Board.of_process(os.getpid())
     assert reader is not None
     return reader
-
-
-def test_a_process_reads_what_is_written(board):
-    board.page.device = "cpu"
-    reader = found()
-    new = reader.read()
-    board.start_call("step")
-    board.page.num_micro_batches = 8
-    in_step = reader.read()
-    board.start_task("F", 3)
-    board.page.layer, board.page.device_bytes = "b", 5
-    in_layer = reader.read()
-    board.note_wait("activation 3", time.monotonic_ns() - 2 * 10**9)
-    waiting = reader.read()
-    board.note_wait("")
-    board.page.task = ""
-    board.end_call()
-    board.page.busy_s, board.page.num_steps = 3, 1
-    board.fail()
-    done = reader.read()
-
-    assert (new.pid, new.rank, new.num_ranks) == (os.getpid(), 2, 4)
-    assert new.device == "cpu"
-    assert (new.call, new.task, new.layer, new.waits_for) == ("", "", "", "")
-    assert new.where().startswith("between calls, in the user's code, for 0.")
-    assert in_step.where().startswith("in step(), last active 0.")
-    assert (in_layer.task, in_layer.layer, in_layer.micro_batch) == ("F3", "b", 3)
-    assert in_layer.where().startswith("in F3, b, for 0.")
-    assert waiting.waits_for == "activation 3"
-    assert 2 <= waiting.waited_s < 60
-    assert waiting.where().startswith("in F3, waiting ")
-    assert waiting.where().endswith(" s for activation 3")
-    assert (done.waits_for, done.task, done.call) == ("", "", "")
-    assert (done.num_steps, done.num_micro_batches) == (1, 8)
-    assert (done.busy_s, done.device_bytes) == (3, 5)
-    assert done.has_failed
 
 
 @pytest.mark.usefixtures("board")

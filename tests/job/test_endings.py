@@ -31,26 +31,49 @@ pytestmark = pytest.mark.dist  # some fork
 
 STORY = "stage 1 (rank 1), in step(): KeyError: 'boom'\nTraceback (most recent call last):\n  …"
 ENDS = "procpipe: rank 2 ends, because"
-VICTIM = f"{ENDS} rank 1 failed in step(): KeyError: 'boom'"
 DISAGREEMENT = DisagreementError(["chunks is 3 on rank 0 and 2 on rank 1"])
 
 
 # -- lines ---------------------------------------------------------------------------------------
 
 
+SHARED = RuntimeError("gloo")
+SHARED.shared_with = [0, 2]  # type: ignore[attr-defined]
+
+
+def victim_of(rank: int, because: str) -> dict[str, Any]:
+    return {"victim_of": rank, "because": because}
+
+
 @for_each(
-    ("error", "line"),
+    ("error", "line", "note"),
     [
-        (RemoteStageError(1, STORY), VICTIM),
-        (RemoteStageError(1, ""), f"{ENDS} rank 1 failed"),
-        (PeerLostError(1, "rank 1 is lost"), f"{ENDS} rank 1 is lost"),
-        (DISAGREEMENT, f"{ENDS} of the DisagreementError of rank 0"),
-        (ValueError("mine"), ""),
-        (StageClosedError("closed"), ""),
+        (
+            RemoteStageError(1, STORY),
+            f"{ENDS} rank 1 failed in step(): KeyError: 'boom'",
+            victim_of(1, "rank 1 failed in step(): KeyError: 'boom'"),
+        ),
+        (RemoteStageError(1, ""), f"{ENDS} rank 1 failed", victim_of(1, "rank 1 failed")),
+        (PeerLostError(1, "rank 1 left"), f"{ENDS} rank 1 left", victim_of(1, "rank 1 left")),
+        (
+            DISAGREEMENT,
+            f"{ENDS} of the DisagreementError of rank 0",
+            victim_of(0, "rank 0 failed: DisagreementError"),
+        ),
+        (ValueError("mine"), "", None),
+        (StageClosedError("closed"), "", None),
+        (SHARED, "", {"shared_with": [0, 2]}),
     ],
 )
-def test_the_line_of_a_victim(error, line):
-    assert line_of(error, Board.create(2, 4).read()) == line
+def test_what_a_victim_prints_and_notes(monkeypatch, tmp_path, error, line, note):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    reading, file = Board.create(2, 4).read(), tmp_path / "victim.json"
+    file.unlink(missing_ok=True)
+
+    endings.note_victim(error, reading)
+
+    assert line_of(error, reading) == line
+    assert (json.loads(file.read_text()) if file.exists() else None) == note
 
 
 def test_a_line_names_replicas_and_what_the_rank_did():
@@ -149,27 +172,3 @@ def test_a_worker_ends_with_its_launcher(monkeypatch):
     os.close(writer)
     with open(reader) as file:
         assert file.read() == ""
-
-
-def test_a_rank_notes_which_other_rank_ended_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    reading, note = Board.create(2, 3).read(), tmp_path / "victim.json"
-    shared = RuntimeError("gloo")
-    shared.shared_with = [0, 2]  # type: ignore[attr-defined]
-    cases: list[tuple[BaseException, dict[str, Any] | None]] = [
-        (ValueError("mine"), None),
-        (
-            RemoteStageError(1, STORY),
-            {"victim_of": 1, "because": "rank 1 failed in step(): KeyError: 'boom'"},
-        ),
-        (PeerLostError(1, "rank 1 left"), {"victim_of": 1, "because": "rank 1 left"}),
-        (
-            DISAGREEMENT,
-            {"victim_of": 0, "because": "rank 0 failed: DisagreementError"},
-        ),
-        (shared, {"shared_with": [0, 2]}),
-    ]
-    for error, expected in cases:
-        note.unlink(missing_ok=True)
-        endings.note_victim(error, reading)
-        assert (json.loads(note.read_text()) if note.exists() else None) == expected, error

@@ -16,8 +16,6 @@ from procpipe.words import cpus_text
 from tests.cases import for_each
 from tests.forked import in_child
 
-FIRST_CPU = min(os.sched_getaffinity(0))
-
 needs_two_cpus = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) == 1,
     reason="a process can be kept from a CPU only if there are two",
@@ -153,6 +151,9 @@ def test_when_a_process_is_not_pinned(changes, warning):
     assert cpus_of_threads == [os.sched_getaffinity(0)] * 2
     assert written.count("\n") == bool(warning)
     assert warning in written
+
+
+FIRST_CPU = min(os.sched_getaffinity(0))
 
 
 @needs_two_cpus

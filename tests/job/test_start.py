@@ -185,21 +185,6 @@ def test_ranks_with_different_keys(job, monkeypatch, keys):
         assert words in str(errors[1])
 
 
-def test_a_stranger_without_the_key_is_refused(job):
-    meeting = meeting_of("xy")
-    (first,) = job("x", 2, meeting)
-    _, _, *address, _ = json.loads(meeting.store.get("procpipe/all/0/address/0"))
-    with socket.create_connection(tuple(address)) as stranger:
-        stranger.sendall(start._HELLO.pack(1, start._DATA) + bytes(32))
-        stranger.recv(32)
-        stranger.sendall(bytes(32))
-        while stranger.recv(64):
-            pass
-    (second,) = job("y", 2, meeting, first=1)
-
-    assert [first.ended(), second.ended()] == [None, None]
-
-
 # -- ranks that do not come, and others that do --------------------------------------------------
 
 

@@ -17,44 +17,9 @@ from procpipe.model.cut import (
     check_model,
     cut,
     layer_facts,
-    replicas_for,
 )
 from tests.cases import for_each
 from tests.model.layers import model_of_many_layers
-
-
-def test_only_a_sequential_is_a_model() -> None:
-    with pytest.raises(TypeError, match=r"a Linear: pass an nn\.Sequential"):
-        check_model(nn.Linear(1, 1))
-    with pytest.raises(
-        TypeError, match=r"the model is a DataParallel, .* give Stage\(…, replicas="
-    ):
-        check_model(nn.DataParallel(nn.Sequential()))
-    check_model(model_of_many_layers())
-
-
-def test_an_empty_model_is_legal() -> None:
-    check_model(nn.Sequential())
-    assert check_balance([], 0) == ()
-    assert cut(nn.Sequential(), ()) == []
-
-
-def test_duplicate_children_are_all_named() -> None:
-    linear, relu = nn.Linear(1, 1), nn.ReLU()
-    with pytest.raises(
-        ValueError, match=r"duplicate children: .*'0' and '2' are one Linear; .*'1' and '4' are one"
-    ):
-        check_model(nn.Sequential(linear, relu, linear, nn.ReLU(), relu))
-
-
-def test_lazy_layers_must_have_been_called() -> None:
-    model = nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.Sequential(nn.LazyBatchNorm1d()))
-    with pytest.raises(
-        ValueError, match=r"of '0' \(LazyLinear\), '2' \(Sequential\) have no shape"
-    ):
-        check_model(model)
-    model(torch.ones(3, 4))
-    check_model(model)
 
 
 @for_each(
@@ -67,36 +32,57 @@ def test_balance_becomes_plain_integers(balance: Any) -> None:
     assert all(type(part) is int for part in parts)
 
 
+def lazy_model() -> nn.Sequential:
+    return nn.Sequential(nn.LazyLinear(2), nn.Tanh(), nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+LINEAR, RELU = nn.Linear(1, 1), nn.ReLU()
+
+
 @for_each(
-    "balance",
+    ("model", "error", "message"),
     [
-        *([True, 5], [1.0, 5], ["1", 5], [[1, 5]], [None, 6]),
-        *(torch.tensor([1.0, 5]), torch.tensor([[6]]), torch.tensor([True]), np.array([True])),
+        (LINEAR, TypeError, r"a Linear: pass an nn\.Sequential"),
+        (nn.DataParallel(nn.Sequential()), TypeError, "a DataParallel, .* give Stage.…, replicas="),
+        (
+            nn.Sequential(LINEAR, RELU, LINEAR, nn.ReLU(), RELU),
+            ValueError,
+            "duplicate children: .*'0' and '2' are one Linear; .*'1' and '4' are one",
+        ),
+        (lazy_model(), ValueError, r"of '0' \(LazyLinear\), '2' \(Sequential\) have no shape"),
     ],
-    ids=repr,
 )
-def test_a_balance_of_other_types_is_refused(balance: Any) -> None:
-    with pytest.raises(TypeError, match="holds more than integers: pass the number of layers"):
-        check_balance(balance, 6)
+def test_models_that_cannot_be_cut_are_refused(model: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_model(model)
 
 
-def test_a_balance_that_is_no_sequence_is_refused() -> None:
-    for balance in (6, None):
-        with pytest.raises(TypeError, match=rf"the balance is {balance}: .* balance=\[6\]"):
-            check_balance(balance, 6)  # type: ignore[arg-type]
+def test_lazy_layers_are_legal_once_they_have_been_called() -> None:
+    model = lazy_model()
+    model(torch.ones(3, 4))
+    check_model(model)
 
 
-@for_each("balance", [[2, 3], [6, 1], [], [7]])
-def test_a_balance_with_a_wrong_sum_is_refused(balance: list[int]) -> None:
-    with pytest.raises(
-        BalanceError, match=rf"places {sum(balance)} layers but the model has 6: .* add up to 6"
-    ):
-        check_balance(balance, 6)
+OTHER_TYPE = "holds more than integers: pass the number of layers"
+EMPTY = "less than one layer: give each at least 1"
 
 
-@pytest.mark.parametrize("balance", [[6, 0], [7, -1], [0, 1]])
-def test_a_balance_with_an_empty_partition_is_refused(balance: list[int]) -> None:
-    with pytest.raises(BalanceError, match="less than one layer: give each at least 1"):
+@for_each(
+    ("balance", "error", "message"),
+    [
+        *[([value, 5], TypeError, OTHER_TYPE) for value in (True, 1.0, "1", None, [1])],
+        *[(torch.tensor(of), TypeError, OTHER_TYPE) for of in ([1.0, 5], [[6]], [True])],
+        (np.array([True]), TypeError, OTHER_TYPE),
+        (6, TypeError, r"the balance is 6: .* balance=\[6\]"),
+        (None, TypeError, r"the balance is None: .* balance=\[6\]"),
+        ([2, 3], BalanceError, "places 5 layers but the model has 6: .* add up to 6"),
+        ([6, 1], BalanceError, "places 7 layers but the model has 6: .* add up to 6"),
+        ([], BalanceError, "places 0 layers but the model has 6"),
+        *[(balance, BalanceError, EMPTY) for balance in ([6, 0], [7, -1], [0, 1])],
+    ],
+)
+def test_a_balance_that_is_none_is_refused(balance: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
         check_balance(balance, 6)
 
 
@@ -117,14 +103,6 @@ def test_layer_facts_do_not_depend_on_the_device() -> None:
         "1: ReLU, 0 parameters",
         "2: Sequential, 3 parameters",
     ]
-
-
-def test_the_replicas_that_fit_are_the_fewest() -> None:
-    assert replicas_for(8, 4, 1) == 2
-    assert replicas_for(8, 4, 2) == 4
-    assert replicas_for(8, 4, None) == 2
-    assert replicas_for(8, 3, 1) is None
-    assert replicas_for(4, 8, 1) is None
 
 
 def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:

@@ -6,15 +6,12 @@ import pytest
 
 from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.placement import folded, looped, partitions_of
-from procpipe.plan.program import Send, program
-from procpipe.plan.routes import ACTIVATION, LOSS, Routes, Transfer
+from procpipe.plan.routes import ACTIVATION, Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES, schedule_of
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
-from procpipe.planner.costs import Costs
-from procpipe.planner.simulation import simulate
 from tests.plan.proof import prove
 from tests.plan.schedules.grids import grid, read
 
@@ -70,23 +67,6 @@ def test_nothing_is_sent_between_partitions_of_one_stage() -> None:
     assert routes.needed(Task("F", 0, 2)) == []
 
 
-def test_the_channels_are_those_that_plans_use() -> None:
-    for placement in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 0, 0, 1)):
-        p = len(placement)
-        skips = tuple((a, b) for a in range(p) for b in range(a + 1, p))
-        routes = Routes(2, skips, placement)
-        plan = gpipe(1, 2, placement=placement)
-        used = {
-            step.transfer.channel
-            for stage in range(2)
-            for step in program(plan, routes, stage, has_loss=True)
-            if isinstance(step, Send)
-        }
-        assert used == set(routes.channels())
-        assert len(routes.channels()) == len(used)
-        assert LOSS in {kind for kind, _, _ in used}
-
-
 def test_all_micro_batches_pass_one_partition_before_the_next() -> None:
     assert grid(forward_plan(2, 2, (0, 1, 1, 0))) == read("""
         F0@0  --
@@ -105,10 +85,3 @@ def test_all_micro_batches_pass_one_partition_before_the_next() -> None:
         R0@0  B0@1
         B0@0  --
     """)
-
-
-def test_a_hop_within_a_stage_takes_no_time() -> None:
-    costs = Costs.uniform(4, forward_s=1.0, transfer_s=10.0)
-    there_and_back = simulate(forward_plan(1, 2, (0, 1, 1, 0)), costs).total_s
-    around = simulate(forward_plan(1, 2, (0, 1, 0, 1)), costs).total_s
-    assert (there_and_back, around) == (24.0, 34.0)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.program import (
     Program,
     Receive,
     Run,
-    last_additions,
     program,
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
 from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Plan
 from tests.cases import for_each
 from tests.plan.proof import programs
 
@@ -27,29 +27,6 @@ def text(steps: Program) -> list[str]:
 
 def lines(drawing: str) -> list[str]:
     return [line.strip() for line in drawing.strip().splitlines()]
-
-
-def test_programs_do_not_depend_on_the_order_within_a_cycle() -> None:
-    plan = gpipe(3, 3, recompute={0, 1})
-    turned = Plan(3, 3, tuple(cycle[::-1] for cycle in plan.cycles))
-    routes = Routes(3, skips=((0, 2),))
-    assert programs(plan, routes) == programs(turned, routes)
-
-
-def test_the_program_of_the_first_stage() -> None:
-    plan = gpipe(2, 2, recompute=recomputed("except_last", 2))
-    assert text(program(plan, Routes(2), 0, has_loss=True)) == lines("""
-        run F0@0
-        send activation 0: 0->1
-        receive loss 0: 1->0
-        receive gradient 1: 1->0
-        run F1@0
-        send activation 1: 0->1
-        run B1@0
-        receive gradient 0: 1->0
-        run R0@0
-        run B0@0
-    """)
 
 
 def test_the_program_of_the_last_stage() -> None:
@@ -83,20 +60,6 @@ def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: in
                 assert place[Receive(transfer)] < place[Run(before)]
 
 
-def test_the_last_additions_of_every_schedule_begin_with_the_last_of_all() -> None:
-    for name, schedule in SCHEDULES.items():
-        for m, n in ((1, 2), (4, 2), (5, 3)):
-            plan = schedule.plan(m, schedule.place(schedule.count(n), n), ())
-            for stage in range(n):
-                tasks, expected = plan.tasks_of(stage), dict[int, Task]()
-                for task in tasks:
-                    if task.kind in "BW":
-                        expected.pop(task.j, None)
-                        expected[task.j] = task
-                found = list(last_additions(tasks).items())
-                assert found == list(expected.items())[::-1], (name, m, n, stage)
-
-
 def test_a_program_marks_the_last_task_that_adds_to_gradients() -> None:
     def marks(plan: Plan, stage: int) -> list[str]:
         steps = program(plan, Routes(plan.num_partitions), stage)
@@ -111,3 +74,39 @@ def test_a_program_marks_the_last_task_that_adds_to_gradients() -> None:
     assert marks(of("zb-h1"), 1) == ["W3@1"]
     assert marks(forward_plan(3, 2), 0) == []
     assert marks(backward_plan(3, 2), 0) == ["B0@0"]
+
+
+# -- the loss: to every stage, ahead of a gradient, in the same order at both ends ---------------
+
+
+def hops(*placement: int) -> list[tuple[int, int]]:
+    routes = Routes(max(placement) + 1, placement=placement)
+    return sorted(routes.stages_of(hop) for hop in routes.loss_hops)
+
+
+def test_the_loss_passes_every_stage_as_gradients_do() -> None:
+    assert hops(0) == []
+    assert hops(0, 1, 2) == [(1, 0), (2, 1)]
+    assert hops(*looped(6, 3)) == [(1, 0), (2, 1)]
+    assert hops(*folded(6, 3)) == [(0, 1), (1, 2)]
+    assert hops(0, 1, 0, 2) == [(0, 1), (2, 0)]
+    assert hops(0, 1, 2, 1, 0, 1) == [(1, 0), (1, 2)]
+
+
+def steps_of_middle(plan: Plan) -> list[str]:
+    return [str(step) for step in program(plan, Routes(3), 1, has_loss=True)]
+
+
+def test_a_stage_passes_the_loss_on_ahead_of_the_gradient_of_the_last_forward() -> None:
+    assert steps_of_middle(gpipe(2, 3))[4:] == [
+        "receive loss 0: 2->1",
+        "receive gradient 1: 2->1",
+        "run F1@1",
+        "send activation 1: 1->2",
+        "receive gradient 0: 2->1",
+        "run B1@1",
+        "send loss 0: 1->0",
+        "send gradient 1: 1->0",
+        "run B0@1",
+        "send gradient 0: 1->0",
+    ]

@@ -24,10 +24,6 @@ def leaving(routes: Routes, task: str) -> list[str]:
     return [str(transfer) for transfer in routes.leaving(Task.parse(task))]
 
 
-def needed(routes: Routes, task: str) -> list[str]:
-    return [str(transfer) for transfer in routes.needed(Task.parse(task))]
-
-
 FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)))
 
 
@@ -46,22 +42,6 @@ FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)))
 )
 def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
     assert leaving(FULL, task) == expected
-
-
-@for_each(
-    ("task", "expected"),
-    [
-        ("F1@0", []),
-        ("F1@2", ["activation 1: 1->2", "skip 1: 0->2"]),
-        ("F1@3", ["activation 1: 2->3", "skip 1: 0->3", "skip 1: 1->3"]),
-        ("R1@2", []),
-        ("B1@3", []),
-        ("B1@1", ["gradient 1: 2->1", "skip gradient 1: 3->1"]),
-        ("B1@0", ["gradient 1: 1->0", "skip gradient 1: 2->0", "skip gradient 1: 3->0"]),
-    ],
-)
-def test_the_transfers_that_a_task_needs(task: str, expected: list[str]) -> None:
-    assert needed(FULL, task) == expected
 
 
 def test_one_stage_has_no_transfers() -> None:

@@ -34,12 +34,6 @@ def faults_in(text: str, routes: Routes | None = None) -> list[str]:
 # Plans that can run -------------------------------------------------------------------------
 
 
-def test_stages_may_recompute_different_micro_batches() -> None:
-    drop = Task("R", 0, 1)
-    cycles = [tuple(t for t in cycle if t != drop) for cycle in gpipe(2, 2, recompute={0}).cycles]
-    verify(Plan(2, 2, cycles), Routes(2))
-
-
 def test_a_large_plan_is_verified_quickly() -> None:
     plan = gpipe(64, 64, recompute=recomputed("except_last", 64))
     start_s = time.process_time()

@@ -41,12 +41,6 @@ def test_the_smallest_largest_part_comes_before_the_smallest_sum_of_squares():
     assert divide([9, 2, 4, 8, 5, 8, 3, 3, 9, 8], 7) == [1, 2, 1, 1, 2, 2, 1]  # at most 12
 
 
-def test_zeros_leave_no_part_empty():
-    assert divide([0, 0], 2) == [1, 1]
-    assert divide([0.0] * 5, 3) == [1, 1, 3]
-    assert divide([0, 0, 5, 0, 0], 3) == [1, 1, 3]
-
-
 def test_with_equal_costs_later_parts_have_more_layers():
     assert divide([1] * 10, 4) == [2, 2, 3, 3]
     assert divide([1] * 11, 3) == [3, 4, 4]
@@ -91,15 +85,6 @@ def test_divisions_equal_those_of_brute_force(costs, data):
     assert divide(costs, num_partitions) == best_of_all(costs, num_partitions)
 
 
-@for_each("seed", range(5))
-def test_divisions_into_many_parts_equal_those_of_brute_force(seed):
-    numbers = random.Random(seed)
-    costs = [numbers.choice([0, 1, 1, 2, 7, numbers.randrange(64) / 64]) for _ in range(11)]
-
-    for num_partitions in range(1, 12):
-        assert divide(costs, num_partitions) == best_of_all(costs, num_partitions)
-
-
 @given(costs=st.lists(st.floats(0, 1e12), min_size=1, max_size=8), data=st.data())
 def test_of_any_costs_no_division_is_better(costs, data):
     num_partitions = data.draw(st.integers(1, len(costs)))
@@ -117,20 +102,16 @@ def test_of_any_costs_no_division_is_better(costs, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["equal", "random", "one giant"])
-def test_a_thousand_layers_are_divided_in_seconds(kind):
+def test_a_thousand_layers_are_divided_in_seconds():
     numbers = random.Random(0)
-    costs = [1.0 if kind == "equal" else numbers.random() for _ in range(1_000)]
-    if kind == "one giant":
-        costs[500] = 1_000.0  # so that nearly every cut is within reach of every part
+    costs = [numbers.random() for _ in range(1_000)]
+    costs[500] = 1_000.0  # so that nearly every cut is within reach of every part
 
     begun = time.process_time()
     parts = divide(costs, 16)
 
-    assert time.process_time() - begun < 20  # the giant takes 2 s; all divisions, for ever
+    assert time.process_time() - begun < 20  # it takes 2 s; all divisions, for ever
     assert (len(parts), sum(parts)) == (16, 1_000)
-    if kind == "equal":
-        assert parts == [62] * 8 + [63] * 8
 
 
 def best_of_all(costs, num_partitions):

@@ -83,10 +83,6 @@ def test_a_value_that_two_layers_keep_is_counted_once() -> None:
     assert saved([1, 1], maker, user) == (1, 2)
 
 
-def test_a_value_that_no_layer_keeps_is_not_counted() -> None:
-    assert saved([3], layer(), layer(kept_bytes=1.0), layer()) == (1,)
-
-
 def test_values_in_the_same_memory_count_once() -> None:
     # Linear -> ReLU(inplace) -> Linear: the ReLU and the second Linear keep the same memory.
     linear = layer(kept_input_bytes=10.0)

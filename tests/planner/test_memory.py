@@ -8,13 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.program import Receive, Run, bare_program, program
+from procpipe.plan.program import Receive, Run, program
 from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.memory import (
-    all_fenced,
     all_peak_bytes,
     held_bytes,
     message_bytes,
@@ -22,7 +21,6 @@ from procpipe.planner.memory import (
 )
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
-from tests.plan.schedules.grids import SIZES
 
 COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4))
 
@@ -32,16 +30,6 @@ def test_the_example_of_the_module() -> None:
     held = list(held_bytes(plan, COSTS, Routes(2), 1))
     assert held == [0, 10, 20, 20, 20, 24, 24, 24, 10, 10, 14, 14, 14, 0, 0]
     assert peak_bytes(plan, COSTS, Routes(2), 1) == 24
-
-
-def test_stage_0_holds_its_own_inputs() -> None:
-    # both inputs and outputs, and both gradients: B1's is posted before F1, B0's before B1
-    assert peak_bytes(gpipe(2, 2), COSTS, Routes(2), 0) == 2 * 100 + 2 * 10 + 2 * 10
-
-
-def test_a_forward_plan_holds_an_input_until_its_task_ends() -> None:
-    assert list(held_bytes(forward_plan(1, 2), COSTS, Routes(2), 0)) == [0, 100, 0, 0]
-    assert list(held_bytes(forward_plan(1, 2), COSTS, Routes(2), 1)) == [0, 10, 10, 0]
 
 
 def test_the_last_stage_holds_the_target_of_all_micro_batches() -> None:
@@ -70,12 +58,6 @@ def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:
     assert 135 not in held_bytes(gpipe(2, 2), replace(costs, gradient_bytes=()), Routes(2), 0)
 
 
-def test_a_backward_plan_starts_with_what_forward_left() -> None:
-    plan = backward_plan(2, 2, {0})
-    assert next(held_bytes(plan, COSTS, Routes(2), 0)) == 2 * 100 + 10
-    assert next(held_bytes(plan, COSTS, Routes(2), 1)) == 2 * 10 + 4
-
-
 def test_received_skips_that_wait_are_counted() -> None:
     costs = Costs.uniform(4, skip_bytes={(0, 3): 7})
     routes = Routes(4, ((0, 3),))
@@ -100,15 +82,6 @@ def test_the_size_of_a_message(kind: str, source: int, destination: int, size: i
     outputs, skips = (10, 20, 30), {(0, 2): 7}
     costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips)
     assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
-
-
-@for_each("n", range(1, 6))
-def test_recomputation_keeps_inputs_and_one_output(n: int) -> None:
-    costs = Costs.uniform(n, input_bytes=1, output_bytes=1)
-    for m in range(1, 9):
-        never = peak_bytes(gpipe(m, n), costs, Routes(n), n - 1)
-        always = peak_bytes(gpipe(m, n, recompute=range(m)), costs, Routes(n), n - 1)
-        assert (never, always) == (2 * m, m + 1)
 
 
 @st.composite
@@ -184,14 +157,3 @@ def test_a_ledger_of_names_agrees_at_every_step(case: tuple[Plan, Costs, Routes]
         assert held == list(named(plan, costs, routes, stage))
         assert timeline.peak_bytes(stage) == peaks[stage] == max(held)
         assert held[-1] == 0, "a plan ends with nothing held"
-
-
-@for_each(("m", "n"), SIZES)
-def test_what_stages_exchange_is_listed_for_all_as_for_each(m: int, n: int) -> None:
-    pairs = tuple((a, b) for a in range(n) for b in range(a + 1, n))
-    routes = Routes(n, pairs)
-    plan = gpipe(m, n, recompute={0})
-    for stage, fenced in enumerate(all_fenced(plan, routes)):
-        alone = bare_program(plan, routes, stage)
-        assert bare_program(plan, routes, stage, fenced=fenced) == alone
-        assert alone == program(plan, routes, stage)

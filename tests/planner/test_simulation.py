@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import AllReduce, Timeline, simulate
@@ -38,13 +40,6 @@ def test_a_timeline_drawn_by_hand() -> None:
     assert timeline.bubble == pytest.approx(1 / 3)
 
 
-def test_a_recomputation_runs_while_the_gradient_is_under_way() -> None:
-    costs = Costs.uniform(2, forward_s=1, backward_s=2, transfer_s=0.5)
-    timeline = simulate(backward_plan(1, 2, {0}), costs)
-    assert times(timeline, 1) == {"R0": (0, 1), "B0": (1, 3)}
-    assert times(timeline, 0) == {"R0": (0, 1), "B0": (3.5, 5.5)}
-
-
 def test_a_send_occupies_its_stage_and_the_host_each_task() -> None:
     # A message of 4 bytes down and up; the skip of 2 bytes past stage 1.
     costs = Costs(
@@ -68,6 +63,34 @@ def test_two_partitions_of_one_stage_send_each_other_nothing() -> None:
     plan = gpipe(1, 1, placement=(0, 0))
 
     assert simulate(plan, costs).total_s == 4
+
+
+UNORDERED = Plan.from_text("plan m=1 n=2\nF0@1\nF0@0")
+
+
+@for_each(
+    ("call", "message"),
+    [
+        (lambda: simulate(UNORDERED, Costs.uniform(2)), "uses what no task before it makes"),
+        (lambda: simulate(gpipe(1, 2), Costs.uniform(3)), "plan has 2 stages, but the costs 3"),
+        (
+            lambda: simulate(gpipe(1, 2), Costs.uniform(2), Routes(3)),
+            "the plan has 2 stages, but the routes 3",
+        ),
+        (lambda: Costs((1, 1), (1,), (1, 1)), "backward_s has 1 numbers, but forward_s has 2"),
+        (
+            lambda: Costs((1, 1), (1, 1), (1, 1), gradient_bytes=(1,)),
+            "gradient_bytes has 1 numbers.* it must have 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tasks_that_take_no_time_leave_no_bubble() -> None:
+    assert simulate(gpipe(2, 2), Costs.uniform(2, forward_s=0, backward_s=0)).bubble == 0
 
 
 def test_all_reduces_drawn_by_hand() -> None:
@@ -105,18 +128,6 @@ def test_the_bubble_of_fill_and_drain_is_the_papers(m: int, n: int) -> None:
     costs = Costs.uniform(n, forward_s=0.7, backward_s=1.9, recompute_s=0.3)
     for plan in (forward_plan(m, n), backward_plan(m, n), gpipe(m, n)):
         assert simulate(plan, costs).bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
-
-
-@for_each(("m", "n"), SIZES)
-def test_recomputation_adds_no_idle_time(m: int, n: int) -> None:
-    f, b, r = 0.7, 1.9, 0.3
-    costs = Costs.uniform(n, forward_s=f, backward_s=b, recompute_s=r)
-    idle = (n - 1) * (f + b)
-    for mode in ("always", "except_last", "never"):
-        again = recomputed(mode, m)
-        total = idle + m * (f + b) + len(again) * r
-        timeline = simulate(gpipe(m, n, recompute=again), costs)
-        assert timeline.total_s == pytest.approx(total)
 
 
 @st.composite
@@ -159,26 +170,6 @@ def test_a_task_that_is_not_in_the_plan_has_no_time() -> None:
             timeline.start_s(Task.parse(task))
         with pytest.raises(KeyError, match=f"{task} is not in the plan"):
             timeline.end_s(Task.parse(task))
-
-
-def test_a_plan_that_uses_a_missing_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="uses what no task before it makes"):
-        simulate(Plan.from_text("plan m=1 n=2\nF0@1\nF0@0"), Costs.uniform(2))
-
-
-def test_costs_and_routes_must_fit_the_plan() -> None:
-    with pytest.raises(ValueError, match="the plan has 2 stages, but the costs 3"):
-        simulate(gpipe(1, 2), Costs.uniform(3))
-    with pytest.raises(ValueError, match="the plan has 2 stages, but the routes 3"):
-        simulate(gpipe(1, 2), Costs.uniform(2), Routes(3))
-    with pytest.raises(ValueError, match="backward_s has 1 numbers, but forward_s has 2"):
-        Costs((1, 1), (1,), (1, 1))
-    with pytest.raises(ValueError, match=r"gradient_bytes has 1 numbers.* it must have 2"):
-        Costs((1, 1), (1, 1), (1, 1), gradient_bytes=(1,))
-
-
-def test_tasks_that_take_no_time_leave_no_bubble() -> None:
-    assert simulate(gpipe(2, 2), Costs.uniform(2, forward_s=0, backward_s=0)).bubble == 0
 
 
 @pytest.mark.slow

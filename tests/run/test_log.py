@@ -13,7 +13,7 @@ from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.log import Log
 from procpipe.run.order import Order
-from procpipe.run.statistics import Split, StageStatistics, table
+from procpipe.run.statistics import StageStatistics, table
 from procpipe.timeline.report import statistics_of, with_splits
 
 ORDER = Order("step")
@@ -46,23 +46,6 @@ def statistics(**fields):
     return StageStatistics(**(values | fields))
 
 
-def test_tasks_are_timed_in_order_and_summed(log):
-    for _ in range(2):
-        log.begin_step(ORDER)
-        for task in (Task("F", 0, 1), Task("F", 1, 1), Task("B", 1, 1)):
-            run(log, task)
-        log.end_step(ORDER)
-
-    timed = log.last_step()
-    assert [str(each.task) for each in timed] == ["F0@1", "F1@1", "B1@1"]
-    starts_and_ends = [t for each in timed for t in (each.start_s, each.end_s)]
-    assert starts_and_ends == sorted(starts_and_ends)
-    assert starts_and_ends[0] >= 0
-    assert log.num_steps == 2
-    assert log.num_tasks == {"F": 4, "B": 2}
-    assert 0 < log.busy_ns <= log.step_ns
-
-
 def test_a_failed_step_is_not_counted(log):
     log.begin_step(ORDER)
     run(log, Task("F", 0, 0))
@@ -88,9 +71,10 @@ def test_sums_over_replicas_are_counted_once_where_they_overlap(log):
     ]
 
 
-def test_the_bubble_is_the_share_of_time_without_a_task():
-    assert statistics().bubble == 0.25
-    assert statistics(busy_s=0.0, step_s=0.0).bubble == 0.0
+def test_statistics_before_the_first_step_have_no_split(log):
+    report = {"statistics": asdict(statistics()), "step": log.last_record(), "clock": ["a", 0]}
+
+    assert statistics_of(with_splits([report])[0]) == statistics()
 
 
 def test_the_table_has_a_line_a_stage():
@@ -113,47 +97,3 @@ def test_the_table_of_replicas_has_blocks_and_their_sums():
     assert [line.split()[0] for line in lines] == ["replica", "0", "1", "replica", "0", "1"]
     assert lines[1].split()[-3:] == ["3.00", "0.50", "0.25"]
     assert len(header) == len(lines[1])
-
-
-def test_a_second_table_shows_the_last_step():
-    split = Split(0, 2.0, busy_s=1.0, bubble_s=0.5, imbalance_s=0.25, communication_s=0.25)
-    lines = table([statistics(split=split)]).splitlines()
-
-    assert lines[3] == "the last step:"
-    assert lines[-1].split() == [
-        "0", "1000.00", "50.0%", "500.00", "25.0%", "250.00", "12.5%", "250.00", "12.5%", "2000.00",
-    ]  # fmt: skip
-
-
-def test_a_report_divides_the_last_step_of_all_stages():
-    tasks = [["F", 0, 0, 100, 110]], [["F", 0, 1, 112, 122]]
-    reports = [
-        {
-            "statistics": asdict(statistics(stage=rank)),
-            "step": {
-                "step": 1,
-                "begin": 100 + 10 * rank,
-                "end": 110 + 12 * rank,
-                "tasks": row,
-                "sums": [],
-            },
-            "clock": ["a host", 10**18 + 1000 * rank],  # of one host the first offset counts
-        }
-        for rank, row in enumerate(tasks)
-    ]
-    first, second = map(statistics_of, with_splits(reports))
-
-    # Stage 1 is idle until the activation arrives, 2 ns of which are communication.
-    assert first.split is not None
-    assert first == statistics(stage=0, split=first.split)
-    assert second.split is not None
-    assert second.split.stage == 1
-    nanoseconds = [round(part_s * 1e9, 3) for part_s in asdict(second.split).values()]
-    assert nanoseconds[0] == 1e9
-    assert nanoseconds[1:] == [22, 10, 10, 0, 2, 0, 0]
-
-
-def test_statistics_before_the_first_step_have_no_split(log):
-    report = {"statistics": asdict(statistics()), "step": log.last_record(), "clock": ["a", 0]}
-
-    assert statistics_of(with_splits([report])[0]) == statistics()

@@ -10,7 +10,6 @@ from procpipe.run.order import (
     BatchDetail,
     FetchDetail,
     Order,
-    decode,
     decode_order,
     encode,
 )
@@ -55,38 +54,12 @@ def test_an_order_reads_back(order):
     assert decode_order(encode(order)) == order
 
 
-@given(PLAIN)
-def test_a_plain_value_reads_back(value):
-    assert decode(encode(value)) == value
-
-
 def test_an_order_is_short():
     order = Order("step", plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 2.0))
 
     assert encode(order) == (
         b'["step",true,true,"0123456789abcdef","",[2,2],[2.0,2.0],null,1,[],"local",0,true,null]'
     )
-
-
-def test_modes_in_words():
-    modes = [Order("x", training, grad).mode() for training in BOTH for grad in BOTH]
-
-    assert modes == [
-        "training mode with gradients on",
-        "training mode with gradients off",
-        "eval mode with gradients on",
-        "eval mode with gradients off",
-    ]
-    assert [Order("x", t, g).keeps_graph for t in BOTH for g in BOTH] == [
-        *(True, False, False, False)
-    ]
-
-
-def test_ranks_that_agree_have_no_differences():
-    facts = {"balance": [1, 2], "layers": ["a", "b"], "torch": "2.13"}
-
-    assert compare_facts([facts, dict(facts), dict(facts)]) == []
-    assert compare_facts([facts]) == []
 
 
 def test_every_difference_of_every_rank_is_a_sentence():

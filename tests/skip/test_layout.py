@@ -6,19 +6,13 @@ each, ``layout("+a | -a")`` has one stage of two.
 
 from __future__ import annotations
 
-from torch import nn
-
-from procpipe.skip import Namespace
 from procpipe.skip.layout import SkipLayout
 from tests.skip.layers import drawn
 
 
 def layout(*partitions: str) -> SkipLayout:
-    return layout_of(*([drawn(actions) for actions in part.split("|")] for part in partitions))
-
-
-def layout_of(*partitions: list[nn.Module]) -> SkipLayout:
-    return SkipLayout.of([{str(i): layer for i, layer in enumerate(part)} for part in partitions])
+    layers = [[drawn(actions) for actions in part.split("|")] for part in partitions]
+    return SkipLayout.of([{str(i): layer for i, layer in enumerate(part)} for part in layers])
 
 
 def names(layout: SkipLayout) -> dict[tuple[int, int], str]:
@@ -37,10 +31,6 @@ def test_within_a_stage_nothing_is_sent() -> None:
     assert layout("+a | -a", "+b | | -b") == SkipLayout({})
 
 
-def test_a_tensor_is_sent_to_the_next_stage() -> None:
-    assert names(layout("+a", "-a")) == {(0, 1): "a"}
-
-
 def test_a_tensor_is_sent_past_stages_that_do_not_use_it() -> None:
     far = layout("+a", "", "", "-a")
     assert names(far) == {(0, 3): "a"}
@@ -52,12 +42,6 @@ def test_two_tensors_popped_on_one_stage_come_from_different_stages() -> None:
     both = layout("+a", "+b", "-b -a")
     assert names(both) == {(0, 2): "a", (1, 2): "b"}
     assert both.into(2) == (0, 1)
-
-
-def test_two_tensors_of_one_stage_are_popped_on_different_stages() -> None:
-    both = layout("+a +b", "-b", "-a")
-    assert names(both) == {(0, 1): "b", (0, 2): "a"}
-    assert both.out_of(0) == (1, 2)
 
 
 def test_tensors_between_two_stages_are_in_the_order_of_stashing() -> None:
@@ -76,20 +60,3 @@ def test_a_tensor_popped_on_several_stages_is_sent_once_to_each() -> None:
     shared = layout("+a*4 | -a", "-a | -a", "", "-a")
     assert names(shared) == {(0, 1): "a", (0, 3): "a"}
     assert num_pops(shared) == {(0, 1): (2,), (0, 3): (1,)}
-
-
-def test_namespaces_distinguish_tensors_of_one_name() -> None:
-    outer, inner = Namespace(), Namespace()
-    crossed = layout_of(
-        [drawn("+a", outer), drawn("+a", inner)], [drawn("-a", inner)], [drawn("-a", outer)]
-    )
-    assert [(pair, key.namespace) for pair, (key,) in crossed.keys.items()] == [
-        ((0, 1), inner),
-        ((0, 2), outer),
-    ]
-
-
-def test_modules_inside_a_layer_count() -> None:
-    assert names(layout_of([nn.Sequential(drawn("+a"))], [nn.Sequential(drawn("-a"))])) == {
-        (0, 1): "a"
-    }

@@ -107,10 +107,6 @@ def test_modules_inside_a_layer_count() -> None:
     ]
 
 
-def test_a_module_inside_may_not_stash_and_pop_one_name_either() -> None:
-    assert faults_of(nn.Sequential(drawn("+a -a"))) == ["layer '0.0' both stashes and pops 'a'"]
-
-
 def test_layers_of_a_nested_sequential_are_in_order_and_have_its_name() -> None:
     verify(nn.Sequential(drawn("+a"), drawn("-a")))
     assert faults_of("", nn.Sequential(drawn("-a"), drawn("+a"))) == [

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from statistics import fmean
-
-import pytest
 
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
@@ -14,7 +11,7 @@ from procpipe.plan.task import Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
 from procpipe.run.statistics import Split, split_table
-from procpipe.timeline.split import replay, seconds_by, split
+from procpipe.timeline.split import replay, split
 from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 
@@ -32,13 +29,6 @@ def test_unequal_stages_lose_more_than_equal_ones_would() -> None:
         Split(0, 15, busy_s=6, bubble_s=4.5, imbalance_s=4.5, communication_s=0),
         Split(1, 15, busy_s=12, bubble_s=3, imbalance_s=0, communication_s=0),
     ]
-
-
-def test_a_late_beginning_and_a_slow_end_are_communication_and_overhead() -> None:
-    step = read_step(UNEQUAL, seconds=17.0)
-
-    assert [shares.communication_s for shares in split(step)] == [2, 2]
-    assert {shares.step_s for shares in split(step)} == {17}
 
 
 def test_a_micro_batch_that_takes_longer_is_imbalance() -> None:
@@ -71,20 +61,6 @@ def test_wrong_clocks_make_no_share_negative() -> None:
         assert sum(parts) == shares.step_s == 14
 
 
-def test_input_and_weight_gradients_and_several_partitions_on_a_stage() -> None:
-    # A V: stage 0 has partitions 0 and 3. W may fill the wait for the next micro-batch.
-    rows = [
-        [Task("F", 0, 0), Task("F", 0, 3), Task("I", 0, 3), Task("W", 0, 3), Task("I", 0, 0)],
-        [Task("F", 0, 1), Task("F", 0, 2), Task("I", 0, 2), Task("I", 0, 1), Task("W", 0, 1)],
-    ]
-    spans = replay(rows, lambda task: 1.0).spans_s
-
-    assert {str(task): start for task, (start, _) in spans.items()} == {
-        "F0@0": 0, "F0@1": 1, "F0@2": 2, "F0@3": 3,
-        "I0@3": 4, "W0@3": 5, "I0@2": 5, "I0@1": 6, "W0@1": 7, "I0@0": 7,
-    }  # fmt: skip
-
-
 @for_each("name", SCHEDULES)
 @for_each("mode", ["except_last", "never"])
 def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str) -> None:
@@ -111,29 +87,6 @@ def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str
         assert replayed.total_s == timeline.total_s
         for task in plan.tasks():
             assert replayed.spans_s[task] == (timeline.start_s(task), timeline.end_s(task))
-
-
-def test_tasks_that_wait_for_each_other_are_an_error() -> None:
-    with pytest.raises(ValueError, match="wait for each other"):
-        replay([[Task("B", 0, 0), Task("F", 0, 0)], [Task("F", 0, 1), Task("B", 0, 1)]],
-               lambda task: 1.0)  # fmt: skip
-
-
-def test_means_are_over_tasks_with_the_same_key() -> None:
-    means = seconds_by(lambda task: task.kind, [read_step(UNEQUAL)], fmean)
-    assert means == {"F": 1.5, "B": 3.0}
-
-
-def test_the_table_has_milliseconds_and_shares() -> None:
-    table = split_table(split(read_step(UNEQUAL)))
-    assert [line.split() for line in table.splitlines()] == [
-        ["stage", "busy", "ms", "bubble", "ms", "imbalance", "ms", "comm.", "etc.", "ms",
-         "step", "ms"],
-        ["0", "6000.00", "40.0%", "4500.00", "30.0%", "4500.00", "30.0%", "0.00", "0.0%",
-         "15000.00"],
-        ["1", "12000.00", "80.0%", "3000.00", "20.0%", "0.00", "0.0%", "0.00", "0.0%",
-         "15000.00"],
-    ]  # fmt: skip
 
 
 def test_replicas_lose_time_to_sums_after_the_last_task() -> None:

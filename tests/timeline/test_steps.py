@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from procpipe.plan.routes import Transfer
-from procpipe.plan.task import Task
-from procpipe.run.statistics import TimedTask
 from procpipe.timeline.steps import (
     Clock,
     Hop,
@@ -29,16 +27,6 @@ from tests.timeline.recordings import (
 
 S = 10**9
 OFFSETS_NS = [clock.offset_ns for clock in CLOCKS]
-
-
-def test_all_times_count_from_the_beginning_of_the_step() -> None:
-    step = merged_step(records_of(), OFFSETS_NS, 1)
-
-    assert (step.begin_ns, step.seconds) == (5010 * S, 8)
-    assert step.rows == (
-        (TimedTask(Task("F", 0, 0), 0, 2),),
-        (TimedTask(Task("F", 0, 1), 3, 5), TimedTask(Task("F", 0, 2), 5, 7)),
-    )
 
 
 def test_times_are_exact_to_nanoseconds() -> None:
@@ -74,12 +62,6 @@ def test_ranks_of_one_host_have_one_offset() -> None:
     assert common_offsets(clocks) == [100, 7, 100, 7]
 
 
-def test_this_process_has_a_clock() -> None:
-    first, second = Clock.here(), Clock.here()
-    assert first.host == second.host != ""
-    assert abs(first.offset_ns - second.offset_ns) < S
-
-
 def test_a_step_counts_if_all_ranks_recorded_it() -> None:
     both = [records_of(k, 10 + 20 * k) for k in range(3)]
     traces = traces_of([both[0][0], both[1][0]], [both[1][1], both[2][1]])
@@ -88,12 +70,6 @@ def test_a_step_counts_if_all_ranks_recorded_it() -> None:
     assert [step.number for step in found.steps] == [1]
     assert found.num_steps == 3
     assert merged(traces_of([], [])).steps == ()
-
-
-def test_a_run_is_closed_if_all_ranks_closed_it() -> None:
-    first, second = traces_of([], [])
-    assert merged([first, second]).is_closed
-    assert not merged([first, replace(second, is_closed=False)]).is_closed
 
 
 def test_files_that_are_not_those_of_one_run_are_refused() -> None:

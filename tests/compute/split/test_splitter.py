@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
-from procpipe.compute.split.rules import input_gradient, weight_gradients
-from procpipe.torch_internals import compile_in_place
 from procpipe.tree import TENSOR, Flat
 from tests.cases import for_each, pairs
 from tests.compute.sizes import put_off_bytes
@@ -232,26 +230,6 @@ def test_a_weight_by_columns(dtype):
     check(layer, ramp(33, 7, dtype=dtype), put_off=2)
 
 
-ROWS = [
-    *(ramp(33, 7).t(), ramp(7, 33), ramp(3, 7, 33), ramp(2, 3, 7, 33)),
-    *(ramp(3, 33, 7).transpose(1, 2), ramp(33, 7, 3).permute(2, 1, 0), ramp(33, 7).t()[None]),
-]
-
-
-@pytest.mark.parametrize("weight", [ramp(12, 33), ramp(33, 12).t()])
-@pytest.mark.parametrize("x", ROWS, ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
-def test_the_layouts_of_gradients_are_autograds(x, weight):
-    layer = nn.Linear(33, 12)
-    layer.weight = nn.Parameter(weight)
-    output = layer(x.requires_grad_())
-    for gradient in (ramp(*output.shape), ramp(*output.mT.shape).mT):
-        wanted = x, layer.weight, layer.bias
-        expected = torch.autograd.grad(output, wanted, gradient, retain_graph=True)
-        given = layer, x.detach(), gradient, weight
-        found = input_gradient(*given), *weight_gradients(*given, layer.bias)
-        assert all(map(equal, found, expected))
-
-
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
 def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
     ran: list[str] = []
@@ -330,12 +308,6 @@ def test_weight_gradients_that_are_not_put_off_are_in_the_first_task(recompute):
         nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.0), Own(8, 8), nn.Conv1d(5, 5, 3, padding=1)
     )
     check(model, ramp(3, 5, 6), put_off=4, recompute=recompute)
-
-
-@BOTH
-def test_nothing_to_put_off(recompute):
-    check(nn.Sequential(nn.LayerNorm(6), Own(6, 4)), ramp(3, 6), put_off=0, recompute=recompute)
-    check(nn.Sequential(nn.Tanh()), ramp(3, 6), put_off=0, recompute=recompute)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6), (6,)])
@@ -437,16 +409,6 @@ def test_a_layer_that_turns_autocast_off():
 
     model = Do(forward, nn.Linear(6, 6))
     check(model, ramp(4, 6), put_off=2, autocast=lambda: torch.autocast("cpu"))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_layer_without_a_graph(mode):
-    def forward(first, second, x):
-        with mode():
-            y = first(x)
-        return second(x) + y
-
-    check(Do(forward, nn.Linear(6, 6), nn.Linear(6, 6)), ramp(4, 6), put_off=2)
 
 
 # -- layers that run autograd themselves ---------------------------------------------------------
@@ -561,60 +523,12 @@ def test_hooks_run_in_the_order_of_the_backward_pass():
 # -- layers that are not changed -----------------------------------------------------------------
 
 
-def test_a_layer_whose_forward_was_replaced(linear):
-    linear.forward = lambda x: F.linear(x, linear.weight) * 3
-    partition = partition_of(nn.Sequential(linear))
-    tasks = run_split(partition, ramp(3, 6))
-    next(tasks)
-    next(tasks)
-    assert linear.weight.grad is not None
-    assert "forward" in linear.__dict__
-
-
 def test_a_convolution_with_its_own_conv_forward():
     class Scaled(nn.Conv1d):
         def _conv_forward(self, input, weight, bias):
             return super()._conv_forward(input, weight * 2, bias)
 
     check(Scaled(3, 3, 1), ramp(2, 3, 6), put_off=0)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("how", ["module", "method", "function"])
-def test_compiled_layers(how, linear):
-    num_compiled = 0
-
-    def backend(graph, _):
-        nonlocal num_compiled
-        num_compiled += 1
-        return graph.forward
-
-    expected = nn.Linear(6, 6)
-    expected.load_state_dict(linear.state_dict())
-    layer: Any = linear
-    if how == "module":
-        layer = torch.compile(linear, backend=backend)
-    elif how == "method":
-        compile_in_place(linear, {"backend": backend}, 1)
-    else:
-
-        def forward(layer, x):
-            return layer(x) * 2
-
-        layer = Do(torch.compile(forward, backend=backend), linear)
-    partition = partition_of(nn.Sequential(layer))
-    for _ in range(2):
-        partition.begin()
-        for i in range(2):
-            tasks = run_split(partition, ramp(3, 6), i)
-            next(tasks)
-            next(tasks)  # a compiled layer has its whole backward here
-            output = expected(ramp(3, 6))
-            (output * 2 if how == "function" else output).backward(torch.ones(3, 6))
-            assert equal(linear.weight.grad, expected.weight.grad)
-            next(tasks)
-    assert equal(linear.weight.grad, expected.weight.grad)
-    assert num_compiled == 1
 
 
 def test_layers_can_be_copied_and_pickled_after_a_split_task(linear):
@@ -681,18 +595,6 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     partition.backward_weight(0)
     assert alive == set()
     assert partition.num_held == 0
-
-
-def test_a_new_mini_batch_drops_unfinished_tasks():
-    alive: set[str] = set()
-    partition = partition_of(recorded_model(alive))
-    for i in range(2):
-        forward(partition, i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
-    backward(partition, 0, [torch.ones(3, 5)])
-    assert partition.num_held == 2
-    partition.begin()
-    assert partition.num_held == 0
-    assert alive == set()
 
 
 class Workspace(nn.Module):

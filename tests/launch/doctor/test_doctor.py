@@ -11,8 +11,7 @@ from rich.console import Console
 
 from procpipe.job.pin import shares
 from procpipe.launch.doctor import command as doctor
-from procpipe.launch.doctor import probe
-from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host, pairs_of
+from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host
 from procpipe.launch.doctor.facts import (
     Facts,
     GroupLimits,
@@ -59,14 +58,10 @@ WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num
 
 
 def test_a_good_host_passes_all_checks():
-    assert {check.status for check in check_host(GOOD)} == {Status.OK}
-    assert not any(check.advice for check in check_host(GOOD))
-
-
-def test_a_good_host_with_gpus_passes_all_checks():
     checks = {check.name: check for check in check_host(replace(GOOD, gpus=gpus(2), **WITH_GPUS))}
 
-    assert {check.status for check in checks.values()} == {Status.OK}
+    for check in (*check_host(GOOD), *checks.values()):
+        assert (check.status, check.advice) == (Status.OK, "")
     assert checks["torch"].found == "2.13.0+cu130, for CUDA 13.0"
     assert checks["NCCL"].found == "2.28.9, no settings in the environment"
     assert checks["GPUs"].found == "2 GPUs (H200), at least 80.0 GiB free on each"
@@ -246,23 +241,6 @@ def test_the_measured_channels_are_judged():
         assert any(advice in check.advice for check in checks) or not checks
 
 
-def probed(world):
-    return probe.probe(world)
-
-
-def test_the_probe_measures_every_pair(ranks):
-    of_ranks = ranks(3).run(probed).values()
-
-    assert [rank["device"] for rank in of_ranks] == ["cpu"] * 3
-    pairs = pairs_of(of_ranks)
-    assert [pair["lower"] for pair in pairs] == [0, 1]
-    for pair in pairs:
-        assert 1e-6 < pair["small_latency_s"] < 1
-        assert 1e-6 < pair["middle_latency_s"] < 1
-        assert 1e6 < pair["down_bytes_per_s"] < 1e12
-        assert 1e6 < pair["up_bytes_per_s"] < 1e12
-
-
 # -- how it is printed ---------------------------------------------------------------------------
 
 CHECKS = [
@@ -322,7 +300,10 @@ def test_the_doctor_examines_this_host(capsys, monkeypatch):
     by_name = {check["name"]: check for check in report["checks"]}
     assert by_name["start"]["status"] == "ok", by_name["start"]["found"]
     assert by_name["start"]["found"].startswith("2 processes started, connected and ended in ")
-    assert [pair["lower"] for pair in report["pairs"]] == [0]
+    (pair,) = report["pairs"]
+    assert pair["lower"] == 0
+    assert all(1e-6 < pair[f"{size}_latency_s"] < 1 for size in ("small", "middle"))
+    assert all(1e6 < pair[f"{way}_bytes_per_s"] < 1e12 for way in ("down", "up"))
     assert report["is_good"] == (code == 0)
     assert {"Python", "torch", "GPUs", "cores", "memory", "open files"} <= set(by_name)
     if shares(2)[0]:
@@ -344,10 +325,6 @@ def write(root, files):
     ("files", "expected"),
     [
         ({}, GroupLimits()),
-        (
-            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"},
-            GroupLimits(),
-        ),
         (
             {
                 "proc/self/cgroup": "0::/",
@@ -392,7 +369,7 @@ def write(root, files):
             GroupLimits(),
         ),
     ],
-    ids=["nothing", "none", "version 2", "nested", "version 1", "version 1 without"],
+    ids=["nothing", "version 2", "nested", "version 1", "version 1 without"],
 )
 def test_the_limits_of_control_groups(tmp_path, files, expected):
     assert limits_of(write(tmp_path, files)) == expected

@@ -62,8 +62,7 @@ def bytes_of(profile: Table) -> Any:
 
 
 def test_bytes_are_those_of_the_real_model_with_padding() -> None:
-    cases = [("Gemma", 0.0), ("Mistral", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]
-    for case, dropout in [*cases, ("BERT", 0.0)]:
+    for case, dropout in [("Gemma", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]:
         config = write(case, case, dropout)
         subject = load_folder(case, 3, 9, "")
         mask = torch.ones(3, 9, dtype=torch.long)
@@ -177,11 +176,6 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         ((*here, "--length", "33"), "--length 33: the model has 32 positions"),
         ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
         ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
-        ((*here, "--chunks", "16"), "16 chunks are asked for, but a mini-batch of 8 samples"),
-        (
-            ("--hf", "llama", "-n", "6", "--replicas", "1"),
-            "6 devices are asked for, but the model has 4 layers",
-        ),
         (("--length", "9", "-n", "2"), "--length is for a folder of Hugging Face, --hf FOLDER"),
         (("m:b", "--flops", "1e9", "-n", "2"), "--flops is for a folder of Hugging Face"),
     ]

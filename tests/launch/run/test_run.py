@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from procpipe.job.board import Board
 from tests.launch.started import started
 
 pytestmark = pytest.mark.dist
@@ -61,15 +60,6 @@ LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
 #: Waits until the test writes the file.
 UNTIL_GO = """
 while not os.path.exists("go"):
-    time.sleep(0.01)
-"""
-
-
-#: Two ranks wait for one another; neither is ended by the SIGTERM after the other's failure.
-MEET = """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(f"here-{RANK}", "w").close()
-while not os.path.exists(f"here-{1 - RANK}"):
     time.sleep(0.01)
 """
 
@@ -158,35 +148,6 @@ def test_an_exception_in_a_layer_is_reported_once():
     assert lines[-1].startswith("Exit code 1 after ")
     assert "\n".join(lines[1:3]) in f"procpipe: {ended.logs['report.txt']}"
     assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "torch's own report"
-
-
-def test_a_killed_rank_is_named_with_what_the_others_did():
-    with started("-n", "2", script=training(3, do=UNTIL_GO, stall_s=0.5), num_forked=2) as run:
-        ranks = [run.rank(0), run.rank(1)]
-
-        def is_stuck():
-            boards = [Board.of_process(rank.pid) for rank in ranks]
-            first, second = (board and board.read() for board in boards)
-            is_waiting = first and "gradient" in first.waits_for
-            return is_waiting and second and second.num_steps == 1 and second.layer
-
-        run.wait_until(is_stuck, "wait for stage 1")
-        run.wait_for("no progress", "err")  # then the launcher has read the boards
-        ranks[1].send_signal(signal.SIGKILL)
-        ended = run.wait()
-
-    assert ended.code == 128 + signal.SIGKILL, ended
-    assert ended.left == ()
-    _, _, report = ended.err.partition("was killed")
-    assert "procpipe: stage 1 (rank 1) was killed by SIGKILL in F0, layer '1' (Layer)" in ended.err
-    assert "SIGKILL: out of memory (see `dmesg`)" in report
-    assert re.search(
-        r"others in the end:\n  stage 0 \(rank 0\) was in \w+(\(\))?, waiting [\d.]+ s for "
-        r"gradient from stage 1 \(rank 1\)",
-        report,
-    ), report
-    assert "Traceback" not in ended.err
-    assert report.splitlines()[-1].startswith("Exit code 137 after ")
 
 
 def test_a_killed_launcher_leaves_no_ranks():
@@ -302,21 +263,6 @@ sys.exit(3)
     assert "Its last lines on standard error:\n  no data\n" in ended.err
     assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
     assert 1 <= took_s < TORCHS_GRACE_S / 2
-
-
-def test_the_same_exception_on_all_ranks_before_any_stage():
-    script = plain(f'{MEET}raise OSError("no data")')
-    with started("-n", "2", "--view", "plain", script=script) as run:
-        ended = run.wait()
-
-    assert ended.code == 1, ended
-    assert ended.left == ()
-    headline = r"^procpipe: rank ([01]) ended with exit code 1: OSError: no data\n"
-    found = re.search(headline, ended.err, re.MULTILINE)
-    assert found, ended
-    # Rank 0's is on the screen, as it wrote it; the report has another rank's.
-    assert ended.err.count("Traceback") == 1 + (found[1] == "1")
-    assert re.search(r"\nThe same on rank [01]\.\n", ended.err)
 
 
 def test_a_failure_is_reported_if_the_script_removed_its_logs():

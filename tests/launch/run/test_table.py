@@ -10,7 +10,7 @@ from rich.console import Console
 
 from procpipe.job.board import Board
 from procpipe.launch.run.ranks import Attempt, Rank
-from procpipe.launch.run.rows import Row, RowReader, plain_line, rate_text, summary
+from procpipe.launch.run.rows import Row, RowReader, plain_line, summary
 from procpipe.launch.run.table import _COLUMNS, live_table
 from tests.cases import for_each
 
@@ -141,21 +141,13 @@ def test_a_narrow_terminal_has_fewer_columns_and_none_is_cut(width):
 
 def test_replicas_are_blocks():
     boards = [Board.create(rank, 4) for rank in range(4)]
-    for board in boards[:3]:  # the last rank has no Stage yet
+    for board in boards:
         board.page.num_replicas = 2
         board.page.device = "cpu"
-        do_steps(board, 1, samples=8)
     boards[2].note_wait("gradient from stage 1 of replica 1 (rank 3)", 1)
-    attempt = attempt_of(*boards)
-    attempt.ranks[3].board = None
-    rows = RowReader(attempt).rows()
+    rows = RowReader(attempt_of(*boards)).rows()
 
-    assert [row.name for row in rows] == [
-        "stage 0 of replica 0",
-        "stage 1 of replica 0",
-        "stage 0 of replica 1",
-        "stage 1 of replica 1",
-    ]
+    assert [row.name for row in rows[1:3]] == ["stage 1 of replica 0", "stage 0 of replica 1"]
     console = Console(width=160)
     with console.capture() as capture:
         console.print(live_table(rows[1:], 160))  # of a host with the last three
@@ -164,15 +156,9 @@ def test_replicas_are_blocks():
     assert [line[: header.index("device")].split() for line in lines] == [
         ["0", "1"], ["1", "0"], ["1"],
     ]  # fmt: skip
-    assert re.search(
-        r"1 +0 +cpu .* s for gradient from stage 1 of replica 1 \(rank 3\)$", lines[1].rstrip()
-    )
-    line = plain_line(rows, "0:30")
     size = r"[\d.]+ [MG]iB"  # of this process
-    assert re.search(rf"memory {size} {size} \| {size} {size};", line), line
-    assert re.search(
-        r"; stage 0 of replica 1 waits .* from stage 1 of replica 1 \(rank 3\)$", line
-    ), line
+    memory = rf"memory {size} {size} \| {size} {size}; stage 0 of replica 1 waits "
+    assert re.search(memory, plain_line(rows, "0:30"))
 
 
 def test_stages_of_several_pipelines_are_named_with_their_ranks():
@@ -210,7 +196,3 @@ def test_a_summary_has_the_steps_and_their_rate():
     do_steps(board, 1, samples=10, step_s=4.0)
 
     assert summary(attempt) == "1 step, 2.5 samples/s in steps"
-
-
-def test_rates_():
-    assert [rate_text(rate) for rate in (0.123456, 12.34, 1234.5)] == ["0.123", "12.3", "1,234"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from procpipe.plan.schedules.gpipe import (
-    backward_plan,
     clock_cycles,
-    forward_plan,
     gpipe,
     recomputed,
 )
@@ -39,19 +37,6 @@ def test_except_last_recomputes_in_the_cycle_before_backward() -> None:
         B1  R0  B0
         R0  B0  --
         B0  --  --
-    """)
-
-
-def test_each_pass_may_have_its_own_plan() -> None:
-    assert grid(forward_plan(2, 2)) + grid(backward_plan(2, 2, {0, 1})) == read("""
-        F0  --
-        F1  F0
-        --  F1
-        --  R1
-        R1  B1
-        B1  R0
-        R0  B0
-        B0  --
     """)
 
 

@@ -35,25 +35,6 @@ def test_the_figure() -> None:
     """)
 
 
-def test_micro_batches_that_are_no_multiple_of_the_stages() -> None:
-    assert grid(interleaved(3, 2, 2)) == read("""
-        F0@0  --
-        F1@0  F0@1
-        F2@0  F1@1
-        F0@2  F2@1
-        F1@2  F0@3
-        F2@2  B0@3
-        B0@2  F1@3
-        --    B1@3
-        B1@2  F2@3
-        --    B2@3
-        B2@2  B0@1
-        B0@0  B1@1
-        B1@0  B2@1
-        B2@0  --
-    """)
-
-
 def test_with_one_partition_a_stage_it_is_one_forward_one_backward() -> None:
     assert interleaved(5, 3, 1, recompute={1}) == one_f_one_b(5, 3, recompute={1})
 

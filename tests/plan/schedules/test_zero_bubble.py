@@ -66,20 +66,6 @@ def test_the_figure_of_zb_v() -> None:
     """)
 
 
-def test_a_recomputation_is_right_before_its_first_half() -> None:
-    assert grid(zb_h1(2, 2, recompute={0, 1})) == read("""
-        F0  --
-        F1  F0
-        R0  R0
-        --  I0
-        I0  F1
-        W0  R1
-        R1  I1
-        I1  W0
-        W1  W1
-    """)
-
-
 @for_each(("m", "n"), SIZES)
 @for_each("halves_s", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 2.0, 1.0)])
 def test_the_bubble_of_zb_h1(m: int, n: int, halves_s: tuple[float, float, float]) -> None:
