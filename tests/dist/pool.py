@@ -124,10 +124,6 @@ class Pool:
         self._discard(grace_s=5.0)
         self._folder.cleanup()
 
-    def pids(self) -> list[int]:
-        """Return the process ids of the running workers, rank by rank."""
-        return [worker.process.pid for _, worker in sorted(self._workers.items())]
-
     def _grow(self, num_ranks: int) -> None:
         if any(worker.process.poll() is not None for worker in self._workers.values()):
             self._discard()

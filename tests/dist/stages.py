@@ -136,11 +136,6 @@ def plain_backward(
     return map_tensors(lambda tensor: tensor.detach(), output), loss.detach()
 
 
-def plain_output(model: nn.Sequential, inputs: tuple[Any, ...], chunks: int) -> Any:
-    """Return the plain model's output for a mini-batch that is run in micro-batches."""
-    return gather(plain_forward(model, inputs, chunks)[0])
-
-
 def assert_same(
     found: Any, expected: Any, what: str, tolerance: float = 0.0, scale: float | None = None
 ) -> None:
@@ -235,20 +230,6 @@ def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
         value = layer(*value) if spread else layer(value)
         spread = False
     return value
-
-
-class Do(nn.Module):
-    """A layer from a function, after its own linear map if ``learns``."""
-
-    def __init__(self, function: Callable[..., Any], *, learns: bool = False):
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(4, 4) if learns else None
-
-    def forward(self, *inputs):
-        if self.linear is not None:
-            inputs = (self.linear(inputs[0]), *inputs[1:])
-        return self.function(*inputs)
 
 
 def rows(num_rows=6, num_columns=4):

@@ -6,12 +6,9 @@ Truth is the plain model in float64, uncompiled.
 from __future__ import annotations
 
 import copy
-import inspect
 import io
-import logging
 import os
 import re
-import shutil
 import sys
 import time
 import warnings
@@ -62,37 +59,23 @@ class Block(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes a part by itself."""
+    """Recomputes a part by itself, in a backward pass within that of the stage."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        again: Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        again: Tensor = checkpoint(self.part, x, use_reentrant=True)
         return x + again
 
 
 def make_layers(kind: str) -> list[nn.Module]:
     if kind == "skips":
         return [Stash(WIDTH, WIDTH), Block(), Block(), Pop(WIDTH, WIDTH)]
-    if "reentrant" in kind:
-        parts = [Checkpointed(use_reentrant=kind == "reentrant") for _ in range(3)]
+    if kind == "reentrant":
+        parts = [Checkpointed() for _ in range(3)]
         return [nn.Linear(WIDTH, WIDTH), *parts]
-    if kind == "transformers":
-        from transformers import GPT2Config, GPT2Model
-
-        sizes: Any = {"n_embd": WIDTH, "n_head": 2, "n_layer": 3, "n_positions": 16}
-        sizes |= {"vocab_size": 8, "bos_token_id": 0, "eos_token_id": 0}
-        model: Any = GPT2Model(GPT2Config(**sizes))
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
-        getattr(model, new if hasattr(model, new) else old)()
-        model.h.train()
-        return [nn.Unflatten(0, (-1, 1)), *model.h]
     return [Block() for _ in range(4)]
 
 
@@ -155,73 +138,13 @@ def train(bare: Any, kind: str, how: str, backend: str, cases: Any) -> None:
         ("blocks", "by the stage", "aot_eager", TWO[1:]),
         ("blocks", "in the model", "eager", ALL[1::2]),
         ("skips", "by the stage", "eager", TWO),
-        ("not reentrant", "by the stage", "eager", TWO[1:]),
         ("reentrant", "uncompiled", "", ALL),
-        ("transformers", "uncompiled", "", ALL),
     ],
 )
 def test_training_is_the_plain_models(
     ranks: Any, kind: str, how: str, backend: str, cases: Any
 ) -> None:
-    if kind == "transformers":
-        pytest.importorskip("transformers")
     ranks(2).run(train, kind, how, backend, cases, world=False).values()
-
-
-def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
-    """Return gradients, buffers and an output of a stage with dropout and deferred statistics."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
-    if backend == "inductor":  # g++ takes more than a second for each of the kernels
-        del layer[1]
-    model = nn.Sequential(layer).double()  # each layer is compiled by itself
-    stage = Stage(model, chunks=2, checkpoint=mode, loss_fn=F.mse_loss, deferred_batch_norm=True)
-    if backend:
-        stage.compile(backend=backend)
-    torch.manual_seed(1)
-    for _ in range(2):
-        stage.step(*make_batch(8))
-    gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
-    stage.eval()
-    with torch.no_grad():
-        output = stage(make_batch(8)[0])
-    stage.close()
-    return gradients, dict(stage.state_dict()), output
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its default backend
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_recomputation_repeats_compiled_layers(backend: str) -> None:
-    if backend == "inductor" and not shutil.which("g++"):
-        pytest.skip("torch's default backend needs g++")
-    # g++ takes longer for kernels of vectors; and torch precompiles its headers in each process.
-    with torch._inductor.config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
-        never, always = (train_in_one_process(backend, mode) for mode in ("never", "always"))
-    assert_same(always, never, "recomputed", TOLERANCE)
-    if backend != "inductor":  # which draws other random numbers
-        assert_same(never, train_in_one_process("", "never"), "compiled", TOLERANCE)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_recomputation_compiles_nothing_anew() -> None:
-    num_compiled = []
-    for mode in ("never", "always"):
-        graphs: list[Any] = []
-
-        def compiler(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        torch._dynamo.reset()
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-        stage = Stage(model, chunks=4, checkpoint=mode, loss_fn=F.mse_loss)
-        stage.compile(backend=compiler)
-        stage.step(*make_batch(8))
-        stage.close()
-        num_compiled.append(len(graphs))
-    assert num_compiled[0] == num_compiled[1] > 0
 
 
 def compile_for_long(bare: Any) -> str:
@@ -266,61 +189,3 @@ def test_stall_reports_name_the_layer_that_is_compiled(ranks: Any) -> None:
     for rank, left_out, told in ((0, "'0' (Stash)", text), (1, "'3' (Pop)", other)):
         note = f"stage {rank} leaves layers uncompiled that stash or pop skip tensors: {left_out}"
         assert told.count(note) == 1, told
-
-
-class Numbered(nn.Module):
-    """A layer whose number is a constant in what torch compiles of it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.linear, self.number = nn.Linear(WIDTH, WIDTH), number
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) / self.number
-
-
-#: Layers, and how many graphs there are of them.
-TWELVE = {
-    "equal": (lambda: nn.Sequential(*[Numbered(1) for _ in range(12)]), 2),
-    "unequal": (lambda: nn.Sequential(*[Numbered(k + 1) for k in range(12)]), 12),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings(f"ignore:{SLOWER_GUARDS}")
-@pytest.mark.parametrize("kind", TWELVE)
-def test_more_layers_than_torch_compiles_versions(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch._dynamo.reset()
-    make, num_graphs = TWELVE[kind]
-    torch.manual_seed(0)
-    model = make().double()
-    graphs: list[Any] = []
-    calls: list[int] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        number = len(graphs)
-        graphs.append(graph)
-
-        def call(*args: Any) -> Any:
-            calls.append(number)
-            return graph.forward(*args)
-
-        return call
-
-    input, target = make_batch(4)
-    found = []
-    for is_compiled in (False, True):
-        options: Any = {"chunks": 2, "loss_fn": F.mse_loss, "checkpoint": "never"}
-        stage = Stage(copy.deepcopy(model), **options)
-        if is_compiled:
-            stage.compile(backend=backend)
-        losses = [stage.step(input, target) for _ in range(2)]
-        found.append([*losses, *(parameter.grad for parameter in stage.parameters())])
-        stage.close()
-    assert_same(found[1], found[0], kind, TOLERANCE)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(calls) == 4 * 12  # two steps of two micro-batches
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        assert len(graphs) == num_graphs

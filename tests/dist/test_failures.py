@@ -13,7 +13,6 @@ import signal
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -37,33 +36,6 @@ class BoomError(Exception):
     """What a faulty layer raises."""
 
 
-class Faulty(nn.Linear):
-    """Acts in its second forward, in recomputation or in backward."""
-
-    def __init__(self, where, act):
-        super().__init__(WIDTH, WIDTH)
-        self.where, self.act, self.num_forward = where, act, 0
-
-    def forward(self, x):
-        self.num_forward += 1
-        if {"recompute": is_recomputing(), "forward": self.num_forward == 2}.get(self.where):
-            self.act()
-        y = super().forward(x)
-        return ActBackward.apply(y, self.act) if self.where == "backward" else y
-
-
-class ActBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, act):
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.act()
-        return gradient, None
-
-
 class Returns(nn.Module):
     """Returns what it makes of its input."""
 
@@ -83,29 +55,24 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stage_of(world, faulty_stage=None, faulty=None, **options):
-    """Two layers a stage, "l0", "l1", …; the second of one stage may be given."""
+def stage_of(world, faulty_stage=0, function=None):
+    """Two layers a stage, "l0", "l1", …; the second of one stage may be a function."""
     layers: OrderedDict[str, nn.Module]
     layers = OrderedDict((f"l{k}", nn.Linear(WIDTH, WIDTH)) for k in range(2 * world.num_ranks))
-    if faulty is not None:
-        layers[f"l{2 * faulty_stage + 1}"] = faulty
-    defaults: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": "always", "loss_fn": F.mse_loss}
-    balance = options.pop("balance", [2] * world.num_ranks)
-    return Stage(nn.Sequential(layers), balance, world=world, **(defaults | options))
+    if function is not None:
+        layers[f"l{2 * faulty_stage + 1}"] = Returns(function)
+    return Stage(
+        nn.Sequential(layers), [2] * world.num_ranks, chunks=CHUNKS, checkpoint="always",
+        loss_fn=F.mse_loss, check_loss=True, world=world,
+    )  # fmt: skip
 
 
 def batch():
     return torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
 
 
-def train(world, faulty_stage, where, act=boom):
-    """Train until something acts: a layer, for instance."""
-    options = {where: act} if where == "loss_weight" else {}
-    faulty: nn.Module | None = None if faulty_stage is None else Faulty(where, act)
-    if where == "output":
-        faulty, options = Returns(act), {"check_loss": True}
-
-    stage = stage_of(world, faulty_stage, faulty, **options)
+def train(world, *faulty):
+    stage = stage_of(world, *faulty)
     for input, target in [batch()] * 2:
         stage.step(input, target)
 
@@ -161,34 +128,27 @@ def not_a_number(x):
     return x * torch.nan
 
 
-LAYER = ", layer 'l3' (Faulty)"
-
-
 @pytest.mark.parametrize(
-    ("n", "stage", "where", "act", "origin", "error", "words"),
+    ("n", "stage", "function", "origin", "error", "words"),
     [
-        (2, 1, "forward", boom, 1, "BoomError", f"task F1@1 (micro-batch 1){LAYER}"),
-        (4, 1, "recompute", boom, 1, "BoomError", f"task R2@1 (micro-batch 2){LAYER}"),
-        (3, 1, "backward", boom, 1, "BoomError", "B2@1 (micro-batch 2), its layers'"),
-        (3, None, "loss_weight", boom, 0, "BoomError", "boom in the layer"),
+        (2, 1, boom, 1, "BoomError", "task F0@1 (micro-batch 0), layer 'l3' (Returns)"),
         # The layer that got the value is named, in the next stage, and the value.
-        (
-            *(3, 1, "output", torch.Tensor.double),
-            *(2, "RuntimeError", "'l4' (Linear) was given float64 (2, 4)"),
-        ),
-        (2, 1, "output", not_a_number, 1, "NonFiniteLossError", "100.0% of it not finite"),
+        (3, 1, torch.Tensor.double, 2, "RuntimeError", "'l4' (Linear) was given float64 (2, 4)"),
+        (2, 1, not_a_number, 1, "NonFiniteLossError", "100.0% of it not finite"),
     ],
 )
-def test_an_error_says_where_it_was(ranks, n, stage, where, act, origin, error, words):
-    check(ranks(n).run(train, stage, where, act), origin, error, words)
+def test_an_error_says_where_it_was(ranks, n, stage, function, origin, error, words):
+    check(ranks(n).run(train, stage, function), origin, error, words)
 
 
-def allocate():
-    torch.empty(1 << 50, device="cuda" if is_on_gpus() else "cpu")
+def allocate(x):
+    if is_recomputing():
+        torch.empty(1 << 50, device=x.device)
+    return x
 
 
 def test_memory_runs_out(ranks):
-    outcomes = ranks(3).run(train, 1, "backward", allocate)
+    outcomes = ranks(3).run(train, 1, allocate)
 
     message = rf"out of memory on {devices_of_ranks(3)[1]}: stage 1 held [1-9] micro-batches betwe"
     error, words = "RuntimeError", "can't allocate memory"
@@ -261,7 +221,7 @@ def test_a_call_ends_once_the_sockets_have_taken_everything(ranks):
 
 def fail_and_drop(world):
     """Return whether anything has kept the stage of a failed job, once the error is handled."""
-    stage = stage_of(world, 0, Faulty("forward", boom))
+    stage = stage_of(world, 0, boom)
     reference = weakref.ref(stage)
     with pytest.raises((BoomError, RemoteStageError)):
         stage.step(*batch())

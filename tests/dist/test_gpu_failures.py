@@ -187,7 +187,7 @@ def is_killed_as_it_connects(world: Any) -> None:
     """Rank 1 has a communicator with rank 0, which waits on its device for the first transfer."""
     if world.rank == 1:
         setattr(nccl, "_transfer", lambda *_, **__: kill())  # noqa: B010
-    train(world, None, "forward")
+    train(world)
 
 
 @pytest.mark.gpu(2)

@@ -1,9 +1,11 @@
-"""What is kept, and for how long: nothing outlives its mini-batch."""
+"""What is kept, and for how long: nothing outlives its mini-batch, and no open file its stage."""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from procpipe import is_recomputing
+from procpipe import Stage, is_recomputing
 from tests.dist.stages import MODES, num_held, stage_of
 
 pytestmark = pytest.mark.on_gpus
@@ -48,24 +50,31 @@ def count_tensors():
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-class Keep(nn.Module):
-    """Notes the memory of its inputs and outputs, and counts how much of it is in use."""
+class Watched(nn.Module):
+    """Notes the memory of its inputs and outputs; counts what is in use as it recomputes."""
 
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width, dtype=torch.float64))
-        self.notes: list[StorageWeakRef] = []
+        self.inputs: list[StorageWeakRef] = []
+        self.outputs: list[StorageWeakRef] = []
+        self.num_outputs: list[int] = []
 
     def __deepcopy__(self, memo):
-        return Keep(len(self.weight))
+        return Watched(len(self.weight))
 
     def forward(self, input):
         output = input * self.weight
-        self.notes += [StorageWeakRef(each.untyped_storage()) for each in (input, output)]
+        if is_recomputing():
+            self.num_outputs.append(num_alive(self.outputs))
+        else:
+            self.outputs.append(StorageWeakRef(output.untyped_storage()))
+        self.inputs.append(StorageWeakRef(input.untyped_storage()))
         return output
 
-    def num_alive(self):
-        return sum(not note.expired() for note in self.notes)
+
+def num_alive(notes):
+    return sum(not note.expired() for note in notes)
 
 
 def alive_after(bare, mode, width):
@@ -73,7 +82,7 @@ def alive_after(bare, mode, width):
 
     The model's own input is alive on rank 0, as the test holds it. The garbage collector is off.
     """
-    model = nn.Sequential(*(Keep(width) for _ in range(bare.num_ranks)))
+    model = nn.Sequential(*(Watched(width) for _ in range(bare.num_ranks)))
     options: Any = {"chunks": 4, "checkpoint": mode, "loss_fn": torch.mean}
     with stage_of(bare, f"{mode} {width}", model, [1] * bare.num_ranks, **options) as stage:
         layer: Any = stage[0]
@@ -95,42 +104,21 @@ def alive_after(bare, mode, width):
                 del inputs
                 # All ranks have ended the call, so that every acknowledgement is there.
                 stage.clip_grad_norm_(math.inf)
-                alive.append(layer.num_alive())
+                alive.append(num_alive(layer.inputs + layer.outputs))
         finally:
             gc.enable()
     return alive
 
 
-class Peek(nn.Module):
-    """Notes how many of its outputs are in use when its backward pass begins."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, dtype=torch.float64))
-        self.notes: list[StorageWeakRef] = []
-        self.num_alive: list[int] = []
-
-    def __deepcopy__(self, memo):
-        return Peek(len(self.weight))
-
-    def forward(self, input):
-        if is_recomputing():
-            self.num_alive.append(sum(not note.expired() for note in self.notes))
-        output = input * self.weight
-        if not is_recomputing():
-            self.notes.append(StorageWeakRef(output.untyped_storage()))
-        return output
-
-
 def outputs_in_use(bare):
     """Count first outputs alive as the first recomputation begins, and before the second."""
     width = 5000
-    model = nn.Sequential(*(Peek(width) for _ in range(bare.num_ranks)))
+    model = nn.Sequential(*(Watched(width) for _ in range(bare.num_ranks)))
     options: Any = {"chunks": 4, "checkpoint": "always", "loss_fn": torch.mean}
     with stage_of(bare, "peek", model, [1] * bare.num_ranks, **options) as stage:
         stage.step(torch.randn(8, width, dtype=torch.float64))
         layer: Any = stage[0]
-        return layer.num_alive
+        return layer.num_outputs
 
 
 @pytest.mark.only_on_cpus  # GPUs lag behind their hosts, and what they will still send is kept
@@ -158,3 +146,94 @@ def test_sent_tensors_are_freed_when_they_have_arrived(ranks):
 
     assert first[0] <= 4
     assert first[1:] == [0, 0, 0]
+
+
+# -- autograd graphs ------------------------------------------------------------------------------
+
+
+class Held(torch.autograd.Function):
+    """Notes weak references to its graphs."""
+
+    @staticmethod
+    def forward(ctx, input, alive):
+        ctx.token = type("Token", (), {})()
+        alive.append(weakref.ref(ctx.token))
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.alive: list[weakref.ref[Any]] = []
+
+    def forward(self, input):
+        return Held.apply(input * self.weight, self.alive)
+
+
+def num_graphs_between(bare, chunks, num_rows):
+    """Count this stage's graphs that are alive between forward and backward, by mode."""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
+        balance = [1] * bare.num_ranks
+        with stage_of(bare, mode, model, balance, chunks=chunks, checkpoint=mode) as stage:
+            output = stage(torch.ones(num_rows, 2))
+            gc.collect()
+            layer: Any = stage[0]
+            found[mode] = sum(reference() is not None for reference in layer.alive)
+            output.sum().backward()
+            del output
+            gc.collect()
+            assert not any(reference() for reference in layer.alive), mode
+    return found
+
+
+@pytest.mark.only_on_cpus
+@pytest.mark.parametrize(
+    ("chunks", "num_rows", "expected"),
+    [
+        (4, 3, {"always": 0, "except_last": 1, "never": 3}),  # fewer samples than chunks
+        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only micro-batch is the last
+    ],
+)
+def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
+    for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
+        assert found == expected
+
+
+# -- open files -----------------------------------------------------------------------------------
+
+NUM_STAGES = 12
+
+#: More than fits into a token.
+WIDTH = 3000
+
+
+def run_stages(bare, transport, is_kept):
+    """Return the number of open files after each stage, which was closed or failed."""
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1))
+    kept, counts = [], []
+    gc.collect()  # of earlier tests
+    for k in range(NUM_STAGES):
+        if k % 10 == 9:
+            with pytest.raises(ValueError, match="chunks is 0"):
+                Stage(model, [1, 1], chunks=0)
+        options = {"transport": transport, "chunks": 2, "loss_fn": torch.mean}
+        with stage_of(bare, f"stage {k}", model, [1, 1], **options) as stage:
+            stage.step(torch.ones(8, 4))
+        if is_kept:
+            kept.append(stage)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+@pytest.mark.only_on_cpus
+@pytest.mark.parametrize(("transport", "is_kept"), [("shm", True), ("sockets", False)])
+def test_a_closed_stage_leaves_no_open_file(ranks, transport, is_kept):
+    for counts in ranks(2).run(run_stages, transport, is_kept, world=False).values():
+        assert counts[1:] == [counts[1]] * (NUM_STAGES - 1)

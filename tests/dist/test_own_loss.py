@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,20 +68,11 @@ Y = torch.tensor([0, 5, 2, 1, 3])
 
 #: A loader's item, its input, and the loss code of it.
 FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "tensor": (X, lambda b: b, lambda o, b: F.mse_loss(o, b)),
     "tensor, masked": (X, lambda b: b, masked_mean),
     "tuple of one": ((X,), lambda b: b[0], lambda o, b: F.mse_loss(o, b[0])),
-    "list of one": ([X], lambda b: b[0], lambda o, b: F.mse_loss(o, b[0].view(o.shape))),
-    "tuple": ((X, Y), lambda b: b[0], lambda o, b: flat_cross_entropy(o, b[1])),
+    "dict, input": ({"x": X, "n": 3}, lambda b: b["x"], lambda o, b: F.mse_loss(o, b["x"])),
     "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
     "named tuple": (Loaded(X, Y), lambda b: b.x, lambda o, b: flat_cross_entropy(o, b.y)),
-    "dict": ({"x": X, "y": Y}, lambda b: b["x"], lambda o, b: flat_cross_entropy(o, b["y"])),
-    "dict, input": ({"x": X, "n": 3}, lambda b: b["x"], lambda o, b: F.mse_loss(o, b["x"])),
-    "OrderedDict": (
-        OrderedDict(y=Y, x=X),
-        lambda b: b["x"],
-        lambda o, b: flat_cross_entropy(o, b["y"]),
-    ),
     "dataclass": (
         Example(X, {"y": Y, "k": (None, X)}),
         lambda b: b.x,
@@ -156,36 +146,6 @@ def test_step_does_not_send_again_what_batches_has_sent(ranks: Any) -> None:
 # -- values that no rank has together -------------------------------------------------------------
 
 
-def loss_of_first_entry(output: Any, x: Any, y: Any, how: str) -> Any:
-    if how == "input":
-        return F.mse_loss(output, x)
-    if how == "size":
-        return flat_cross_entropy(output, y) / x.size(0)
-    return (output - x).pow(2).mean()
-
-
-def use_the_first_entry(world: Any, how: str) -> str:
-    """Return the error of such a loss; on rank 0, which cannot know of it, none."""
-    stage, text = make_stage(world), ""
-    for x, y in stage.batches([(X, Y)]):
-        try:
-            loss_of_first_entry(stage(x), x, y, how)
-        except RemoteValueError as error:
-            text = str(error)
-    return text
-
-
-@pytest.mark.parametrize("how", ["input", "size", "operator"])
-def test_a_loss_of_the_first_entry_says_which_ranks_have_what(ranks: Any, how: str) -> None:
-    first, *others = ranks(3).run(use_the_first_entry, how).values()
-    assert first == ""
-    for error in others:
-        assert "rank 0 (entry 0 of the mini-batch)" in error
-        assert "rank 2 (" in error
-        assert "no rank has both" in error
-        assert "(input, target) or (x, x), or use loss_fn" in error
-
-
 class Sample:
     """An item that is no container."""
 
@@ -214,25 +174,11 @@ def use_what_cannot_travel(world: Any, name: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", CANNOT_TRAVEL)
-def test_a_loss_of_what_cannot_travel_says_so(ranks: Any, name: str) -> None:
-    first, second = ranks(2).run(use_what_cannot_travel, name).values()
-    assert first == ""
-    assert f"rank 0 ({name}, which cannot travel to other ranks)" in second
-
-
-def run_backward_twice(world: Any, what: str) -> None:
-    stage = make_stage(world)
-    first = stage(X).sum()
-    loss = first if what == "the same" else stage(X).sum() + first
-    loss.backward()
-    loss.backward()
-
-
-@pytest.mark.parametrize("what", ["the same", "of two outputs"])
-def test_a_second_backward_pass_is_an_error_on_every_rank(ranks: Any, what: str) -> None:
-    for error in ranks(2).run(run_backward_twice, what).errors():
-        assert error.type in ("RuntimeError", "RemoteStageError")
+def test_a_loss_of_what_cannot_travel_says_so(ranks: Any) -> None:
+    for name in CANNOT_TRAVEL:
+        first, second = ranks(2).run(use_what_cannot_travel, name).values()
+        assert first == ""
+        assert f"rank 0 ({name}, which cannot travel to other ranks)" in second
 
 
 # -- each rank's own data ------------------------------------------------------------------------
@@ -244,13 +190,10 @@ def read_own(world: Any, what: str) -> int:
     own = torch.Generator().manual_seed(world.rank if what != "equal" else 0)
     for _ in range(9):
         x: Any = torch.randn(4, 6, generator=own, dtype=torch.float64)
-        if world.rank > 0:
-            if what == "size":
-                x = x[:3]
-            elif what == "dtype":
-                x = x.float()
-            elif what == "nothing":
-                x = None
+        if world.rank > 0 and what == "size":
+            x = x[:3]
+        elif world.rank > 0 and what == "nothing":
+            x = None
         if what == "by name":
             stage(input=x)
         elif what == "in evaluation":
@@ -276,9 +219,8 @@ OTHER = "float64 (4, 6) of other values"
         ("by name", OTHER, 1),
         ("in evaluation", OTHER, 1),
         ("later", OTHER, 4),
-        ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
         ("number", "2 tensors instead of 1", 1),
-        ("dtype", "float32 (4, 6) instead of float64 (4, 6)", 1),
+        ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
     ],
 )
 def test_own_data_on_another_rank_is_an_error_on_every_rank(
@@ -292,12 +234,6 @@ def test_own_data_on_another_rank_is_an_error_on_every_rank(
         assert f"({how})" in error.text
         assert "read its own data" in error.text
         assert "stage.batches(loader)" in error.text
-
-
-def test_each_rank_with_other_data_is_named(ranks: Any) -> None:
-    for error in ranks(3).run(read_own, "values").errors():
-        assert "rank 1 passes another input than rank 0" in error.text
-        assert "rank 2 passes another input than rank 0" in error.text
 
 
 @pytest.mark.parametrize("what", ["equal", "nothing"])

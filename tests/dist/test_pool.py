@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import warnings
 
 import psutil
@@ -17,22 +16,16 @@ from tests.dist.report import RanksFailedError, RanksHungError
 pytestmark = pytest.mark.dist
 
 
-def whoami(world, greeting, *, mark="."):
-    return f"{greeting} {world.rank} of {world.num_ranks}{mark}"
-
-
 def pid(world):
     return os.getpid()
 
 
-def exchange(world):
-    world.store.set(f"from {world.rank}", str(world.rank * 10))
+def exchange(world, factor):
+    key = f"from {world.rank}"
+    is_new = not world.store.check([key])
+    world.store.set(key, str(world.rank * factor))
     source = (world.rank + 1) % world.num_ranks
-    return int(world.store.get(f"from {source}"))
-
-
-def store_has(world, key):
-    return world.store.check([key])
+    return is_new, int(world.store.get(f"from {source}"))
 
 
 class MyError(ValueError):
@@ -73,21 +66,11 @@ def hold_in_a_thread():
     threading.Event().wait()
 
 
-def test_every_rank_gets_the_arguments_and_returns_in_order(ranks):
-    outcomes = ranks(3).run(whoami, "rank", mark="!", world=False)
-
-    assert [outcome.value for outcome in outcomes] == [
-        "rank 0 of 3!",
-        "rank 1 of 3!",
-        "rank 2 of 3!",
-    ]
-    assert [outcome.error for outcome in outcomes] == [None] * 3
-    assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
-
-
 def test_ranks_share_a_store_that_the_next_run_does_not_see(ranks):
-    assert ranks(2).run(exchange, world=False).values() == [10, 0]
-    assert ranks(2).run(store_has, "from 0", world=False).values() == [False, False]
+    for factor in (10, 20):
+        outcomes = ranks(3).run(exchange, factor, world=False)
+        assert outcomes.values() == [(True, factor), (True, 2 * factor), (True, 0)]
+        assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
 
 
 def test_an_exception_is_reported_with_type_bases_notes_and_causes(ranks):
@@ -95,28 +78,17 @@ def test_an_exception_is_reported_with_type_bases_notes_and_causes(ranks):
 
     assert outcomes[0].value == "fine"
     error = outcomes[1].error
-    assert error.type == "MyError"
-    assert error.bases == ("ValueError", "Exception", "BaseException")
+    assert (error.type, error.text) == ("MyError", "text of the error\na note")
     assert error.is_a("MyError")
     assert error.is_a("ValueError")
     assert not error.is_a("TypeError")
-    assert error.text == "text of the error\na note"
     assert "KeyError: 'cause'" in error.traceback
     assert "in raise_on" in error.traceback
-
-
-def test_values_and_errors_raise_for_unexpected_outcomes(ranks):
-    outcomes = ranks(2).run(raise_on, 1, world=False)
-
     with pytest.raises(RanksFailedError, match=r"rank\(s\) \[1\] failed(.|\n)*in raise_on"):
         outcomes.values()
     with pytest.raises(RanksFailedError, match=r"rank\(s\) \[0\] did not fail"):
         outcomes.errors()
-
-
-def test_warnings_are_errors(ranks):
     (error,) = ranks(1).run(warn, world=False).errors()
-
     assert error.type == "DeprecationWarning"
 
 
@@ -135,28 +107,23 @@ def test_a_crash_is_reported_and_all_are_replaced(ranks):
 
 def test_a_hang_ends_with_the_stacks_of_all_threads(ranks):
     before = ranks(2).run(pid, world=False).values()
-    start = time.monotonic()
 
     with pytest.raises(RanksHungError) as caught:
         ranks(2).run(wait_for_ever, 1, timeout_s=1.0, world=False)
 
-    assert time.monotonic() - start < 10
     text = str(caught.value)
     assert "tests.dist.test_pool.wait_for_ever: rank(s) [1] of 2 did not end in 1.0 s" in text
     assert "--- rank 0 returned 'fine'" in text
     assert "in wait_for_ever" in text
     assert "in hold_in_a_thread" in text
     assert not any(map(psutil.pid_exists, before))
-    assert ranks(2).run(whoami, "rank", world=False).values() == ["rank 0 of 2.", "rank 1 of 2."]
 
 
 def test_closing_a_pool_leaves_no_process():
     pool = Pool()
     try:
-        Ranks(pool, 2).run(pid, world=False)
-        pids = pool.pids()
+        pids = Ranks(pool, 2).run(pid, world=False).values()
     finally:
         pool.close()
 
-    assert len(pids) == 2
     assert not any(map(psutil.pid_exists, pids))

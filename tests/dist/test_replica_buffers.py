@@ -18,21 +18,6 @@ def ones(*size: int) -> Tensor:
     return torch.ones(*size, dtype=torch.float64)
 
 
-class Newest(nn.Module):
-    """Has a new tensor as its buffer after each call in training."""
-
-    mean: Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, input):
-        if self.training:
-            self.mean = input.mean(0)
-        return input - self.mean
-
-
 class Places(nn.Module):
     """Keeps the numbers of the longest input's columns."""
 
@@ -58,15 +43,6 @@ class Late(nn.Module):
         if not hasattr(self, "twos"):
             self.register_buffer("twos", torch.full_like(input[0], 2), persistent=False)
         return input * self.twos
-
-
-def check_new_tensors(bare):
-    model = nn.Sequential(Newest(), nn.Linear(3, 2)).double()
-    with stage_of(bare, "new tensors", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        for step in range(3):
-            stage.step(ones(8, 3) * (2 * step + stage.replica), ones(8, 2))
-            for name, buffer in stage.named_buffers():
-                assert_same(buffer, ones(3) * 2 * step, f"{name} after step {step}")
 
 
 def check_caches(bare):
@@ -168,7 +144,7 @@ def check_together(bare):
 @pytest.mark.parametrize(
     "check",
     [
-        *(check_new_tensors, check_caches, check_other_shape, check_other_modes),
+        *(check_caches, check_other_shape, check_other_modes),
         *(check_norm_in_eval, check_together),
     ],
 )

@@ -1,9 +1,10 @@
-"""Skip tensors over real processes: sent once and directly, with the plain model's results."""
+"""Skip tensors over real processes: sent once and directly, and kept for as long as needed.
+
+That results are the plain model's: tests/fuzz, tests/dist/test_parity.py.
+"""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -14,19 +15,11 @@ from torch import Tensor, nn
 
 from procpipe import Stage
 from procpipe.job.world import World
-from procpipe.skip import Namespace, pop, skippable, stash
-from tests.cases import pairs
-from tests.dist.devices import is_on_gpus
-from tests.dist.stages import assert_same, num_held
+from procpipe.skip import pop, skippable, stash
+from tests.dist.stages import assert_same
+from tests.dist.test_parity import Pop, Stash
 
 pytestmark = pytest.mark.on_gpus
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-        yield stash("skip", x * 2)
-        return x
 
 
 @skippable(stash={"skip": 2})
@@ -34,119 +27,6 @@ class StashForTwo(nn.Module):
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         yield stash("skip", torch.tanh(x))
         return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-        skip = yield pop("skip")
-        return x + skip
-
-
-@skippable(stash=["nothing", "ids", "mask"])
-class StashOthers(nn.Module):
-    """Stashes None, integers, and floats that require no gradient."""
-
-    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-        yield stash("nothing", None)
-        yield stash("ids", (x * 10).long())
-        yield stash("mask", (x > 0).to(x.dtype).detach())
-        return x
-
-
-@skippable(pop=["nothing", "ids", "mask"])
-class PopOthers(nn.Module):
-    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-        nothing = yield pop("nothing")
-        ids = yield pop("ids")
-        mask = yield pop("mask")
-        assert nothing is None
-        assert ids.dtype == torch.int64
-        assert not mask.requires_grad
-        return x * mask + ids
-
-
-def isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
-    return layer.isolate(namespace)  # type: ignore[operator, no-any-return]
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    a, b, c = Namespace(), Namespace(), Namespace()
-    return nn.Sequential(
-        nn.Linear(4, 4),
-        isolated(Stash(), a),
-        nn.Linear(4, 4),
-        isolated(StashForTwo(), b),
-        StashOthers(),
-        isolated(Stash(), c),
-        isolated(Pop(), c),  # in the same stage as its stash, for every balance
-        nn.Dropout(0.0),
-        isolated(Pop(), a),
-        nn.Linear(4, 4),
-        isolated(Pop(), b),
-        PopOthers(),
-        isolated(Pop(), b),
-        nn.Linear(4, 3),
-    ).double()
-
-
-BALANCES = {
-    1: [[14]],
-    2: [[2, 12], [6, 8], [10, 4]],
-    3: [[2, 4, 8], [4, 6, 4], [1, 11, 2]],
-    4: [[2, 3, 5, 4], [4, 2, 3, 5], [3, 3, 3, 5]],
-}
-
-
-def truth(chunks: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, loss and gradients of the plain model over the same micro-batches."""
-    plain = model()
-    outputs = [plain(part) for part in x.chunk(chunks)]
-    parts = list(zip(outputs, y.chunk(chunks), strict=True))
-    losses = [F.cross_entropy(output, target) for output, target in parts]
-    shares = [len(target) / len(y) for _, target in parts]
-    for loss, share in reversed(list(zip(losses, shares, strict=True))):
-        loss.backward(torch.tensor(share, dtype=loss.dtype))
-    total = sum(loss.detach() * share for loss, share in zip(losses, shares, strict=True))
-    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert isinstance(total, Tensor)
-    return torch.cat(outputs).detach(), total, gradients
-
-
-def check_parity(world: World, balance: list[int], cases: list[tuple[str, int]]) -> None:
-    torch.manual_seed(1)
-    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
-    stage = Stage(model(), balance, loss_fn=F.cross_entropy, world=world)
-    for mode, chunks in cases:
-        output, loss, gradients = truth(chunks, x, y)
-        case = (balance, chunks, mode)
-        stage.chunks, stage.checkpoint = chunks, mode
-        stage.zero_grad()
-        assert_same(stage.step(x, y), loss, str(case))
-        for name, parameter in stage.named_parameters():
-            assert parameter.grad is not None
-            assert_same(parameter.grad, gradients[name], f"{case} {name}")
-        assert num_held(stage) == 0, case
-
-        stage.zero_grad()
-        stage_output = stage(x)
-        assert_same(stage.fetch(stage_output), output, str(case))
-        F.cross_entropy(stage_output, y.to(stage.device)).backward()
-        for name, parameter in stage.named_parameters():
-            assert_same(parameter.grad, gradients[name], f"{case} {name}", 1e-13, 1.0)
-        stage.eval()
-        with torch.no_grad():
-            assert_same(stage.fetch(stage(x)), output, f"{balance} {chunks} eval")
-        stage.train()
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_with_skips_equal_the_plain_model(ranks: Any, n: int) -> None:
-    cases = pairs(BALANCES[n], ("never", "except_last", "always"), (1, 2, 3, 8))
-    for balance in BALANCES[n]:
-        of_balance = [(mode, chunks) for other, mode, chunks in cases if other == balance]
-        ranks(n).run(check_parity, balance, of_balance).values()
 
 
 @skippable(stash=["skip"])
@@ -188,7 +68,7 @@ def check_changing_skips(world: World, mode: str) -> None:
         assert_same(parameter.grad, plain.get_parameter(name).grad, name, 1e-7)
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_skip_may_change_its_shape_or_be_none(ranks: Any, mode: str) -> None:
     ranks(3).run(check_changing_skips, mode).values()
 
@@ -209,67 +89,30 @@ def count_traffic(world: World, mode: str) -> tuple[dict[str, int], dict[str, in
             return x + wide.sum(1, keepdim=True)
 
     layers = [nn.Linear(4, 4), StashWide(), *[nn.Linear(4, 4) for _ in range(4)], PopWide()]
-    balance = {2: [3, 4], 3: [2, 2, 3], 4: [2, 2, 2, 1]}[world.num_ranks]
     stage = Stage(
-        nn.Sequential(*layers), balance, chunks=4, checkpoint=mode, loss_fn=F.mse_loss, world=world
+        nn.Sequential(*layers),
+        [2, 2, 2, 1],
+        chunks=4,
+        checkpoint=mode,
+        loss_fn=F.mse_loss,
+        world=world,
     )
     stage.step(torch.randn(8, 4), torch.randn(8, 4))
     statistics = stage.statistics()
     return statistics.sent_bytes, statistics.num_messages
 
 
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_skip_tensor_is_sent_once_and_directly(ranks: Any, n: int, mode: str) -> None:
-    of_ranks = ranks(n).run(count_traffic, mode).values()
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_skip_tensor_is_sent_once_and_directly(ranks: Any, mode: str) -> None:
+    of_ranks = ranks(4).run(count_traffic, mode).values()
     width = 4 * 8 * 4  # floats of 4 bytes, 8 samples, 4 features
     for rank, (sent, messages) in enumerate(of_ranks):
-        is_first, is_last = rank == 0, rank == n - 1
+        is_first, is_last = rank == 0, rank == 3
         assert sent.get("skip", 0) == (3 * width if is_first else 0)
         assert sent.get("skip gradient", 0) == (3 * width if is_last else 0)
         assert sent.get("activation", 0) == (0 if is_last else width)
         assert sent.get("gradient", 0) == (0 if is_first else width)
         assert messages.get("skip", 0) == (4 if is_first else 0)
-
-
-def count_live_skips(world: World) -> int:
-    alive: list[weakref.ref[Tensor]] = []
-
-    @skippable(stash=["skip"])
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-            skip = x * 2
-            alive.append(weakref.ref(skip))
-            yield stash("skip", skip)
-            return x
-
-    @skippable(pop=["skip"])
-    class Watching(nn.Module):
-        def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
-            skip = yield pop("skip")
-            alive.append(weakref.ref(skip))
-            return x + skip
-
-    layers = [nn.Linear(4, 4), Watched(), nn.Linear(4, 4), Watching()]
-    stage = Stage(
-        nn.Sequential(*layers), [2, 2], chunks=3, checkpoint="always", loss_fn=F.mse_loss,
-        world=world,
-    )  # fmt: skip
-    for _ in range(3):
-        stage.step(torch.randn(6, 4), torch.randn(6, 4))
-    with torch.no_grad():
-        stage(torch.randn(6, 4))
-    gc.collect()
-    assert alive, "the layers have run"
-    return sum(reference() is not None for reference in alive)
-
-
-def test_no_skip_tensor_outlives_its_step(ranks: Any) -> None:
-    # On GPUs the next call frees what the last one has sent: the device may still need it.
-    num_sent = 3 if is_on_gpus() else 0
-    first, last = ranks(2).run(count_live_skips).values()
-    assert first <= num_sent
-    assert last == 0
 
 
 def build_with_unmatched_skips(world: World) -> None:
@@ -292,7 +135,7 @@ def model_with_skippable_loss() -> tuple[nn.Sequential, nn.Sequential]:
     return nn.Sequential(*layers).double(), judge.double()
 
 
-def check_skippable_loss(world: World, mode: str) -> None:
+def check_skippable_loss(world: World) -> None:
     """The loss is a network whose skip tensor has the same name as one of the stage's."""
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
     plain, judge = model_with_skippable_loss()
@@ -301,7 +144,7 @@ def check_skippable_loss(world: World, mode: str) -> None:
     whole, judge = model_with_skippable_loss()
     judge.to(world.device)
     stage = Stage(
-        whole, [2, 3], chunks=2, checkpoint=mode, loss_fn=lambda y: judge(y).square().mean(),
+        whole, [2, 3], chunks=2, checkpoint="always", loss_fn=lambda y: judge(y).square().mean(),
         world=world,
     )  # fmt: skip
     stage.step(x, target=None)
@@ -312,9 +155,8 @@ def check_skippable_loss(world: World, mode: str) -> None:
         assert_same(parameter.grad, truth, name)
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_the_loss_may_have_skips_of_its_own(ranks: Any, mode: str) -> None:
-    ranks(2).run(check_skippable_loss, mode).values()
+def test_the_loss_may_have_skips_of_its_own(ranks: Any) -> None:
+    ranks(2).run(check_skippable_loss).values()
 
 
 @skippable(pop=["skip"])
@@ -332,14 +174,17 @@ def change_a_skip_that_is_needed_later(world: World, mode: str) -> None:
     stage.step(torch.randn(4, 4), torch.randn(4, 4))
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_a_skip_tensor_that_is_needed_later_must_not_change(ranks: Any, mode: str) -> None:
-    outcomes = ranks(3).run(change_a_skip_that_is_needed_later, mode)
-    text = outcomes[1].error.text
-    assert "in place" in text
-    if mode == "never":
-        assert "skip tensor 'skip' was changed in place" in text
-        assert "partition 2 pops it too" in text
+def test_a_skip_tensor_that_is_needed_later_must_not_change(ranks: Any) -> None:
+    outcomes = ranks(3).run(change_a_skip_that_is_needed_later, "never")
+    assert "skip tensor 'skip' was changed in place" in outcomes[1].error.text
+    assert "partition 2 pops it too" in outcomes[1].error.text
+
+
+def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks: Any) -> None:
+    """A recomputation would begin with another value."""
+    outcomes = ranks(3).run(change_a_skip_that_is_needed_later, "always")
+    assert outcomes[1].error.type == "RecomputeError"
+    assert "layer '2' (PopInPlace) changed" in outcomes[1].error.text
 
 
 class OnlyInTraining(nn.Module):

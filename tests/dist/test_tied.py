@@ -1,13 +1,15 @@
 """Layers of several stages that share parameters train as in the plain model.
 
 Truth is the plain model in float64, where the layers do share them. Stages add up a gradient in
-another order than autograd, so it may differ in its last digits.
+another order than autograd, so it may differ in its last digits. Any layers, schedules and
+replicas: tests/fuzz.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.on_gpus
 TOLERANCE = 1e-12
 
 #: Which layers use the embedding's matrix.
-USERS = {"two": [0, 6], "three": [0, 3, 6], "inside and outside": [2, 3, 6], "neighbours": [4, 5]}
+USERS = {"two": [0, 6], "three": [0, 3, 6], "inside and outside": [2, 3, 6]}
 
 
 class Mix(nn.Module):
@@ -62,45 +64,23 @@ def assert_same_gradients(stage, plain, what):
         assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}", TOLERANCE)
 
 
-def assert_same_values(stage, plain, what):
-    expected = plain.state_dict()
-    for key, value in stage.state_dict().items():
-        assert_same(value, expected[key], f"{what} {key}", TOLERANCE)
-
-
-def train(bare, schedule, balance, users):
-    """Clip and step, with two mini-batches accumulated each time."""
-    plain = make_model(users)
-    options = {"chunks": 4, "schedule": schedule, "loss_fn": F.mse_loss, "check_tied": True}
-    with stage_of(bare, f"{schedule} {users}", plain, balance, **options) as stage:
+def train(bare):
+    """Train in a schedule of two partitions a stage; all layers share the matrix."""
+    plain = make_model("all")
+    options = {"chunks": 4, "schedule": "zb-v", "loss_fn": F.mse_loss, "check_tied": True}
+    with stage_of(bare, "trains", plain, [1, 1, 1, 1, 2, 1], **options) as stage:
         plain.to(bare.device)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (stage, plain)]
-        for step in range(2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for seed in (step, step + 9):
-                input, target = (part.to(bare.device) for part in make_batch(seed=seed))
-                expected = plain_step(plain, (input,), target, 4, F.mse_loss)
-                assert_same(stage.step(input, target), expected, "loss", TOLERANCE)
-                assert_same_gradients(stage, plain, f"step {step}")
-            norm = stage.clip_grad_norm_(0.5)
-            assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5), "norm", TOLERANCE)
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_same_values(stage, plain, f"step {step}")
-        return stage.statistics().num_messages.get("tied gradient", 0)
+        for seed in range(4):
+            input, target = (part.to(bare.device) for part in make_batch(seed=seed))
+            expected = plain_step(plain, (input,), target, 4, F.mse_loss)
+            assert_same(stage.step(input, target), expected, "loss", TOLERANCE)
+            assert_same_gradients(stage, plain, f"step {seed}")
+        return stage.statistics().num_messages["tied gradient"]
 
 
-def test_training_is_the_plain_models(ranks):
-    for schedule, balance, users in (
-        ("gpipe", [1, 4, 2], "three"),
-        ("zb-v", [1, 1, 1, 1, 2, 1], "all"),
-        ("1f1b", [2, 2, 3], "neighbours"),
-    ):
-        found = ranks(3).run(train, schedule, balance, users, world=False).values()
-        # Once a call to each other stage that uses it, however many micro-batches there are.
-        num_others = {"three": [2, 2, 2], "all": [2, 2, 2], "neighbours": [0, 0, 0]}[users]
-        assert found == [4 * others for others in num_others], schedule
+def test_a_shared_gradient_is_sent_once_a_call_to_each_other_stage(ranks):
+    """However many micro-batches there are, and layers on a stage."""
+    assert ranks(3).run(train, world=False).values() == [4 * 2] * 3
 
 
 def check_sparse(bare):
@@ -114,26 +94,21 @@ def check_sparse(bare):
         stage.step(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]))
 
 
-def test_sparse_gradients_are_an_error(ranks):
-    ranks(2).run(check_sparse, world=False).values()
-
-
 def check_frozen(bare):
-    for users, layers in USERS.items():
-        plain = make_model(users)
-        plain[layers[0]].inner.weight.requires_grad_(False)
-        with stage_of(bare, users, plain, [2, 2, 3], chunks=2, loss_fn=F.mse_loss) as stage:
-            plain.to(bare.device)
-            for free in (False, True, False):
-                for module in (stage, plain):
-                    module.zero_grad()
-                    for name, parameter in module.named_parameters(remove_duplicate=False):
-                        if name.endswith("inner.weight") and int(name[0]) in layers:
-                            parameter.requires_grad_(free)
-                input, target = (part.to(bare.device) for part in make_batch())
-                plain_step(plain, (input,), target, 2, F.mse_loss)
-                stage.step(input, target)
-                assert_same_gradients(stage, plain, f"free {free}")
+    plain, layers = make_model("three"), USERS["three"]
+    plain[0].inner.weight.requires_grad_(False)
+    with stage_of(bare, "frozen", plain, [2, 2, 3], chunks=2, loss_fn=F.mse_loss) as stage:
+        plain.to(bare.device)
+        for free in (False, True, False):
+            for module in (stage, plain):
+                module.zero_grad()
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    if name.endswith("inner.weight") and int(name[0]) in layers:
+                        parameter.requires_grad_(free)
+            input, target = (part.to(bare.device) for part in make_batch())
+            plain_step(plain, (input,), target, 2, F.mse_loss)
+            stage.step(input, target)
+            assert_same_gradients(stage, plain, f"free {free}")
 
 
 def test_frozen_and_set_free_between_steps(ranks):
@@ -177,25 +152,18 @@ def test_copies_are_equal_from_the_start(ranks):
     ranks(3).run(check_equal_from_the_start, world=False).values()
 
 
-def check_differences(bare):
-    model = make_model()
-    stage = Stage(
-        model, [3, 4], world=world_of(bare, "differ"), loss_fn=F.mse_loss, check_tied=True
-    )
+def check_differences(bare, is_error):
+    options = {"loss_fn": F.mse_loss, "check_tied": is_error}
+    stage = Stage(make_model(), [3, 4], world=world_of(bare, "differ"), **options)
     stage.step(*make_batch())
     if bare.rank == 1:
         with torch.no_grad():
             stage.get_parameter("6.inner.weight").add_(1e-15)
-    with pytest.raises(RuntimeError, match=r"copies of one tensor differ: 0\.inner\.weight on sta"):
-        stage.step(*make_batch())
-
-
-def check_warning(bare):
-    stage = Stage(make_model(), [3, 4], world=world_of(bare, "warns"), loss_fn=F.mse_loss)
-    stage.step(*make_batch())
-    if bare.rank == 1:
-        with torch.no_grad():
-            stage.get_parameter("6.inner.weight").add_(1e-15)
+    if is_error:
+        message = r"copies of one tensor differ: 0\.inner\.weight on sta"
+        with pytest.raises(RuntimeError, match=message):
+            stage.step(*make_batch())
+        return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -203,14 +171,6 @@ def check_warning(bare):
     stage.close()
     messages = [str(each.message) for each in caught if "copies of one" in str(each.message)]
     assert len(messages) == (2 if bare.rank == 0 else 0)  # before the second call and the fourth
-
-
-def test_copies_that_differ_are_warned_of_before_few_calls(ranks):
-    ranks(2).run(check_warning, world=False).values()
-
-
-def test_copies_that_differ_are_found(ranks):
-    ranks(2).run(check_differences, world=False).values()
 
 
 class Scaled(nn.Module):
@@ -256,10 +216,6 @@ def check_buffers(bare):
             stage.close()
 
 
-def test_a_shared_buffer_is_copied_and_may_not_change(ranks):
-    ranks(3).run(check_buffers, world=False).values()
-
-
 class Normed(nn.Module):
     """Normalises by a module that another layer may have, too."""
 
@@ -286,10 +242,6 @@ def check_deferred(bare):
         for_ever(stage.step, *make_batch())
 
 
-def test_running_statistics_that_change_after_all_tasks_are_found(ranks):
-    ranks(2).run(check_deferred, world=False).values()
-
-
 def check_replaced(bare, rank, name):
     stage = Stage(make_model("three"), [4, 3], world=world_of(bare, "replaced"), loss_fn=F.mse_loss)
     stage.double()
@@ -300,12 +252,6 @@ def check_replaced(bare, rank, name):
     message = rf"{name}\.inner\.weight on stage {rank} was replaced .* stages 0 and 1 each have a"
     with pytest.raises(RuntimeError if bare.rank == rank else RemoteStageError, match=message):
         stage.step(*make_batch())
-
-
-def test_a_parameter_replaced_on_one_stage_is_an_error(ranks):
-    """Each in a run of its own: a stage that fails may leave transfers on a GPU."""
-    for rank, name in ((0, "3"), (1, "6")):  # a second alias; the only one
-        ranks(2).run(check_replaced, rank, name, world=False).values()
 
 
 def check_hooks(bare):
@@ -336,10 +282,6 @@ def check_hooks(bare):
     assert not calls
 
 
-def test_hooks_that_need_the_whole_gradient_are_an_error(ranks):
-    ranks(2).run(check_hooks, world=False).values()
-
-
 def check_tied_on_one_rank(bare):
     model = make_model()
     if bare.rank == 1:
@@ -349,10 +291,6 @@ def check_tied_on_one_rank(bare):
         DisagreementError, match=r"shared by partitions is \['0\.inner\.weight in p"
     ):
         stage.step(*make_batch())
-
-
-def test_ranks_whose_models_share_other_parameters_disagree(ranks):
-    ranks(2).run(check_tied_on_one_rank, world=False).values()
 
 
 def check_frozen_on_one_stage(bare):
@@ -367,8 +305,18 @@ def check_frozen_on_one_stage(bare):
         stage.step(*make_batch())
 
 
-def test_a_parameter_frozen_under_one_of_its_names_is_an_error(ranks):
-    ranks(2).run(check_frozen_on_one_stage, world=False).values()
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(check_sparse, check_buffers, check_deferred, check_hooks, check_tied_on_one_rank),
+        *(check_frozen_on_one_stage, partial(check_replaced, rank=0, name="3")),
+        *(partial(check_replaced, rank=1, name="6"), partial(check_differences, is_error=True)),
+        partial(check_differences, is_error=False),
+    ],
+    ids=str,
+)
+def test_what_must_not_differ_between_stages_that_share_a_tensor(ranks, check):
+    ranks(3 if check is check_buffers else 2).run(check, world=False).values()
 
 
 # -- saved state ---------------------------------------------------------------------------------
@@ -381,34 +329,24 @@ def make_weights(users, without, seed):
     return {key: torch.randn_like(value) for key, value in values.items() if key not in without}
 
 
-def check_loading(bare, folder):
+def check_loading(bare):
     names = [f"{k}.inner.weight" for k in USERS["three"]]
     for case, without in enumerate(([], names[:1], names[1:], names[:2], names)):
         plain = make_model("three")
         values = make_weights("three", without, seed=case)
-        path = f"{folder}/{case}.pt"
-        if bare.rank == 0:
-            torch.save(values, path)
         with stage_of(bare, f"load {case}", plain, [1, 4, 2], check_tied=True) as stage:
             plain.load_state_dict(values, strict=False)
             stage.load_state_dict(values, strict=False)
             for key, value in stage.state_dict().items():
                 assert_same(value.cpu(), plain.state_dict()[key], key)
-            stage.fetch(None)  # rank 0 has written
-            for module in (stage, plain):
-                nn.init.zeros_(next(module.parameters()))
-            state.load_weights(path, stage, strict=False)
-            plain.load_state_dict(values, strict=False)
-            for key, value in stage.state_dict().items():
-                if without != names or "inner" not in key:
-                    assert_same(value.cpu(), plain.state_dict()[key], key)
             if not without:
                 with pytest.raises(ValueError, match="assign=True would give each layer a param"):
                     stage.load_state_dict(values, assign=True)
 
 
-def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks, tmp_path):
-    ranks(3).run(check_loading, str(tmp_path), world=False).values()
+def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks):
+    """From files: tests/state/test_keys.py."""
+    ranks(3).run(check_loading, world=False).values()
 
 
 def save_with_other_options(bare, folder):

@@ -10,15 +10,12 @@ import torch.nn.functional as F
 
 from procpipe import Stage
 from procpipe.errors import DisagreementError, PlanError, RemoteStageError
-from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.named import schedule_of
-from procpipe.plan.task import BACKWARD, FORWARD, Plan, Task
-from procpipe.plan.verify import verify
+from procpipe.plan.task import Plan
 from tests.dist.stages import (
     two_at_a_time,
     world_of,
 )
-from tests.dist.test_schedules import BALANCES, in_a_fold, in_a_loop, make_model
+from tests.dist.test_parity import BALANCES, in_a_fold, in_a_loop, make_model
 
 pytestmark = pytest.mark.on_gpus
 
@@ -88,33 +85,3 @@ def differ(bare: Any) -> str:
 def test_users_schedules_that_differ_between_ranks_are_reported_on_all(ranks):
     for message in ranks(2).run(differ, world=False).values():
         assert "placement is [0, 1, 0, 1] on rank 0 and [0, 1, 1, 0] on rank 1" in message
-
-
-def backward_first(m: int, n: int) -> Plan:
-    return Plan(m, n, [(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)])
-
-
-def upside_down(m: int, n: int) -> Plan:
-    rows = [(Task(FORWARD, i, j),) for i in range(m) for j in reversed(range(n))]
-    return Plan(m, n, [*rows, *[(Task(BACKWARD, i, j),) for i in range(m) for j in range(n)]])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "error", "message"),
-    [
-        (upside_down, PlanError, "F0@1 in cycle 0 needs 'activation 0: 0->1'"),
-        (backward_first, PlanError, "a plan without forward tasks"),
-        (lambda m, n: two_at_a_time(m + 1, n), PlanError, "a plan of 3 micro-batches and 1 stages"),
-        (lambda m, n: "F0@0", TypeError, "returned 'F0@0', but must return a procpipe.plan"),
-        (
-            "zb",
-            ValueError,
-            "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
-        ),
-        (7, TypeError, "schedule is 7, but must be one of .*, or a function"),
-    ],
-)
-def test_an_invalid_schedule_is_refused(schedule, error, message):
-    n = 2 if schedule is upside_down else 1
-    with pytest.raises(error, match=message):
-        verify(schedule_of(schedule).plan(2, tuple(range(n)), ()), Routes(n))

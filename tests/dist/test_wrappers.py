@@ -93,15 +93,6 @@ def in_its_own_group(wrap):
     return wrap
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), [*((where, "DDP") for where in WHERE), ("wrapped_before", "DataParallel")]
-)
-def test_data_parallelism_of_torch_is_refused(ranks, where, name):
-    for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
-        assert failure.type == "TypeError", failure.text
-        assert "To train several replicas, give Stage" in failure.text
-
-
 def wrap_the_pipeline(bare, name):
     """Wrap over the ranks of the pipeline, whose layers have equal shapes; return the error."""
     torch.manual_seed(bare.rank)
@@ -125,18 +116,21 @@ def test_wrappers_write_into_no_layer_of_a_stage(ranks, name):
     ranks(2).run(wrap_the_pipeline, name, world=False).values()
 
 
+REPLICAS = "To train several replicas, give Stage"
+
+
 @pytest.mark.parametrize(
     ("where", "name", "message"),
     [
+        *((where, "DDP", REPLICAS) for where in WHERE),
+        ("wrapped_before", "DataParallel", REPLICAS),
         ("wrapped_before", "FSDP", "FullyShardedDataParallel"),
         ("wrapped_whole", "FSDP", "was given to FullyShardedDataParallel"),
-        ("wrapped_whole", "fully_shard", "the Stage was given to fully_shard or"),
         ("wrapped_whole", "replicate", "the Stage was given to fully_shard or"),
-        ("wrapped_before", "fully_shard", "each of which runs other layers"),
         ("wrapped_after", "fully_shard", "each of which runs other layers"),
     ],
 )
-def test_sharding_and_replication_are_refused(ranks, where, name, message):
+def test_wrapping_is_refused(ranks, where, name, message):
     for failure in ranks(2).run(try_to_wrap, where, name, world=False).errors():
         assert failure.type == "TypeError", failure.text
         assert message in failure.text

@@ -65,6 +65,7 @@ EVALUATION = (
     "evaluate in a loop",
     "step without grad",
     "output in eval",
+    "output in inference mode",
     "output without grad",
 )
 
@@ -220,7 +221,7 @@ class Case:
 
 def is_training(act: str) -> bool:
     """Return whether a call with a mini-batch is made in training mode."""
-    return act not in ("evaluate", "evaluate in a loop", "output in eval")
+    return not act.startswith(("evaluate", "output in"))
 
 
 def draw(seed: int, number: int) -> Case:

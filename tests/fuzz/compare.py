@@ -33,7 +33,7 @@ from tests.fuzz.data import Batch, mapped, own_loss, unwrapped
 from tests.fuzz.hooks import Hooks
 from tests.fuzz.oracle import SEVERAL, TOTAL, Expected, Oracle
 from tests.fuzz.pipeline import as_passed, stage_for
-from tests.fuzz.training import MAX_NORM, Training
+from tests.fuzz.training import MAX_NORM, Training, grad_mode_of
 
 #: Parts of the largest number compared, where not every bit is equal: in general; behind norms.
 TOLERANCE, TOLERANCE_OF_NORMS = 1e-12, 1e-10
@@ -236,7 +236,7 @@ class Comparison:
         act, numbers = call
         if act not in BETWEEN:
             self._stage.train(is_training(act))
-            with torch.set_grad_enabled("without grad" not in act):
+            with grad_mode_of(act):
                 self._mini_batches(act, _rounds(self._case, self._run, numbers, number))
         elif act == "chunks":
             (self._stage.chunks,) = numbers

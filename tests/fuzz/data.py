@@ -60,7 +60,8 @@ class Batch:
         elif case.inputs == "several":
             inputs = (x, (randn(n), None), 0.5, Whole(randn(WIDTH)))
         elif case.inputs == "nested":
-            inputs = ({"x": [x, (randn(n, 2), {})], "ids": {"deep": [None, randint(9, n)]}, 7: 2},)
+            ids = {"deep": [None, randint(9, n)]}
+            inputs = (({"x": [x, (randn(n, 2), {})], 7: 2}, ids),)  # a pair is one input
         elif case.inputs == "named":
             inputs, named = (), {"x": x, "mask": randint(2, n) > 0, "more": [randn(n), None]}
         elif case.inputs == "images":

@@ -29,10 +29,10 @@ from tests.fuzz.data import (
     scores_of,
 )
 from tests.fuzz.layers import build
-from tests.fuzz.training import MAX_NORM, Training
+from tests.fuzz.training import MAX_NORM, Training, grad_mode_of
 
 #: The ``total_weight`` of "step with total", and ``accumulate`` of "step of several".
-TOTAL, SEVERAL = 12.0, 4
+TOTAL, SEVERAL = 12.0, 3
 
 #: Parameters that reach this have diverged.
 LARGEST = 1e3
@@ -103,7 +103,7 @@ class Oracle:
     def call(self, act: str, shares: list[Batch]) -> Expected:
         """Do what a run does with a mini-batch, given that of each replica."""
         self.model.train(is_training(act))
-        with torch.set_grad_enabled("without grad" not in act):
+        with grad_mode_of(act):
             for batch in shares if act.endswith("for inputs") else ():
                 batch.require_gradients()
             found = Expected()
@@ -132,18 +132,18 @@ class Oracle:
             counts = math.fsum(weights)
             total = total or counts or 1.0  # if nothing counts, the loss is 0
             weighted = [
-                loss * (weight / total / divisor)
+                loss * (weight / total)
                 if weight
                 else 0 * scores_of(self._case, output).sum()  # even if that loss is NaN
                 for output, loss, weight in zip(outputs, losses, weights, strict=True)
             ]
         for loss in reversed(weighted) if self._is_reversed else weighted:
             if loss.requires_grad:
-                self.training.scaled(loss).backward()
+                self.training.scaled(loss / divisor).backward()
         result = weighted[0].detach()
         for loss in weighted[1:]:
             result = result + loss.detach()
-        return result, counts
+        return result / divisor, counts
 
     def _outputs(
         self, shares: list[Batch], change: Callable[[Any], Any] = lambda output: output

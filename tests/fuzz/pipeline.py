@@ -41,6 +41,7 @@ def stage_for(
         loss_weight=loss_weight,
         deferred_batch_norm=case.is_deferred,
         check_tied=True,
+        check_loss=True,
     )
 
 

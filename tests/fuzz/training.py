@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ OPTIONS = ("lr", "initial_lr", "weight_decay", "momentum", "betas")
 
 #: Options of the groups: of other parameters, of those that do not decay, of the head.
 GROUPS = ({"lr": 0.05, "weight_decay": 0.1}, {"weight_decay": 0.0}, {"lr": 0.02})
+
+
+def grad_mode_of(act: str) -> AbstractContextManager[Any]:
+    """Return the mode of autograd in which an act is done."""
+    if act == "output in inference mode":
+        return torch.inference_mode()
+    return torch.set_grad_enabled("without grad" not in act)
 
 
 class Training:

@@ -1,7 +1,7 @@
 """A process's board, as other processes of the host read it.
 
 That what a killed or stopped process wrote last can be read: tests/faults. That it is
-closed: tests/dist/test_descriptors.py.
+closed: tests/dist/test_memory.py.
 """
 
 from __future__ import annotations

@@ -6,13 +6,19 @@ each, ``layout("+a | -a")`` has one stage of two.
 
 from __future__ import annotations
 
+from torch import nn
+
+from procpipe.skip import Namespace
 from procpipe.skip.layout import SkipLayout
 from tests.skip.layers import drawn
 
 
 def layout(*partitions: str) -> SkipLayout:
-    layers = [[drawn(actions) for actions in part.split("|")] for part in partitions]
-    return SkipLayout.of([{str(i): layer for i, layer in enumerate(part)} for part in layers])
+    return layout_of(*([drawn(actions) for actions in part.split("|")] for part in partitions))
+
+
+def layout_of(*partitions: list[nn.Module]) -> SkipLayout:
+    return SkipLayout.of([{str(i): layer for i, layer in enumerate(part)} for part in partitions])
 
 
 def names(layout: SkipLayout) -> dict[tuple[int, int], str]:
@@ -60,3 +66,14 @@ def test_a_tensor_popped_on_several_stages_is_sent_once_to_each() -> None:
     shared = layout("+a*4 | -a", "-a | -a", "", "-a")
     assert names(shared) == {(0, 1): "a", (0, 3): "a"}
     assert num_pops(shared) == {(0, 1): (2,), (0, 3): (1,)}
+
+
+def test_namespaces_distinguish_tensors_of_one_name() -> None:
+    outer, inner = Namespace(), Namespace()
+    crossed = layout_of(
+        [drawn("+a", outer), drawn("+a", inner)], [drawn("-a", inner)], [drawn("-a", outer)]
+    )
+    assert [(pair, key.namespace) for pair, (key,) in crossed.keys.items()] == [
+        ((0, 1), inner),
+        ((0, 2), outer),
+    ]

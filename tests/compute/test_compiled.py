@@ -1,0 +1,127 @@
+"""What compiled layers do in one process; in pipelines: tests/dist/test_compiled.py."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from procpipe import Stage
+from tests.dist.stages import assert_same
+
+TOLERANCE = 1e-12
+WIDTH = 16
+
+#: What torch's compiler says of this release of Python.
+SLOWER_GUARDS = r"Guards may run slower on Python 3\.13\.0"
+
+
+def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    input, target = torch.randn(2, num_samples, WIDTH, generator=generator, dtype=torch.float64)
+    return input, target
+
+
+def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
+    """Return gradients and an output of a stage with dropout."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))).double()
+    stage = Stage(model, chunks=2, checkpoint=mode, loss_fn=F.mse_loss)
+    stage.compile(backend=backend)
+    torch.manual_seed(1)
+    for _ in range(2):
+        stage.step(*make_batch(8))
+    gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    stage.eval()
+    with torch.no_grad():
+        output = stage(make_batch(8)[0])
+    stage.close()
+    return gradients, output
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its default backend
+def test_recomputation_repeats_compiled_layers() -> None:
+    backend = "inductor" if shutil.which("g++") else "aot_eager"
+    # g++ takes longer for kernels of vectors; and torch precompiles its headers in each process.
+    with torch._inductor.config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
+        never, always = (train_in_one_process(backend, mode) for mode in ("never", "always"))
+    assert_same(always, never, "recomputed", TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_recomputation_compiles_nothing_anew() -> None:
+    num_compiled = []
+    for mode in ("never", "always"):
+        graphs: list[Any] = []
+
+        def compiler(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+        stage = Stage(model, chunks=4, checkpoint=mode, loss_fn=F.mse_loss)
+        stage.compile(backend=compiler)
+        stage.step(*make_batch(8))
+        stage.close()
+        num_compiled.append(len(graphs))
+    assert num_compiled[0] == num_compiled[1] > 0
+
+
+class Numbered(nn.Module):
+    """A layer whose number is a constant in what torch compiles of it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(WIDTH, WIDTH), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) / self.number
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings(f"ignore:{SLOWER_GUARDS}")
+def test_more_layers_than_torch_compiles_versions(caplog: pytest.LogCaptureFixture) -> None:
+    """That equal layers share a graph: tests/hf/test_sequential.py."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Numbered(k + 1) for k in range(12)]).double()
+    graphs: list[Any] = []
+    calls: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        number = len(graphs)
+        graphs.append(graph)
+
+        def call(*args: Any) -> Any:
+            calls.append(number)
+            return graph.forward(*args)
+
+        return call
+
+    input, target = make_batch(4)
+    found = []
+    for is_compiled in (False, True):
+        options: Any = {"chunks": 2, "loss_fn": F.mse_loss, "checkpoint": "never"}
+        stage = Stage(copy.deepcopy(model), **options)
+        if is_compiled:
+            stage.compile(backend=backend)
+        losses = [stage.step(input, target) for _ in range(2)]
+        found.append([*losses, *(parameter.grad for parameter in stage.parameters())])
+        stage.close()
+    assert_same(found[1], found[0], "compiled", TOLERANCE)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(calls) == 4 * 12  # two steps of two micro-batches
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        assert len(graphs) == 12
