@@ -5,8 +5,7 @@ resumed = state.load("runs/digits", stage, optimizer, extra=progress, missing_ok
 state.save("runs/digits", stage, optimizer, extra=progress, step=step)
 
 files.py         the files of saved states: one a rank; whole when all are there
-stored.py        tensors in files, which are mapped: one is read when it is copied
-values.py        what can be saved
+values.py        what can be saved; tensors in files, which are mapped and read when copied
 saving.py        save()                    ┐ what each rank does, and when all have
 background.py    Saving, asynchronous=True │ done it
 loading.py       load()                    ┘
@@ -14,10 +13,8 @@ weights.py       load_weights(), export()  without optimizer or progress
 sources.py       what files of weights hold, of every kind
 keys.py          what values are called in files of other programs
 optimizers.py    optimizer state under the names of parameters
-groups.py        options that ranks must agree on: empty groups, shared parameters
 extras.py        what else a user saves
-generators.py    random number generators
-resumable.py     Resumable: the position in a data loader
+resumable.py     random number generators; Resumable: the position in a data loader
 sharded.py       DTensors
 member.py        the same call on every rank, of all pipelines that share layers; faults of all
                  ranks in one error

@@ -29,7 +29,7 @@ from procpipe.errors import CallMismatchError, StageClosedError
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
 from procpipe.state import files
-from procpipe.state.member import Agree, Member, attempt
+from procpipe.state.member import Agree, Member
 
 #: The saves in the background that have not been waited for.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
@@ -60,17 +60,12 @@ class Saving:
             RemoteStageError: another rank failed.
         """
         if os.getpid() != self._pid:
-            raise StageClosedError(
-                f"{self.path} is saved by the process ({self._pid}) from which this one "
-                f"({os.getpid()}) was forked: only that one can wait for it"
-            )
+            raise StageClosedError(f"only process {self._pid}, which saves it, can wait for it")
         if _unfinished.get(self._member.module) is not self:
             return
         calls = self._member.calls
-        if calls is not None and calls.pipeline is None:  # the stage was closed
+        if calls is not None and calls.pipeline is None:  # it was closed, or a call failed
             self._join()
-            if self._member.rank == 0:
-                files.remove_old(self.path.parent, self._keep)  # the new one counts if it is whole
             return
         with self._member.call("Saving.wait") as agree:
             self.finish(agree, self._join)
@@ -79,25 +74,14 @@ class Saving:
 
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's file."""
-        rank, number = self._member.rank, self._member.num_ranks
-        if not self.path.is_dir():
-            where = "where rank 0 has made it"
-            raise files.not_shared(rank, self.path, where, "save to a folder on")
-        files.write(self.path / files.name_of(rank, number), values, values["save"])
+        name = files.name_of(self._member.rank, self._member.num_ranks)
+        files.write(self.path / name, values, values["save"])
 
     def finish(self, agree: Agree, own_part: Callable[[], None]) -> None:
         """Do this rank's part, and return when all ranks have; rank 0 then removes old states."""
-        agree(attempt(own_part), len)
-        agree(attempt(self._complete) if self._member.rank == 0 else None, len)
-
-    def _complete(self) -> None:
-        """Check, on rank 0, that the state is whole, and remove old ones."""
-        for rank in range(self._member.num_ranks):
-            file = self.path / files.name_of(rank, self._member.num_ranks)
-            if not file.is_file():
-                where = f"which rank {rank} has written"
-                raise files.not_shared(0, file, where, "save to a folder on")
-        files.remove_old(self.path.parent, self._keep)
+        agree(own_part, len)
+        if self._member.rank == 0:
+            files.remove_old(self.path.parent, self._keep)
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -109,11 +93,10 @@ class Saving:
         def run() -> None:
             try:
                 self.write(values)
+                written.set_result(None)
             except BaseException as error:
                 error.add_note(f"procpipe: while saving {self.path} in the background")
                 written.set_exception(error)
-            else:
-                written.set_result(None)
 
         atexit.register(self._end_of_script)
         # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
@@ -137,12 +120,8 @@ class Saving:
         calls, error = self._member.calls, error_of_script()
         if error is not None and calls is not None:
             calls.fail("the script", error)
-        if error is not None or (calls is not None and calls.has_failed):
-            assert self._written is not None, "it was started"
-            self._written.exception()
-            return
         try:
-            self.wait()
+            self.wait()  # for this rank alone, once the pipeline has ended
         except BaseException as error:
             # A script that has ended too early on this rank needs no traceback of procpipe's.
             is_early = isinstance(error, CallMismatchError)
@@ -158,16 +137,3 @@ def wait_unfinished(module: nn.Module) -> None:
     saving = _unfinished.get(module)
     if saving is not None:
         saving.wait()
-
-
-def check_open(member: Member, folder: Path) -> None:
-    """Check that calls of a stage can still be made; does not communicate."""
-    if member.calls is None or not (why := member.calls.ended):
-        return
-    newest = files.find(folder)
-    there = (
-        "there is no saved state" if newest is None else f"the newest saved state is {newest.path}"
-    )
-    raise StageClosedError(
-        f"nothing was saved in {folder}, where {there}: state.save() cannot run, because {why}"
-    )

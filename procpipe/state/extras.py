@@ -11,25 +11,21 @@ rate scheduler with other numbers, since it holds the rates of its own stage's p
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from procpipe.state.resumable import Resumable
-from procpipe.state.stored import Stored
-from procpipe.state.values import replaced, saved_form
+from procpipe.state.values import Stored, mapped, replaced, saved_form
 
 #: What ``extra=`` takes; plain values in it are replaced by what was saved.
 Extra = MutableMapping[str, Any]
 
 
-@runtime_checkable
-class _HasState(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def saved_forms(extra: Extra | None, rank: int, faults: list[str]) -> dict[str, Any]:
@@ -38,16 +34,16 @@ def saved_forms(extra: Extra | None, rank: int, faults: list[str]) -> dict[str, 
     for name, value in (extra or {}).items():
         if isinstance(value, Resumable) and rank > 0:
             continue
-        state = value.state_dict() if isinstance(value, _HasState) else value
+        state = value.state_dict() if _has_state(value) else value
         found[name] = saved_form(f"extra[{name!r}]", state, faults)
     return found
 
 
 def load(extra: Extra, saved: Mapping[str, Any]) -> None:
     """Give objects their state, and replace plain values."""
-    for name in [name for name in extra if name in saved]:
+    for name in extra.keys() & saved.keys():
         current, value = extra[name], replaced(saved[name], Stored, Stored.read)
-        if isinstance(current, _HasState):
+        if _has_state(current):
             current.load_state_dict(value)
         elif isinstance(current, Tensor) and isinstance(value, Tensor):
             extra[name] = value.to(current.device)
@@ -76,8 +72,8 @@ def _carry_faults(name: str, current: Any, of_ranks: Sequence[Mapping[str, Any]]
     first, is_scheduler = of_ranks[0][name], isinstance(current, LRScheduler)
     what = "other learning rates" if is_scheduler else "other tensors"
     for rank, theirs in enumerate(of_ranks):
-        both = first, theirs.get(name, first)
-        if found := _difference("", *both, f"on rank {rank}", may_numbers=not is_scheduler):
+        found = _difference(first, theirs.get(name, first), may_numbers=not is_scheduler)
+        if found:
             return [
                 f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0, so it "
                 f"can be loaded only on {len(of_ranks)} stages with the balance they had ({found}"
@@ -86,21 +82,25 @@ def _carry_faults(name: str, current: Any, of_ranks: Sequence[Mapping[str, Any]]
     return []
 
 
-def _difference(place: str, ours: Any, theirs: Any, where: str, *, may_numbers: bool) -> str:
+def _difference(ours: Any, theirs: Any, *, may_numbers: bool) -> str:
     """Return in which form or tensor two values differ, or number if these may not; else ""."""
-    parts: list[tuple[str, Any, Any]] = []
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        parts = [(f"{place}[{key!r}]", value, theirs[key]) for key, value in ours.items()]
-    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if len(ours) != len(theirs):
-            return f"{place} has {len(ours)} entries on rank 0 and {len(theirs)} {where}"
-        parts = [(f"{place}[{i}]", *both) for i, both in enumerate(zip(ours, theirs, strict=True))]
-    elif isinstance(ours, Stored) and isinstance(theirs, Stored):
-        if ours.dtype != theirs.dtype or not torch.equal(ours.read(), theirs.read()):
-            return f"{place} is another tensor"
-    elif any(isinstance(value, (Stored, dict, list, tuple)) for value in (ours, theirs)):
-        return f"{place} is of another kind"
-    elif not may_numbers and ours != theirs:
-        return f"{place} is {ours} on rank 0 and {theirs} {where}"
-    inside = (_difference(*part, where, may_numbers=may_numbers) for part in parts)
-    return next(filter(None, inside), "")
+    of_ours, of_theirs = _parts_of(ours), _parts_of(theirs)
+    for place in of_ours.keys() ^ of_theirs.keys():
+        return f"{place} is on one only"
+    for place, one in of_ours.items():
+        two = of_theirs[place]
+        if isinstance(one, Stored) and isinstance(two, Stored):
+            if one.dtype != two.dtype or not torch.equal(one.read(), two.read()):
+                return f"{place} is another tensor"
+        elif isinstance(one, Stored) or isinstance(two, Stored):
+            return f"{place} is a tensor on one only"
+        elif not may_numbers and one != two:
+            return f"{place} is {one} on rank 0 and {two} there"
+    return ""
+
+
+def _parts_of(value: Any) -> dict[str, Any]:
+    """Return what is in a nested value by its place there."""
+    found: dict[str, Any] = {}
+    mapped(value, lambda leaf, place: found.setdefault(place, leaf))
+    return found

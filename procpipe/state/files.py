@@ -31,64 +31,37 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from procpipe.errors import SavedStateError
-from procpipe.state.stored import read_torch
+from procpipe.state.values import read_torch
 
-_FOLDER = re.compile(r"(\d{6,})(?:-step-(\d+))?")
+_FOLDER = re.compile(r"\d{6,}(-step-\d+)?")
 _FILE = re.compile(r"stage-(\d+)-of-(\d+)\.pt")
-
-#: What a rank's file holds.
-_PARTS = ("save", "about", "model", "optimizer", "extra", "generators")
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """One saved state; later ones have larger numbers."""
-
-    number: int
-    step: int | None
-    path: Path
 
 
 # -- folders -------------------------------------------------------------------------------------
 
 
-def saved_in(root: Path) -> list[SavedState]:
-    """Return the saved states of a run that have all their files, oldest first."""
-    return [entry for entry in _folders(root) if files_of(entry.path)]
+def saved_in(root: Path) -> list[Path]:
+    """Return the folders of saved states that have all their files, oldest first."""
+    return [folder for folder in _folders(root) if _files_of(folder)]
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files of a saved state by rank; none if one of them is missing."""
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _FILE.fullmatch(path.name):
-            found[tuple(map(int, match.groups()))] = path
-    number = max((of for _, of in found), default=0)
-    ranks = [(rank, number) for rank in range(number)]
-    return [found[rank] for rank in ranks] if found.keys() >= set(ranks) else []
-
-
-def find(path: Path, step: int | None = None) -> SavedState | None:
+def find(path: Path, step: int | None = None) -> Path | None:
     """Return the newest whole state of a run; or ``path`` itself, if it is a saved state.
 
     Raises:
         SavedStateError: a file of the newest is damaged.
     """
-    if step is None and files_of(path):
-        return SavedState(0, None, path)
-    for entry in reversed(saved_in(path)):
-        if step in (None, entry.step):
-            is_alone = len(files_of(entry.path)) == 1
-            if is_alone or _is_of_one_save(_contents(entry.path)):
-                return entry
+    is_one = step is None and _files_of(path)
+    for folder in [path] if is_one else reversed(saved_in(path)):
+        is_asked_for = step is None or folder.name.endswith(f"-step-{step}")
+        # One file is whole; of several the nonces are compared.
+        if is_asked_for and (len(_files_of(folder)) == 1 or read(folder)):
+            return folder
     return None
 
 
@@ -99,44 +72,37 @@ def begin(root: Path, step: int | None) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     earlier = _folders(root)
-    number = max((entry.number for entry in earlier), default=0) + 1
+    number = max(map(_number, earlier), default=0) + 1
     path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
     path.mkdir()  # on the disk with the first file in it
-    for entry in earlier:
-        if not files_of(entry.path):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for folder in earlier:
+        if not _files_of(folder):
+            shutil.rmtree(folder, ignore_errors=True)
     return path
 
 
 def remove_old(root: Path, keep: int | None) -> None:
     """Remove all saved states but the newest ``keep``, on rank 0; None keeps all."""
-    for entry in saved_in(root)[:-keep] if keep is not None else ():
-        shutil.rmtree(entry.path, ignore_errors=True)
+    for folder in saved_in(root)[:-keep] if keep is not None else ():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def not_shared(rank: int, path: Path, where_it_is: str, do: str) -> FileNotFoundError:
-    """Return the error of a rank that does not find what another rank has made or found."""
-    return FileNotFoundError(
-        f"rank {rank} does not find {path} on {socket.gethostname()}, {where_it_is}: {do} a file "
-        "system that all ranks share"
-    )
+def _folders(root: Path) -> list[Path]:
+    found = root.iterdir() if root.is_dir() else ()
+    folders = [path for path in found if _FOLDER.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (_number(path), path.name))
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.partition("-")[0])
+
+
+# -- files ---------------------------------------------------------------------------------------
 
 
 def name_of(rank: int, num_ranks: int) -> str:
     """Return the name of a rank's file."""
     return f"stage-{rank}-of-{num_ranks}.pt"
-
-
-def _folders(root: Path) -> list[SavedState]:
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        if match := _FOLDER.fullmatch(path.name):
-            number, step = match.groups()
-            found.append(SavedState(int(number), None if step is None else int(step), path))
-    return sorted(found, key=lambda entry: (entry.number, entry.path.name))
-
-
-# -- files ---------------------------------------------------------------------------------------
 
 
 def write(path: Path, values: dict[str, Any], nonce: str) -> None:
@@ -150,9 +116,8 @@ def write(path: Path, values: dict[str, Any], nonce: str) -> None:
         try:
             torch.save(values, file)
         except RuntimeError as error:  # torch's writer, after the file's own error
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) else error from None
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path)
@@ -161,32 +126,24 @@ def write(path: Path, values: dict[str, Any], nonce: str) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank has saved, with a Stored for each tensor.
+    """Return what each rank has saved, with a Stored for each tensor; none if it is not whole.
 
     Raises:
-        SavedStateError: a file is damaged, or of another kind, or of another save.
+        SavedStateError: a file is damaged.
     """
-    found = _contents(folder)
-    if found and not _is_of_one_save(found):
-        raise SavedStateError(f"{folder} has files of several saves: load an older saved state")
-    return found
+    found = [read_torch(path) for path in _files_of(folder)]
+    return found if len({of_rank["save"] for of_rank in found}) == 1 else []
 
 
-def _contents(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in files_of(folder):
-        contents = read_torch(path)
-        if not isinstance(contents, dict) or contents.keys() != set(_PARTS):
-            raise SavedStateError(
-                f"{path}: it was not written by state.save: it holds a {type(contents).__name__}, "
-                f"but no dict of {', '.join(_PARTS)}"
-            )
-        found.append(contents)
-    return found
-
-
-def _is_of_one_save(contents: list[dict[str, Any]]) -> bool:
-    return len({of_rank["save"] for of_rank in contents}) == 1
+def _files_of(folder: Path) -> list[Path]:
+    """Return the files of a saved state by rank; none if one of them is missing."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _FILE.fullmatch(path.name):
+            found[tuple(map(int, match.groups()))] = path
+    number = max((of for _, of in found), default=0)
+    ranks = [(rank, number) for rank in range(number)]
+    return [found[rank] for rank in ranks] if found.keys() >= set(ranks) else []
 
 
 def _sync(folder: Path) -> None:

@@ -21,12 +21,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from procpipe.state import extras, generators, groups, optimizers, sharded
-from procpipe.state.files import find, not_shared, read, saved_in
+from procpipe.state import extras, files, optimizers, sharded
 from procpipe.state.keys import FileKeys
-from procpipe.state.member import Member, attempt, raise_faults
-from procpipe.state.stored import Stored
-from procpipe.state.values import replaced
+from procpipe.state.member import Member, raise_faults
+from procpipe.state.resumable import restore_generators
+from procpipe.state.values import Stored, replaced
 from procpipe.state.weights import all_faults, read_weights, weights_faults
 
 
@@ -82,103 +81,56 @@ def load(
     member = Member.of(module)
     with member.call("state.load") as agree:
         member, agree = member.among(agree)
-        found = attempt(lambda: _find(Path(folder), step)) if member.rank == 0 else None  # 1
-        where = agree(found, itemgetter(0))
-        if where["path"] is not None:
-            loading = _Loading(member, optimizer, extra, Path(where["path"]), strict=strict)
+        path, others = agree(lambda: _find(member, Path(folder), step), itemgetter(0))  # 1
+        if path:
+            contents = files.read(Path(path))  # 2
+            if not contents:
+                raise FileNotFoundError(
+                    f"{path} is not whole on rank {member.rank}, but is on rank 0: all ranks need "
+                    "a file system that they share"
+                )
+            is_same_number = len(contents) == member.num_ranks
+            own = contents[member.rank if is_same_number else 0]
+            cut = (member.cut or {}).items()
+            is_same_cut = is_same_number and all(own["about"].get(key) == of for key, of in cut)
+            model = sharded.merged(contents, "model")
+            saved = optimizers.SavedOptimizers([of_rank["optimizer"] for of_rank in contents])
+            keys, groups = FileKeys.of(module), optimizers.groups_of(module, optimizer)
+            faults = weights_faults(module, keys, model, strict=strict, must_be_same_dtype=strict)
+            faults += optimizers.faults_of(groups, saved, strict=strict)
+            if extra is not None and member.rank == 0:
+                of_ranks = [of_rank["extra"] for of_rank in contents]
+                faults += extras.faults_of(extra, of_ranks, strict=strict, is_same_cut=is_same_cut)
 
-            def judge(facts: list[dict[str, Any]]) -> list[Any]:
-                sources, conflicts = groups.match([of_rank["groups"] for of_rank in facts])
-                return [sources, all_faults(facts, loading.model, strict=strict) + conflicts]
+            def judge(facts: list[dict[str, Any]]) -> list[str]:
+                return all_faults(facts, model, strict=strict)
 
-            sources, faults = agree(loading.facts(), judge)  # 2, 3
+            faults = agree({"keys": keys.facts(), "faults": faults}, judge)  # 3
             if not faults:
-                loading.read(sources)  # 4
-                agree(None, lambda _: None)  # no rank goes on before all have read
-                return loading.saved
-    if where["path"] is not None:
-        raise_faults(f"the saved state {where['path']} does not fit", faults)
-    if missing_ok and where["is_empty"]:
+                read_weights(module, keys, model)  # 4
+                optimizers.load_into(groups, saved)
+                own_extra = own["extra"] if is_same_cut else {}
+                extras.load(extra or {}, contents[0]["extra"] | own_extra)
+                # Rank 0's always: the order of the data comes from them.
+                if is_same_number or member.rank == 0:
+                    states = replaced(own["generators"], Stored, Stored.read)
+                    restore_generators(states, member.device)
+                agree(None, len)  # no rank goes on before all have read
+                return Saved(Path(path), own["about"]["step"], len(contents))
+    if path:
+        raise_faults(f"the saved state {path} does not fit", faults)
+    if missing_ok and not others:
         return None
-    raise FileNotFoundError(where["why"])
+    raise FileNotFoundError(f"there is no saved state in {folder}{others}")
 
 
-def _find(folder: Path, step: int | None) -> dict[str, Any]:
-    """Look for a saved state, on rank 0; the answer is plain JSON."""
-    entry = find(folder, step)
-    if entry is not None:
-        return {"path": str(entry.path.absolute()), "step": entry.step}
-    others = [str(other.step) for other in saved_in(folder) if other.step is not None]
-    if not folder.is_dir():
-        why = f"there is no folder {folder.absolute()}"
-    elif others:
-        why = f"{folder.absolute()} holds no saved state of step {step}, but of {', '.join(others)}"
-    else:
-        why = f"there is no saved state in {folder.absolute()}"
-    return {"path": None, "why": why, "is_empty": not saved_in(folder)}
-
-
-class _Loading:
-    """One rank's part in loading a saved state."""
-
-    def __init__(
-        self,
-        member: Member,
-        optimizer: Optimizer | Sequence[Optimizer] | None,
-        extra: extras.Extra | None,
-        path: Path,
-        *,
-        strict: bool,
-    ) -> None:
-        self._member, self._extra, self._strict = member, extra, strict
-        self._names = optimizers.Names(member.module, optimizer)
-        self._keys = FileKeys.of(member.module)
-        self._contents = contents = read(path)
-        if not contents:
-            raise not_shared(member.rank, path, "where rank 0 has found it", "load from")
-        self.model = sharded.merged(contents, "model")
-        of_optimizers = [of_rank["optimizer"] for of_rank in contents]
-        self._optimizers = optimizers.SavedOptimizers.of(of_optimizers)
-        about = contents[0]["about"]
-        self.saved = Saved(path, about["step"], len(contents))
-        self._is_same_number = len(contents) == member.num_ranks
-        cut = {key: about[key] for key in ("balance", "placement") if key in about}
-        self._is_same_cut = self._is_same_number and (
-            member.cut is None or not cut or member.cut == cut
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """Return this rank's keys, faults and groups, for rank 0."""
-        strict = self._strict
-        faults = weights_faults(
-            self._member.module.state_dict(),
-            self._keys,
-            self.model,
-            strict=strict,
-            must_be_same_dtype=strict,
-            layers=self._member.module.named_children(),
-        )
-        if self._names.optimizers:
-            faults += optimizers.faults_of(self._names, self._optimizers, strict=strict)
-        if self._extra is not None and self._member.rank == 0:
-            saved = [of_rank["extra"] for of_rank in self._contents]
-            is_same_cut = self._is_same_cut
-            faults += extras.faults_of(self._extra, saved, strict=strict, is_same_cut=is_same_cut)
-        of_groups = groups.facts_of(self._names, self._optimizers)
-        return {"keys": self._keys.facts(), "faults": faults, "groups": of_groups}
-
-    def read(self, sources: groups.Sources) -> None:
-        """Copy this rank's values."""
-        rank = self._member.rank
-        read_weights(self._member.module, self._keys, self.model)
-        if self._names.optimizers:
-            optimizers.load_into(self._names, self._optimizers, sources)
-        first = self._contents[0]
-        own = self._contents[rank] if self._is_same_number else first
-        if self._extra is not None:
-            of_rank = own["extra"] if self._is_same_cut else {}
-            extras.load(self._extra, first["extra"] | of_rank)
-        # Rank 0's always: the order of the data comes from them.
-        if self._is_same_number or rank == 0:
-            states = replaced(own["generators"], Stored, Stored.read)
-            generators.restore(states, self._member.device)
+def _find(member: Member, folder: Path, step: int | None) -> list[str]:
+    """Look for a saved state, on rank 0: its path, or what there is instead."""
+    folder = folder.absolute()
+    if member.rank > 0:
+        return ["", ""]
+    if found := files.find(folder, step):
+        return [str(found), ""]
+    others = ", ".join(other.name for other in files.saved_in(folder))
+    of_step = "" if step is None else f" of step {step}"
+    return ["", others and f"{of_step}, but {others}"]

@@ -78,50 +78,42 @@ class Member:
         if not self.shares:
             return self, agree
         places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=itemgetter(1)))
-        pipeline, num_pipelines = places
+        pipeline, number = places
+        rank, num_ranks = pipeline * self.num_ranks + self.rank, number * self.num_ranks
         member = replace(
-            self,
-            rank=pipeline * self.num_ranks + self.rank,
-            num_ranks=num_pipelines * self.num_ranks,
-            pipeline=pipeline,
-            num_pipelines=num_pipelines,
+            self, rank=rank, num_ranks=num_ranks, pipeline=pipeline, num_pipelines=number
         )
         return member, partial(member._agree, agree)
 
     def _agree(self, agree: Agree, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Agree with all ranks of all pipelines; the first of each pipeline combines.
 
-        An exception in place of ``ours``, of ``attempt``, is raised here, and as a RemoteStageError
-        on all other ranks.
+        ``ours`` may be a function that returns it. If it raises, so does this rank, and all other
+        ranks a RemoteStageError.
         """
-        failed = ours if isinstance(ours, BaseException) else None
-        if self.num_pipelines > 1:
-            own = agree([None, in_a_line(failed)] if failed else [ours, ""], list)
-            found = sharded.gathered(self.module, own)
-            of_pipelines = agree(found, lambda of_ranks: next(filter(None, of_ranks)))
-            facts = [fact for of_one in of_pipelines for fact in of_one]
-            for rank, (_, fault) in enumerate(facts):
-                if fault and failed is None:
-                    raise RemoteStageError(rank, fault)
+        if self.num_pipelines == 1:  # whose call an exception ends
+            return agree(ours() if callable(ours) else ours, combine)
+        failed = None
+        try:
+            ours = ours() if callable(ours) else ours
+        except BaseException as error:
+            ours, failed = None, error
+        own = agree([ours, in_a_line(failed) if failed else ""], list)
+        found = sharded.gathered(self.module, own)
+        of_pipelines = agree(found, lambda of_ranks: next(filter(None, of_ranks)))
+        facts = [fact for of_one in of_pipelines for fact in of_one]
         if failed is not None:
             raise failed
-        if self.num_pipelines > 1:
-            return agree(None, lambda _: combine([value for value, _ in facts]))
-        return agree(ours, combine)
+        for rank, (_, fault) in enumerate(facts):
+            if fault:
+                raise RemoteStageError(rank, fault)
+        return agree(None, lambda _: combine([value for value, _ in facts]))
 
     def own_share(self, values: dict[str, Any], *, in_shards: bool = False) -> dict[str, Any]:
         """Return what this one writes of values that all replicas have, so that each is once."""
         if self.shares:
             values = sharded.share_of(values, keeps=self.pipeline == 0, in_shards=in_shards)
         return dict(islice(values.items(), self.replica, None, self.num_replicas))
-
-
-def attempt(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the exception that it raises, to be agreed on."""
-    try:
-        return function()
-    except BaseException as error:
-        return error
 
 
 def of_all_ranks(facts: list[dict[str, Any]]) -> list[str]:

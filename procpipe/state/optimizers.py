@@ -5,13 +5,19 @@ An optimizer numbers its parameters, and the numbers depend on the number of sta
     state      by parameter: step, exp_avg, momentum_buffer, …, nested as the optimizer has it
     groups     by optimizer and index: the group's options, and by parameter the names of its state
 
-and loads for each parameter the options of the group that had it (groups.py).
+A group takes the options that its parameters were saved with, on whatever rank. A group without a
+parameter takes those of the saved group with its index:
+
+    group            saved on rank 0    on rank 1         loaded on rank 0    rank 1    rank 2
+    0  decay         a, b               c                 a                   b         c
+    1  no decay      -                  d                 as d                as d      d
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,221 +26,199 @@ from torch.optim import Optimizer
 
 from procpipe.stage import Stage
 from procpipe.state import sharded
-from procpipe.state.stored import Stored
-from procpipe.state.values import replaced
+from procpipe.state.values import Stored, replaced
 
 #: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
 
-#: An entry of a parameter's state that torch leaves on the CPU, but where it must be elsewhere.
+#: An entry of a parameter's state that torch leaves on the CPU.
 _STEP = "step"
 
-#: The index of an optimizer, and of a group in it.
-Place = tuple[int, int]
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of an optimizer: its number there, and its state; tensors are those in use."""
+
+    number: int
+    tensor: Tensor
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of an optimizer's parameters, and what they are called in the full model."""
+    """A group of an optimizer's parameters, by their names in the full model."""
 
-    place: Place
+    place: tuple[int, int]  # the index of its optimizer, and its own
     optimizer: Optimizer
-    own: dict[str, Any]  # as the optimizer has it
-    names: list[str | None]  # None for a stage's stand-in
+    packed: dict[str, Any]  # as in the optimizer's state dict
+    parameters: dict[str, Parameter]
 
     @property
-    def members(self) -> dict[str, Tensor]:
-        """The parameters that have a name."""
-        named = zip(self.names, self.own["params"], strict=True)
-        return {name: parameter for name, parameter in named if name is not None}
+    def options(self) -> dict[str, Any]:
+        """What holds for each parameter."""
+        return {key: value for key, value in self.packed.items() if key not in _NOT_OPTIONS}
 
 
-class Names:
-    """One optimizer, several or none, and what their parameters are called in the full model.
-
-    Attributes:
-        optimizers: each with its groups.
-        shared: of each parameter that other stages have, too, the first of these stages.
+def groups_of(module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Group]:
+    """Return the groups of one optimizer, of several or of none.
 
     Raises:
         ValueError: a parameter of the optimizers has no name, or several optimizers have it.
     """
-
-    def __init__(
-        self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
-    ) -> None:
-        names: dict[Tensor, str | None] = {p: name for name, p in module.named_parameters()}
-        self.shared: Mapping[str, int] = {}
-        self._stage = 0
-        if isinstance(module, Stage):
-            record = module._record()
-            self.shared, self._stage = record.shared, record.stage
-            names |= dict.fromkeys(record.stand_in)
-        several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self.optimizers: list[tuple[Optimizer, list[Group]]] = []
-        seen: set[Tensor] = set()
-        for k, one in enumerate(several or ()):
-            groups = []
-            for g, own in enumerate(one.param_groups):
-                _check_parameters(own["params"], names, seen)
-                groups.append(Group((k, g), one, own, [names[p] for p in own["params"]]))
-            self.optimizers.append((one, groups))
-
-    def groups(self) -> Iterator[Group]:
-        """Yield the groups of all optimizers."""
-        for _, groups in self.optimizers:
-            yield from groups
-
-    def is_saved_here(self, name: str) -> bool:
-        """Return whether this stage is the first that has a parameter."""
-        return self.shared.get(name, self._stage) == self._stage
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+    stand_in = set(module._record().stand_in if isinstance(module, Stage) else ())
+    several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    found: list[Group] = []
+    seen: set[Tensor] = set()
+    for k, one in enumerate(several or ()):
+        packed = one.state_dict()
+        for g, of_group in enumerate(packed["param_groups"]):
+            parameters = {}
+            tensors = one.param_groups[g]["params"]
+            for number, tensor in zip(of_group["params"], tensors, strict=True):
+                if tensor not in stand_in:
+                    _check(tensor, names, seen)
+                    state = dict(packed["state"].get(number, {}))
+                    parameters[names[tensor]] = Parameter(number, tensor, state)
+            found.append(Group((k, g), one, of_group, parameters))
+    return found
 
 
-def _check_parameters(
-    parameters: Sequence[Tensor], names: Mapping[Tensor, str | None], seen: set[Tensor]
-) -> None:
-    """Check that each parameter of a group has a name, and one optimizer only."""
-    for parameter in parameters:
-        if parameter not in names:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not one "
-                "of the model's layers, so it has no name to be saved under: give it an optimizer "
-                "of its own, and save both in extra"
-            )
-        if parameter in seen:
-            raise ValueError(
-                f"two optimizers have the parameter {names[parameter]}: each can be saved for one "
-                "optimizer only"
-            )
-        seen.add(parameter)
+def _check(tensor: Tensor, names: Mapping[Tensor, str], seen: set[Tensor]) -> None:
+    """Check that a parameter has a name, and one optimizer only."""
+    if tensor not in names:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(tensor.shape)} that is not one of the "
+            "model's layers, so it has no name to be saved under: give it an optimizer of its own, "
+            "and save both in extra"
+        )
+    if tensor in seen:
+        raise ValueError(
+            f"two optimizers have the parameter {names[tensor]}: each can be saved for one "
+            "optimizer only"
+        )
+    seen.add(tensor)
 
 
 # -- to files ------------------------------------------------------------------------------------
 
 
-def state_of(names: Names) -> dict[str, dict[str, Any]]:
-    """Return the state of each parameter that this stage saves; tensors are the optimizer's own."""
-    found = {}
-    for optimizer, groups in names.optimizers:
-        packed = optimizer.state_dict()
-        for group, numbered in zip(groups, packed["param_groups"], strict=True):
-            for number, name in zip(numbered["params"], group.names, strict=True):
-                if name is not None and names.is_saved_here(name):
-                    found[name] = dict(packed["state"].get(number, {}))
-    return found
+def state_of(groups: Sequence[Group], module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter that no earlier stage has, too."""
+    state = {name: each.state for group in groups for name, each in group.parameters.items()}
+    if isinstance(module, Stage):
+        shared, stage = module._record().shared, module._record().stage
+        state = {name: of_it for name, of_it in state.items() if shared.get(name, stage) == stage}
+    return state
 
 
-def groups_of(names: Names, state: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the groups of each optimizer: ``params``, with their parts in ``state``; options."""
-    found: list[list[dict[str, Any]]] = [[] for _ in names.optimizers]
-    for group in names.groups():
-        options = {key: value for key, value in group.own.items() if key not in _NOT_OPTIONS}
-        params = {name: list(state.get(name, ())) for name in group.members}
-        found[group.place[0]].append({"params": params, "options": options})
-    return found
+def saved_groups(groups: Sequence[Group]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the options of each group, and of its parameters the names of their state."""
+    return {
+        group.place: {
+            "params": {name: list(each.state) for name, each in group.parameters.items()},
+            "options": group.options,
+        }
+        for group in groups
+    }
 
 
 # -- from files ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class SavedOptimizers:
-    """What ranks have saved of their optimizers."""
+    """What ranks have saved of their optimizers.
 
-    state: dict[str, dict[str, Any]]  # by parameter
-    parts: dict[str, set[str]]  # by parameter: what of its state was saved
-    options: dict[str, dict[str, Any]]  # by parameter; one object for all of a group
-    of_groups: dict[Place, dict[str, Any]]  # also of groups without a parameter
+    Attributes:
+        state: by parameter.
+        groups: by parameter: the groups that had it, on each rank that had it.
+        of_place: groups by their places; with a parameter, if any rank had one there.
+    """
 
-    @classmethod
-    def of(cls, contents: Sequence[Mapping[str, Any]]) -> SavedOptimizers:
-        """Merge what the files of all ranks hold as ``optimizer``."""
-        found = cls(sharded.merged(contents, "state"), {}, {}, {})
-        of_ranks = [
-            ((k, g), group)
-            for of_rank in contents
-            for k, groups in enumerate(replaced(of_rank["groups"], Stored, Stored.read))
-            for g, group in enumerate(groups)
-        ]
-        for place, group in sorted(of_ranks, key=lambda each: not each[1]["params"]):
-            found.of_groups.setdefault(place, group["options"])  # first of one with a parameter
-            for name, parts in group["params"].items():
-                found.options[name] = group["options"]
-                found.parts.setdefault(name, set()).update(parts)
-        return found
+    def __init__(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        self.state = sharded.merged(contents, "state")
+        self.groups: dict[str, list[dict[str, Any]]] = {}
+        self.of_place: dict[tuple[int, int], dict[str, Any]] = {}
+        of_ranks = replaced([of_rank["groups"] for of_rank in contents], Stored, Stored.read)
+        groups = [each for of_rank in of_ranks for each in of_rank.items()]
+        for place, group in sorted(groups, key=lambda each: not each[1]["params"]):
+            self.of_place.setdefault(place, group)
+            for name in group["params"]:
+                self.groups.setdefault(name, []).append(group)
 
 
-def faults_of(names: Names, saved: SavedOptimizers, *, strict: bool) -> list[str]:
-    """Return what the saved state lacks, and what is of another kind or dtype."""
-    if not saved.of_groups:
+def faults_of(groups: Sequence[Group], saved: SavedOptimizers, *, strict: bool) -> list[str]:
+    """Return what the saved state lacks, and what is of another kind."""
+    if groups and not saved.of_place:
         return ["no optimizer was saved, so load without one"] if strict else []
-    faults = []
-    for group in names.groups():
-        faults += list(_kind_fault(group, saved))
-        for name, parameter in group.members.items():
+    faults: list[str] = []
+    for group in groups:
+        faults += _options_faults(group, saved)
+        for name, parameter in group.parameters.items() if strict else ():
             state, of_it = saved.state.get(name, {}), f"the optimizer's state of {name}"
-            missing = saved.parts.get(name, set()) - state.keys()
-            if strict and name not in saved.options:
+            if name not in saved.groups:
                 faults.append(f"{of_it} is not in it")
-            elif strict and missing:
+            elif missing := set(saved.groups[name][0]["params"][name]) - state.keys():
                 faults.append(f"{of_it} lacks {', '.join(sorted(missing))}")
-            for part, value in state.items():
-                dtype = _required_dtype(group.optimizer, parameter, part, value, strict=strict)
-                if dtype is not None:
-                    now = f"{part} of {of_it} has dtype {value.dtype}"
-                    faults.append(f"{now}, but must have {dtype}")
+            dtype = parameter.tensor.dtype
+            faults += [
+                f"{part} of {of_it} has dtype {value.dtype}, which torch would make {dtype}"
+                for part, value in state.items()
+                if _is_converted(group.optimizer, value) and value.dtype != dtype
+            ]
     return faults
 
 
-def _kind_fault(group: Group, saved: SavedOptimizers) -> Iterator[str]:
-    """Yield how saved options show another kind of optimizer, if they do."""
-    name = next(filter(saved.options.get, group.members), "")
-    options = saved.options.get(name, {})
+def _is_converted(optimizer: Optimizer, value: Any) -> bool:
+    """Return whether torch gives a saved value its parameter's dtype; not if it is one number."""
+    is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    return is_torchs and isinstance(value, Stored) and len(value.shape) > 0
+
+
+def _options_faults(group: Group, saved: SavedOptimizers) -> Iterator[str]:
+    """Yield how options differ that a group is to have, and whether its optimizer lacks them."""
+    found: dict[int, tuple[str, dict[str, Any]]] = {}  # by each saved group, one of its parameters
+    for name in group.parameters:
+        for one in saved.groups.get(name, ()):
+            found.setdefault(id(one), (name, one["options"]))
+    if not found:
+        return
+    (name, options), *others = found.values()
     # Either may have more: schedulers and newer versions of torch add options.
-    unknown = [option for option in options if option not in group.own]
-    missing = [option for option in group.optimizer.defaults if option not in options]
+    unknown, missing = options.keys() - group.options, group.optimizer.defaults.keys() - options
     if unknown and missing:
         yield (
             f"the state of {name} was saved by another kind of optimizer than "
             f"{type(group.optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
             f"{', '.join(sorted(missing))}"
         )
+    ours = replaced(options, Tensor, Tensor.tolist)
+    for other, its_options in others:
+        theirs = replaced(its_options, Tensor, Tensor.tolist)
+        for option in sorted(ours.keys() | theirs.keys()):
+            if ours.get(option) != theirs.get(option):
+                yield (
+                    f"a group of the optimizer holds {name}, saved with {option} = "
+                    f"{ours.get(option)}, and {other}, saved with {option} = {theirs.get(option)}"
+                )
 
 
-def _required_dtype(
-    optimizer: Optimizer, parameter: Tensor, part: str, value: Any, *, strict: bool
-) -> torch.dtype | None:
-    """Return the dtype to which an optimizer would convert a tensor, where that is refused."""
-    now = optimizer.state.get(parameter, {}).get(part)
-    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    if not isinstance(value, Stored) or not (is_torchs or isinstance(now, Tensor)):
-        return None
-    dtype = (now if isinstance(now, Tensor) else parameter).dtype
-    is_exact = strict and len(value.shape) > 0
-    is_fit = not is_exact and torch.can_cast(value.dtype, dtype)
-    return None if is_fit or value.dtype in (dtype, parameter.dtype) else dtype
-
-
-def load_into(names: Names, saved: SavedOptimizers, sources: Sequence[Sequence[Any]]) -> None:
+def load_into(groups: Sequence[Group], saved: SavedOptimizers) -> None:
     """Load what was saved, perhaps with other groups and another balance.
 
-    ``sources`` is the result of ``groups.match``. Beside the state that the optimizers get, no more
-    than one tensor is in memory.
+    Beside the state that the optimizers get, no more than one tensor is in memory.
     """
-    source_of = {(k, g): name for k, g, name in sources}
-    for optimizer, groups in names.optimizers:
-        numbers = optimizer.state_dict()["param_groups"]
-        state: dict[int, Any] = {}
-        for group, numbered in zip(groups, numbers, strict=True):
-            members = zip(numbered["params"], group.names, group.own["params"], strict=True)
-            for number, name, parameter in members:
-                if name is not None and (values := saved.state.get(name)):
-                    now = optimizer.state.get(parameter, {})
-                    state[number] = _own(values, parameter, now)
-            known = next(filter(saved.options.get, group.members), source_of[group.place])
-            of_group = saved.of_groups.get(group.place, {})
-            numbered |= of_group if known is None else saved.options.get(known, {})
-        optimizer.load_state_dict({"state": state, "param_groups": numbers})
+    for optimizer, its_groups in groupby(groups, lambda group: group.optimizer):
+        state, packed = {}, []
+        for group in its_groups:
+            known = [saved.groups[name][0] for name in group.parameters if name in saved.groups]
+            if not group.parameters and group.place in saved.of_place:
+                known = [saved.of_place[group.place]]
+            packed.append(group.packed | (known[0]["options"] if known else {}))
+            for name, parameter in group.parameters.items():
+                if values := saved.state.get(name):
+                    state[parameter.number] = _own(values, parameter.tensor, parameter.state)
+        optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
 def _own(value: Any, parameter: Tensor, now: Any, part: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""A data loader that can be resumed in the middle of an epoch.
+"""Random number generators, and a data loader that can be resumed in the middle of an epoch.
 
     epoch starts                      saved                      epoch ends
     │ start: generators' states       │ given: 4                 │
@@ -12,13 +12,13 @@ A shuffled loader draws its order from the generators as an epoch begins, so thi
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-
-from procpipe.state import generators
 
 
 class Resumable:
@@ -58,16 +58,11 @@ class Resumable:
         items = self._begin()
         try:
             for item in items:
-                self._given += 1  # before the yield, as a save in the loop includes it
+                # Before the yield, as a save in the loop includes it. The newest loop's counts.
+                self._given += self._epoch is this
                 yield item
-                if self._epoch is not this:
-                    raise RuntimeError(
-                        "a Resumable was iterated over anew while an older loop still reads it: "
-                        "its position would be that of neither"
-                    )
         except Exception:  # of the loader: what it has given counts, until it begins anew
-            if self._epoch is this:
-                self._epoch = None
+            self._epoch = None
             raise
         finally:
             if self._epoch is this:
@@ -97,15 +92,15 @@ class Resumable:
         if resume is None or not self._given:
             if resume is not None:
                 _set_all(own, resume["now"])
-            self._start = generators.states()
+            self._start = states_of_generators()
             self._start["own"] = [generator.get_state() for generator in own]
             return iter(self.loader)
         self._start = start = resume["start"]
-        now = generators.states()
-        generators.restore(start)
+        now = states_of_generators()
+        restore_generators(start)
         _set_all(own, start["own"])
         items = _after(self.loader, self._given)
-        generators.restore(now)
+        restore_generators(now)
         _set_all(own, resume["now"])
         return items
 
@@ -134,3 +129,33 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 def _set_all(own: list[torch.Generator], saved: list[torch.Tensor]) -> None:
     for generator, state in zip(own, saved, strict=True):
         generator.set_state(state)
+
+
+# -- the generators of a process -----------------------------------------------------------------
+
+
+def states_of_generators(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of torch's generators, Python's, and numpy's where it is in use.
+
+    Args:
+        device: whose generator to include besides the CPU's.
+    """
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device is not None and device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, words, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (name, words.tolist(), *rest)
+    return found
+
+
+def restore_generators(saved: dict[str, Any], device: torch.device | None = None) -> None:
+    """Set the generators to what :func:`states_of_generators` returned, also in another process."""
+    torch.set_rng_state(saved["torch"])
+    random.setstate(saved["python"])
+    if device is not None and device.type == "cuda" and "cuda" in saved:
+        torch.cuda.set_rng_state(saved["cuda"], device)
+    if "numpy" in saved:
+        import numpy as np
+
+        np.random.set_state(saved["numpy"])

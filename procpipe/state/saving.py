@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from procpipe.state import extras, files, generators, groups, optimizers
-from procpipe.state.background import Saving, check_open, wait_unfinished
-from procpipe.state.member import Member, attempt, of_all_ranks
+from procpipe.errors import StageClosedError
+from procpipe.state import extras, files, optimizers
+from procpipe.state.background import Saving, wait_unfinished
+from procpipe.state.member import Member, of_all_ranks
+from procpipe.state.resumable import states_of_generators
 from procpipe.state.values import CAN_BE, copied, saved_form
 from procpipe.version import __version__
 
@@ -71,34 +73,32 @@ def save(
         TypeError: lists, on every rank, what ``torch.load(weights_only=True)`` would not load on
             any rank; nothing was written, and the stage can still be used.
         ValueError: a parameter of the optimizer that is not the module's; other names in
-            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``; a parameter
-            that stages share with other options of the optimizer on each; ranks that disagree on
-            the options of a group while a group has no parameter on some rank.
+            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``.
 
     Source: ``torch.distributed.checkpoint.save``.
     """
-    member = Member.of(module)
-    check_open(member, Path(folder).absolute())
+    member, place = Member.of(module), Path(folder).absolute()
+    _check(keep, step)
+    if member.calls is not None and (why := member.calls.ended):
+        raise StageClosedError(f"nothing was saved in {place}: state.save() cannot run: {why}")
     wait_unfinished(module)  # 1
     with member.call("state.save") as agree:
         member, agree = member.among(agree)
+        groups = optimizers.groups_of(module, optimizer)
         faults: list[str] = []
-        values, of_groups = _gather(member, optimizer, extra, faults)
-        num_optimizers = len(values["optimizer"]["groups"])
-        asked_for = [sorted(extra or ()), num_optimizers, bool(asynchronous)]
-        wrong = _wrong(keep, step)
-        facts = {"asked for": asked_for, "wrong": wrong, "groups": of_groups, "faults": faults}
-        faults = agree(facts, _judge)  # 2
+        values = _gather(member, groups, extra, faults)
+        asked_for = {
+            "the names in extra": sorted(extra or ()),
+            "the number of optimizers": len({id(group.optimizer) for group in groups}),
+            "asynchronous": bool(asynchronous),
+        }
+        faults = agree({"asked for": asked_for, "faults": faults}, _judge)  # 2
         if not faults:
-            begun = None
-            if member.rank == 0:  # 3
-                begun = attempt(lambda: str(files.begin(Path(folder).absolute(), step)))
-            path = Path(agree(begun, itemgetter(0)))
-            values["save"] = agree(secrets.token_hex(8), itemgetter(0))
+            begun, nonce = agree(lambda: _begin(member, place, step), itemgetter(0))  # 3
             versions = {"procpipe": __version__, "torch": str(torch.__version__)}
             run = {"step": step, "num_stages": member.num_ranks}
-            values["about"] = {**versions, **run, **(member.cut or {})}
-            saving = Saving(member, path, keep)
+            values |= {"save": nonce, "about": {**versions, **run, **(member.cut or {})}}
+            saving = Saving(member, Path(begun), keep)
             if asynchronous:
                 saving.start(copied(values))  # 4
             else:
@@ -107,63 +107,49 @@ def save(
     raise TypeError("\n".join([*faults, CAN_BE]))
 
 
-def _wrong(keep: int | None, step: int | None) -> str:
-    """Return what is wrong with these arguments, or ""."""
+def _check(keep: int | None, step: int | None) -> None:
     if keep is not None and (isinstance(keep, bool) or keep < 1):
-        return f"keep is {keep}, but must be at least 1: the newest is kept"
+        raise ValueError(f"keep is {keep}, but must be at least 1: the newest is kept")
     # It becomes part of a name, by which load() must find it again.
     if step is not None and (type(step) is not int or step < 0):
-        return f"step is {step!r}, but must be an int of 0 or more"
-    return ""
+        raise ValueError(f"step is {step!r}, but must be an int of 0 or more")
 
 
 def _judge(of_ranks: list[dict[str, Any]]) -> list[str]:
     """Check the calls of all ranks, on rank 0; return what cannot be saved."""
-    ways = ("the names in extra", "the number of optimizers", "asynchronous")
     for rank, facts in enumerate(of_ranks):
-        for way, one, other in zip(ways, of_ranks[0]["asked for"], facts["asked for"], strict=True):
-            if one != other:
+        for what, other in facts["asked for"].items():
+            if other != (one := of_ranks[0]["asked for"][what]):
                 raise ValueError(
                     f"state.save() was called with other arguments on rank {rank} than on rank 0: "
-                    f"{way}: {other!r}, not {one!r}"
+                    f"{what}: {other!r}, not {one!r}"
                 )
-    if conflicts := groups.match([facts["groups"] for facts in of_ranks])[1]:
-        raise ValueError("\n".join(conflicts))
-    if wrong := of_ranks[0]["wrong"]:
-        raise ValueError(wrong)
     return of_all_ranks(of_ranks)
+
+
+def _begin(member: Member, place: Path, step: int | None) -> list[str]:
+    """Make the folder, on rank 0; return its name and a nonce."""
+    return [str(files.begin(place, step)), secrets.token_hex(8)] if member.rank == 0 else []
 
 
 def _gather(
     member: Member,
-    optimizer: Optimizer | Sequence[Optimizer] | None,
+    groups: Sequence[optimizers.Group],
     extra: extras.Extra | None,
     faults: list[str],
-) -> tuple[dict[str, Any], list[groups.Fact]]:
-    """Return what this rank saves, and the facts of its groups; note what cannot be saved.
+) -> dict[str, Any]:
+    """Return what this rank saves, with the tensors in use; note what cannot be saved."""
 
-    Tensors are those in use.
-    """
-    names = optimizers.Names(member.module, optimizer)
-    state = optimizers.state_of(names)
-    model = member.module.state_dict()
-    own_state = {
-        name: saved_form(f"the optimizer's state of {name}", values, faults)
-        for name, values in member.own_share(state, in_shards=True).items()
-    }
-    own_model = {
-        name: saved_form(f"model.{name}", value, faults)
-        for name, value in member.own_share(model, in_shards=True).items()
-    }
-    found = optimizers.groups_of(names, state)
-    options = saved_form("optimizer.param_groups", found, faults) or []
-    to_save = optimizers.SavedOptimizers.of([{"state": {}, "groups": options}])
-    values = {
-        "save": "",
-        "about": {},
-        "model": own_model,
-        "optimizer": {"state": own_state, "groups": options},
+    def own(what: str, values: dict[str, Any]) -> dict[str, Any]:
+        share = member.own_share(values, in_shards=True).items()
+        return {name: saved_form(f"{what}{name}", value, faults) for name, value in share}
+
+    return {
+        "model": own("model.", member.module.state_dict()),
+        "optimizer": {
+            "state": own("the optimizer's state of ", optimizers.state_of(groups, member.module)),
+            "groups": saved_form("optimizer.groups", optimizers.saved_groups(groups), faults),
+        },
         "extra": extras.saved_forms(extra, member.rank, faults),
-        "generators": generators.states(member.device),
+        "generators": states_of_generators(member.device),
     }
-    return values, groups.facts_of(names, to_save) + groups.shared_facts(names, to_save)

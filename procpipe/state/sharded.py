@@ -11,6 +11,7 @@ numbered by the places of their processes in the DeviceMesh that shards the para
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe.state.stored import Stored
+from procpipe.errors import SavedStateError
+from procpipe.state.values import Stored
 
 #: A shard in a file: a dict of its values, their offsets in the whole tensor, and its shape.
 _SHARD, _OFFSETS, _SHAPE = "procpipe.shard", "offsets", "shape"
@@ -69,25 +71,34 @@ def _shard_of(value: Any, *, keeps: bool) -> Any:
     if any(type(placement) not in (Shard, Replicate) for placement in value.placements):
         whole = value.full_tensor()  # sums, and shards of shards that are not in one piece
         return whole if keeps else None
-    offsets, sizes, mesh = [0] * value.ndim, list(value.shape), value.device_mesh
-    for axis, (at, placement) in enumerate(
-        zip(mesh.get_coordinate(), value.placements, strict=True)
-    ):
-        if type(placement) is Replicate:
-            if at > 0:
-                return None
-            continue
-        dim = placement.dim % value.ndim
-        most = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk
-        start = min(at * most, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(most, sizes[dim] - start)
-    local = value.to_local()
-    assert tuple(local.shape) == tuple(sizes), f"torch shards {tuple(local.shape)}, not {sizes}"
-    return {_SHARD: local, _OFFSETS: offsets, _SHAPE: list(value.shape)}
+    places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+    if any(at > 0 and type(placement) is Replicate for at, placement in places):
+        return None
+    [chunk] = value.__create_chunk_list__()  # as for torch.distributed.checkpoint
+    return {
+        _SHARD: value.to_local(),
+        _OFFSETS: list(chunk.offsets),
+        _SHAPE: list(value.shape),
+    }
 
 
 # -- from files ----------------------------------------------------------------------------------
+
+
+class _InShards(Stored):
+    """A tensor of which each of several files has a shard."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype, self._copy_shards)
+        self.shards: dict[tuple[int, ...], Stored] = {}  # by offsets
+
+    def _copy_shards(self, target: Tensor) -> None:
+        num_found = sum(math.prod(shard.shape) for shard in self.shards.values())
+        if num_found != math.prod(self.shape):
+            raise SavedStateError(f"there are {num_found} elements of a tensor {self.shape}")
+        for offsets, shard in self.shards.items():
+            ends = (at + size for at, size in zip(offsets, shard.shape, strict=True))
+            shard.copy_to(target[tuple(map(slice, offsets, ends))])
 
 
 def merged(contents: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
@@ -101,9 +112,8 @@ def merged(contents: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
 def _merge(values: Mapping[str, Any], found: dict[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict) and _SHARD in value:
-            shard = value[_SHARD]
-            whole = found.setdefault(key, Stored(value[_SHAPE], shard.dtype))
-            whole.add(value[_OFFSETS], shard)
+            whole = found.setdefault(key, _InShards(value[_SHAPE], value[_SHARD].dtype))
+            whole.shards[tuple(value[_OFFSETS])] = value[_SHARD]
         elif isinstance(value, dict):
             _merge(value, found.setdefault(key, {}))
         else:

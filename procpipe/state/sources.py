@@ -18,8 +18,7 @@ from torch import Tensor
 
 from procpipe.errors import SavedStateError
 from procpipe.state import files, sharded
-from procpipe.state.stored import Stored, read_safetensors, read_torch
-from procpipe.state.values import replaced
+from procpipe.state.values import Stored, read_safetensors, read_torch, replaced
 
 #: How Hugging Face names files of weights, those that are looked for first.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -52,50 +51,32 @@ def open_source(path: Path) -> Source:
         SavedStateError: it is damaged, or of another kind.
     """
     if path.is_dir():
-        if (entry := files.find(path)) is not None:
-            return Source(sharded.merged(files.read(entry.path), "model"), is_own=True)
+        if (saved := files.find(path)) is not None:
+            return Source(sharded.merged(files.read(saved), "model"), is_own=True)
         path_of = (path / name for name in _NAMES if (path / name).is_file())
         if (found := next(path_of, None)) is None:
             raise FileNotFoundError(
                 f"{path} holds neither a saved state nor {SINGLE} nor any of {', '.join(_NAMES)}"
             )
         path = found
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path.absolute()}")
     if path.suffix != ".json":
         return Source(_values_in(path))
+    try:
+        weight_map = dict(json.loads(path.read_bytes())["weight_map"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SavedStateError(f"{path}: it is no index of files of weights: {error}") from None
     values: dict[str, Any] = {}
-    for file, keys in sorted(_files_of_index(path).items()):
-        there = _values_in(file)
-        if missing := set(keys).difference(there):
-            raise SavedStateError(
-                f"{file}: {min(missing)} is not in it, where the index says it is"
-            )
-        values |= {key: there[key] for key in keys}
+    for name in sorted(set(map(str, weight_map.values()))):
+        there = _values_in(path.parent / name)
+        values |= {key: there[key] for key in there if weight_map.get(key) == name}
     return Source(values)
 
 
 def _values_in(path: Path) -> dict[str, Any]:
     """Return the values of one file by key."""
-    if not path.is_file():
-        raise SavedStateError(
-            f"{path} is missing, or is no file: was the folder copied as a whole?"
-        )
     if path.suffix == ".safetensors":
         return dict(read_safetensors(path))
     state = read_torch(path)
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")
     return state
-
-
-def _files_of_index(path: Path) -> dict[Path, list[str]]:
-    """Return the files beside an index as Hugging Face makes it, and the keys each must have."""
-    try:
-        weight_map = dict(json.loads(path.read_bytes())["weight_map"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise SavedStateError(f"{path}: it is no index of files of weights: {error}") from None
-    keys_of: dict[Path, list[str]] = {}
-    for key, name in weight_map.items():
-        keys_of.setdefault(path.parent / str(name), []).append(key)
-    return keys_of

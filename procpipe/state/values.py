@@ -1,14 +1,26 @@
-"""What can be saved: what ``torch.load(weights_only=True)`` loads; known before it is written."""
+"""What can be saved, known before it is written; and tensors in files, read when they are copied.
+
+Files are mapped into memory. Their pages count as memory of the process as long as they are, so
+those of a tensor are given back once it has been copied: a process holds no more than one tensor
+beside its own.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor, nn
+
+from procpipe.errors import SavedStateError
 
 #: Types whose values are saved as they are.
 _PLAIN = (
@@ -21,85 +33,154 @@ CAN_BE = (
     "objects whose state_dict() is made of them"
 )
 
+#: Advice for Linux: pages can be dropped; those of a file are read anew when they are used.
+_MADV_DONTNEED = 4
+
+
+# -- to files ------------------------------------------------------------------------------------
+
 
 def saved_form(name: str, value: Any, faults: list[str]) -> Any:
-    """Return a value as it is saved; add to the faults why it cannot be.
+    """Return a value as ``torch.load(weights_only=True)`` loads it; or note why it cannot be saved.
 
     Lists, tuples, sets and dicts are new; tensors share the memory of those given, but for views,
     whose whole storage would be written. A number of NumPy becomes one of Python.
     """
 
-    def refuse(fault: str) -> None:
-        faults.append(f"{name} cannot be saved so that it can be loaded again: {fault}")
-
     def form(leaf: Any, place: str) -> Any:
         if type(leaf) in _PLAIN:
             return leaf
-        if isinstance(leaf, Tensor):
-            if fault := _fault_of(leaf):
-                refuse(f"{place} {fault}")
-                return None
-            leaf = leaf.detach().resolve_conj().resolve_neg()
-            is_view = leaf.untyped_storage().nbytes() != leaf.nbytes
-            return leaf.to("cpu", copy=True) if is_view else leaf
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(leaf, numpy.generic):
+        if numpy is not None and isinstance(leaf, (numpy.number, numpy.bool_)):
             number = leaf.item()
-            if type(number) in (bool, int, float, complex):
+            if type(number) in _PLAIN:
                 return number
-        refuse(f"{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}")
-        return None
+        if fault := _fault_of(leaf):
+            refuse(f"{place} {fault}")
+            return None
+        tensor = leaf.detach().resolve_conj().resolve_neg()
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        return tensor.to("cpu", copy=True) if is_view else tensor
+
+    def refuse(fault: str) -> None:
+        faults.append(f"{name} cannot be saved so that it can be loaded again: {fault}")
 
     try:
-        return _mapped(value, form, name)
+        return mapped(value, form, name)
     except RecursionError:
         refuse("it holds itself, or is nested too deeply")
         return None
 
 
-def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return a nested value with the result of a function for each part of a kind."""
-    return _mapped(value, lambda leaf, _: function(leaf) if isinstance(leaf, kind) else leaf)
+def _fault_of(leaf: Any) -> str:
+    """Return why what is not plain cannot be saved, or ""."""
+    if not isinstance(leaf, Tensor):
+        return f"is a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    is_dense = leaf.layout == torch.strided and not leaf.is_quantized
+    if type(leaf) not in (Tensor, nn.Parameter) or not is_dense:
+        kind = type(leaf).__name__
+        return f"is a {kind} of {leaf.layout}: only ordinary dense tensors can be saved"
+    return "is on the meta device, so it has no values" if leaf.is_meta else ""
 
 
 def copied(value: Any) -> Any:
-    """Return a saved form with copies of its tensors in this process's memory.
-
-    Those of a GPU go to pinned memory, all at once; returns when they are there.
-    """
-    streams: set[Any] = set()
+    """Return a saved form with copies of its tensors in host memory; of a GPU's, in pinned."""
 
     def copy(tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor.to("cpu", copy=True)
-        streams.add(torch.cuda.current_stream(tensor.device))
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return host.copy_(tensor)
 
-    found = replaced(value, Tensor, copy)
-    for stream in streams:
-        stream.synchronize()
-    return found
+    return replaced(value, Tensor, copy)
 
 
-def _mapped(value: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
+def replaced(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return a nested value with the result of a function for each part of a kind."""
+    return mapped(value, lambda leaf, _: function(leaf) if isinstance(leaf, kind) else leaf)
+
+
+def mapped(value: Any, function: Callable[[Any, str], Any], place: str = "") -> Any:
     """Return a nested value with the results of a function of each leaf and its place."""
     kind: Any = type(value)
     if kind in (list, tuple, set):
-        return kind(_mapped(item, function, f"{place}[{i}]") for i, item in enumerate(value))
+        return kind(mapped(item, function, f"{place}[{i}]") for i, item in enumerate(value))
     if kind in (dict, OrderedDict, Counter):
         found = kind()
         for key, item in value.items():
-            of_key = _mapped(key, function, f"the key {key!r:.50} of {place}")
-            found[of_key] = _mapped(item, function, f"{place}[{key!r:.50}]")
+            of_key = mapped(key, function, f"the key {key!r:.50} of {place}")
+            found[of_key] = mapped(item, function, f"{place}[{key!r:.50}]")
         return found
     return function(value, place)
 
 
-def _fault_of(tensor: Tensor) -> str:
-    """Return why a tensor cannot be saved, or ""."""
-    is_dense = tensor.layout == torch.strided and not tensor.is_quantized
-    if type(tensor) not in (Tensor, nn.Parameter) or not is_dense:
-        kind = type(tensor).__name__
-        return f"is a {kind} of {tensor.layout}: only ordinary dense tensors can be saved"
-    return "is on the meta device, so it has no values" if tensor.is_meta else ""
+# -- from files ----------------------------------------------------------------------------------
+
+
+class Stored:
+    """A tensor in a file, of which ``copy_to`` makes a copy in another tensor's memory."""
+
+    def __init__(
+        self, shape: Iterable[int], dtype: torch.dtype, copy_to: Callable[[Tensor], object]
+    ) -> None:
+        self.shape, self.dtype, self.copy_to = tuple(shape), dtype, copy_to
+
+    def read(self, into: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
+        """Copy it into a tensor of this shape and any dtype and device, by default a new one.
+
+        Raises:
+            SavedStateError: a shard is missing.
+        """
+        target = torch.empty(self.shape, dtype=self.dtype, device=device) if into is None else into
+        self.copy_to(target)
+        return target
+
+
+def read_torch(path: Path) -> Any:
+    """Return what a file of ``torch.save`` holds, with a Stored for each tensor.
+
+    Raises:
+        FileNotFoundError: there is none.
+        SavedStateError: it is damaged, of another kind, or ``weights_only=True`` refuses it.
+    """
+    with open(path, "rb") as file:
+        is_archive = file.read(2) == b"PK"  # others, of torch before 1.6, cannot be mapped
+    try:
+        found = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
+    except Exception as error:  # of many kinds, where bytes are damaged
+        raise SavedStateError(
+            f"{path}: it is no whole file of torch.save that weights_only=True reads: {error}"
+        ) from None
+    return replaced(found, Tensor, partial(_stored, is_mapped=is_archive))
+
+
+def read_safetensors(path: Path) -> dict[str, Stored]:
+    """Return what a file of safetensors holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        SavedStateError: it is damaged, or of another kind.
+    """
+    try:
+        opened: Any = safetensors.safe_open(path, "pt")
+    except safetensors.SafetensorError as error:
+        raise SavedStateError(f"{path}: it is no whole file of safetensors: {error}") from None
+    keys = opened.keys()
+    return {key: _stored(opened.get_tensor(key), is_mapped=True) for key in keys}
+
+
+def _stored(tensor: Tensor, *, is_mapped: bool) -> Stored:
+    def copy_to(target: Tensor) -> None:
+        target.copy_(tensor)
+        if is_mapped:  # memory that is not of a file would lose its values
+            _give_back(tensor)
+
+    return Stored(tensor.shape, tensor.dtype, copy_to)
+
+
+def _give_back(tensor: Tensor) -> None:
+    """Give back the pages of a tensor that has been copied."""
+    storage, page = tensor.untyped_storage(), os.sysconf("SC_PAGESIZE")
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    begin, end = -(-begin // page) * page, end // page * page
+    if begin < end:
+        address, length = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+        ctypes.CDLL(None).madvise(address, length, _MADV_DONTNEED)

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, collisions, few
-from procpipe.state.member import Agree, Member, attempt, of_all_ranks, raise_faults
+from procpipe.state.member import Agree, Member, of_all_ranks, raise_faults
 from procpipe.state.sharded import is_sharded
 from procpipe.state.sources import INDEX, SINGLE, open_source
-from procpipe.state.stored import Stored
-from procpipe.state.values import replaced
+from procpipe.state.values import Stored, replaced
 
 #: How the names of files of ``torch.save`` end.
 _ONE_FILE = (".pt", ".pth", ".bin")
@@ -77,13 +76,11 @@ def load_weights(
             named = [value for of_rank in facts for value in of_rank["keys"]]
             return collisions(named) + all_faults(facts, source.values, strict=strict)
 
-        layers = module.named_children()
-        ours = module.state_dict()
-        faults = weights_faults(ours, file_keys, source.values, strict=strict, layers=layers)
+        faults = weights_faults(module, file_keys, source.values, strict=strict)
         faults = agree({"keys": file_keys.facts(), "faults": faults}, judge)
         if not faults:
             read_weights(module, file_keys, source.values)
-            agree(None, lambda _: None)  # no rank goes on before all have read
+            agree(None, len)  # no rank goes on before all have read
     raise_faults(f"the weights in {path} do not fit", faults)
 
 
@@ -117,8 +114,8 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
 
         faults = agree(file_keys.facts(), lambda facts: collisions(chain.from_iterable(facts)))
         if not faults:
-            made = attempt(lambda: _make_place(Path(path).absolute())) if member.rank == 0 else None
-            place = Path(agree(made, itemgetter(0)))
+            place = Path(agree(str(Path(path).absolute()), itemgetter(0)))
+            agree(lambda: _make(place, member), len)
             values = module.state_dict()
             named = {name: values[key] for key, name in file_keys.to_write().items()}
             for key, value in named.items():
@@ -129,17 +126,18 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
             if member.pipeline == 0:
                 write = _write_one_file if place.suffix in _ONE_FILE else write_files
                 write(place, tensors, in_pipeline, agree_in_pipeline)
-            agree(None, lambda _: None)
+            agree(None, len)
     raise_faults(f"nothing was written to {path}", faults)
 
 
-def _make_place(place: Path) -> str:
+def _make(place: Path, member: Member) -> None:
     """Make the folder for an export, on rank 0."""
+    if member.rank > 0:
+        return
     folder = place.parent if place.suffix in _ONE_FILE else place
     folder.mkdir(parents=True, exist_ok=True)
     if place.is_file() or (folder == place and any(folder.iterdir())):
         raise FileExistsError(f"{place} is not empty: export to a new place")
-    return str(place)
 
 
 def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
@@ -220,16 +218,18 @@ def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) ->
 
 
 def weights_faults(
-    ours: Mapping[str, Any],
+    ours: nn.Module | Mapping[str, Any],
     keys: FileKeys,
     saved: Mapping[str, Any],
     *,
     strict: bool,
     must_be_same_dtype: bool = False,
-    layers: Iterable[tuple[str, nn.Module]] = (),
 ) -> list[str]:
     """Return what a state dict lacks, and what has another shape, or a dtype that does not fit."""
-    classes = {name: type(layer).__qualname__ for name, layer in layers}
+    classes = {}
+    if isinstance(ours, nn.Module):
+        classes = {name: type(layer).__qualname__ for name, layer in ours.named_children()}
+        ours = ours.state_dict()
     to_read = keys.to_read(saved)
     missing, unfit = [], []
     for key, value in ours.items():

@@ -61,7 +61,7 @@ def test_children_call_wait_close_or_fail(ranks, tmp_path):
         assert is_unchanged
         assert num_closed == 2  # data and alarms
         assert "that one can use its stage" in call
-        assert "only that one can wait for it" in wait
+        assert "which saves it, can wait for it" in wait
         assert others == ["None", "None"]
         # Torch's hook names the rank, once another test has made a default group in this process.
         assert re.sub(r"\[rank\d\]: ", "", outcome.output) == "KeyboardInterrupt\n"

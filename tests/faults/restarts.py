@@ -144,7 +144,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         values |= {f"model.{name}": value for name, value in saved["model"].items()}
         for name, parts in saved["optimizer"]["state"].items():
             values |= {f"optimizer.state.{name}.{part}": value for part, value in parts.items()}
-        for group in (group for groups in saved["optimizer"]["groups"] for group in groups):
+        for group in saved["optimizer"]["groups"].values():
             values |= {f"optimizer.options.{name}": group["options"] for name in group["params"]}
     return values
 

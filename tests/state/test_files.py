@@ -29,14 +29,6 @@ def is_same(ours, theirs):
     return bool(ours == theirs)
 
 
-def edited(folder, change):
-    """Change what a saved state's one file holds, as a user might."""
-    [file] = folder.glob("*.pt")
-    contents = torch.load(file, weights_only=True)
-    change(contents)
-    torch.save(contents, file)
-
-
 # -- types of values -----------------------------------------------------------------------------
 
 
@@ -93,16 +85,15 @@ def test_what_torch_loads_is_saved(tmp_path):
         assert is_same(loaded["it"], expected), value
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_torch_would_refuse_is_not_saved(tmp_path, asynchronous):
+def test_what_torch_would_refuse_is_not_saved(tmp_path):
     model = nn.Linear(1, 1)
-    for value, told in REFUSED:
+    for number, (value, told) in enumerate(REFUSED):
         with pytest.raises(TypeError, match=rf"extra\['it'\] cannot be saved.*{told}"):
-            state.save(tmp_path, model, extra={"it": [1, value]}, asynchronous=asynchronous)
+            state.save(tmp_path, model, extra={"it": [1, value]}, asynchronous=number % 2 == 0)
     own: list[Any] = []
     own.append(own)
     with pytest.raises(TypeError, match="it holds itself"):
-        state.save(tmp_path, model, extra={"it": own}, asynchronous=asynchronous)
+        state.save(tmp_path, model, extra={"it": own})
     assert not list(tmp_path.iterdir())
 
 
@@ -125,7 +116,7 @@ def test_all_that_cannot_be_saved_is_named_in_one_error(tmp_path):
         "model._extra_state cannot be saved so that it can be loaded again",
         "model.table is a Tensor of torch.sparse_coo: only ordinary dense tensors",
         "the optimizer's state of weight['momentum_buffer'] is a pathlib",
-        "optimizer.param_groups[0][0]['options']['mode'] is a",
+        "optimizer.groups[(0, 0)]['options']['mode'] is a",
         "extra['a'] is a pathlib",
     ):
         assert told in str(caught.value)
@@ -190,13 +181,12 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path, name):
         value.backward()
         return value
 
-    for _ in range(2):
-        optimizer.step(loss)
-    state.save(tmp_path, model, optimizer)
     loaded = OPTIMIZERS[name](model.parameters(), **options)
-    for _ in range(2):  # without a state, and with one
+    for _ in range(3):  # without a state, into none, and into another
+        state.save(tmp_path, model, optimizer)
         state.load(tmp_path, model, loaded)
         assert is_same(loaded.state_dict(), optimizer.state_dict())
+        optimizer.step(loss)
 
 
 class Nested(torch.optim.SGD):
@@ -228,36 +218,27 @@ def trained():
 
 def test_missing_moments_are_refused(tmp_path):
     model, optimizer = trained()
-    path = state.save(tmp_path, model, optimizer).path
-
-    def change(contents):
-        del contents["optimizer"]["state"]["weight"]["exp_avg_sq"]
-        del contents["optimizer"]["state"]["bias"]
-
-    edited(path, change)
+    file = state.save(tmp_path, model, optimizer).path / "stage-0-of-1.pt"
+    contents = torch.load(file, weights_only=True)
+    del contents["optimizer"]["state"]["weight"]["exp_avg_sq"]
+    del contents["optimizer"]["state"]["bias"]
+    torch.save(contents, file)
     with pytest.raises(ValueError, match="state of weight lacks exp_avg_sq") as caught:
         state.load(tmp_path, *trained())
     assert "the optimizer's state of bias lacks exp_avg, exp_avg_sq, step" in str(caught.value)
     state.load(tmp_path, *trained(), strict=False)
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype"),
-    [("step", torch.complex64), ("exp_avg", torch.complex64), ("exp_avg", torch.float64)],
-)
-def test_a_moment_of_another_dtype_is_refused_or_converted(tmp_path, part, dtype):
-    """Complex ones always: torch would drop the imaginary part."""
+def test_a_moment_that_torch_would_convert_is_refused(tmp_path):
     model, optimizer = trained()
     of_weight = optimizer.state[model.weight]
-    of_weight[part] = of_weight[part].to(dtype)
+    of_weight["exp_avg"] = of_weight["exp_avg"].double()
     state.save(tmp_path, model, optimizer)
     model, loaded = trained()
-    for strict in (True, False) if dtype.is_complex else (True,):
-        with pytest.raises(ValueError, match=rf"{part} .* of weight has dtype {dtype}, but must h"):
-            state.load(tmp_path, model, loaded, strict=strict)
-    if not dtype.is_complex:
-        state.load(tmp_path, model, loaded, strict=False)
-    assert loaded.state[model.weight][part].dtype == torch.float32
+    with pytest.raises(ValueError, match=r"exp_avg of .* weight has dtype torch.float64, which"):
+        state.load(tmp_path, model, loaded)
+    state.load(tmp_path, model, loaded, strict=False)
+    assert loaded.state[model.weight]["exp_avg"].dtype == torch.float32
 
 
 def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
@@ -298,11 +279,11 @@ def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
     (folder / "a.safetensors").symlink_to(file)  # as a cache of Hugging Face has it
     index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), "a.safetensors")}))
     state.load_weights(folder, model)
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "no"), "a.safetensors")}))
-    with pytest.raises(SavedStateError, match="no is not in it, where the index says it is"):
+    index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors"}}))
+    with pytest.raises(ValueError, match="bias is missing"):  # where the index has it not
         state.load_weights(folder, model)
     index.write_text(json.dumps({"weight_map": {"weight": "b.safetensors"}}))
-    with pytest.raises(SavedStateError, match=r"b.safetensors is missing"):
+    with pytest.raises(FileNotFoundError, match=r"b.safetensors"):
         state.load_weights(folder, model)
 
 
@@ -333,17 +314,3 @@ def test_dtypes_and_orders_in_memory_may_differ(tmp_path, name):
                 state.load_weights(path, module)
                 for key, loaded in module.state_dict().items():
                     assert torch.equal(loaded, tensors[key].to(dtype)), (layout, dtype)
-
-
-def test_several_files_of_torch_have_an_index_too(tmp_path):
-    model = nn.Linear(3, 2)
-    values = model.state_dict()
-    for i, (key, value) in enumerate(values.items()):
-        torch.save({key: value}, tmp_path / f"pytorch_model-{i}.bin")
-    index = {key: f"pytorch_model-{i}.bin" for i, key in enumerate(values)}
-    path = tmp_path / "pytorch_model.bin.index.json"
-    path.write_text(json.dumps({"weight_map": index}))
-    for where in (tmp_path, path):
-        loaded = nn.Linear(3, 2)
-        state.load_weights(where, loaded)
-        assert is_same(dict(loaded.state_dict()), dict(values))

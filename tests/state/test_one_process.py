@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -17,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import SavedStateError, Stage, state
-from procpipe.state import generators
+from procpipe.state.optimizers import SavedOptimizers
+from procpipe.state.resumable import restore_generators, states_of_generators
 from procpipe.state.values import copied
 from tests.dist.script import run_forked
 
@@ -80,7 +82,7 @@ def run_epochs(loader, num_epochs, stop, done=0):
             given.append((item, torch.rand(1)))  # as dropout would draw
             if done + len(given) == stop:
                 state_now = loader.state_dict()
-                saved = pickle.loads(pickle.dumps((epoch, state_now, generators.states())))
+                saved = pickle.loads(pickle.dumps((epoch, state_now, states_of_generators())))
         epoch += 1
     return given, saved
 
@@ -100,7 +102,7 @@ def test_a_loader_resumes_where_it_was(make):
         torch.manual_seed(2)
         loader = state.Resumable(make())
         loader.load_state_dict(at)
-        generators.restore(drawn)
+        restore_generators(drawn)
         rest, _ = run_epochs(loader, 3 - epoch, stop=None)
         assert len(rest) == 3 * length - stop
         for (ours, noise), (theirs, their_noise) in zip(rest, whole[stop:], strict=True):
@@ -134,16 +136,13 @@ def test_a_position_in_another_loader_is_refused():
         list(different)
 
 
-def test_an_older_loop_over_the_same_loader_fails():
+def test_an_older_loop_does_not_change_the_position():
     loader = state.Resumable([1, 2, 3])
     first = iter(loader)
     next(first)
     second = iter(loader)
-    next(second)
-    with pytest.raises(RuntimeError, match="iterated over anew while an older loop still reads it"):
-        next(first)
-    assert next(second) == 2
-    assert loader.state_dict()["given"] == 2
+    assert [next(second), *first] == [1, 2, 3]
+    assert loader.state_dict()["given"] == 1
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -158,15 +157,6 @@ class Tied(nn.Module):
 
     def forward(self, input):
         return self.b(self.a(input))
-
-
-def test_an_optimizer_without_state_is_saved_without_a_step(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 2))
-    optimizer = torch.optim.Adam(model.parameters())
-    state.save(tmp_path, model, optimizer)
-    assert not optimizer.state
-    state.load(tmp_path, model, optimizer)
-    assert not optimizer.state
 
 
 def test_several_optimizers_and_groups_of_other_forms(tmp_path):
@@ -194,15 +184,10 @@ def test_several_optimizers_and_groups_of_other_forms(tmp_path):
         state.load(tmp_path, model, everything)
 
 
-def test_parameters_without_a_name_or_with_two_optimizers_are_refused(tmp_path):
-    model = nn.Sequential(nn.Linear(2, 2))
-    of_no_model = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) that is not one of the model"):
-        state.save(tmp_path, model, of_no_model)
-    both = [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())]
-    with pytest.raises(ValueError, match=r"two optimizers have the parameter 0.weight"):
-        state.save(tmp_path, model, both)
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+def test_an_empty_group_takes_the_options_of_a_rank_with_a_parameter():
+    both = [{"params": params, "options": {"lr": len(params)}} for params in ({}, {"a": []})]
+    contents = [{"state": {}, "groups": {(0, 0): group}} for group in both]
+    assert SavedOptimizers(contents).of_place[0, 0]["options"] == {"lr": 1}
 
 
 # -- folders -------------------------------------------------------------------------------------
@@ -228,13 +213,25 @@ def test_the_newest_are_kept_whatever_their_step(tmp_path):
     assert len(names(tmp_path)) == 4
     loaded = state.load(tmp_path, model)
     assert loaded.step is None
-    wrong: Any
-    with pytest.raises(ValueError, match="keep is 0"):
-        state.save(tmp_path / "none", model, keep=0)
-    for wrong in (10.0, -1, "7", torch.tensor(3)):
-        with pytest.raises(ValueError, match="but must be an int of 0 or more"):
-            state.save(tmp_path / "none", model, step=wrong)
-    assert not (tmp_path / "none").exists()
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    of_no_model = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
+    both = [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())]
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"optimizer": of_no_model}, r"parameter of shape \(3,\) that is not one of the model"),
+        ({"optimizer": both}, "two optimizers have the parameter 0.weight"),
+        ({"keep": 0}, "keep is 0"),
+        *(
+            ({"step": step}, "but must be an int of 0 or more")
+            for step in (10.0, -1, "7", torch.tensor(3))
+        ),
+    )
+    for arguments, told in cases:
+        with pytest.raises(ValueError, match=told):
+            state.save(tmp_path / "run", model, **arguments)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # of torch's own, once imported
@@ -280,9 +277,6 @@ def test_the_error_of_a_damaged_state_names_the_file(tmp_path):
         for call in (state.load, state.load_weights):
             with pytest.raises(SavedStateError, match=f"{file}: it is no whole file of torch.sav"):
                 call(tmp_path, model)
-    torch.save({"model": {}}, file)
-    with pytest.raises(SavedStateError, match=f"{file}: it was not written by state.save: it hol"):
-        state.load(tmp_path, model)
 
 
 class Evil:
@@ -368,8 +362,15 @@ def test_weights_are_loaded_from_every_kind_of_file(tmp_path):
     assert torch.load(tmp_path / "exported.pt", weights_only=True).keys() == expected.keys()
     state.save(tmp_path / "saved", model)
     assert names(tmp_path / "exported") == ["model.safetensors"]
+    (tmp_path / "bin").mkdir()
+    index = "bin/pytorch_model.bin.index.json"
+    for number, (key, value) in enumerate(expected.items()):
+        torch.save({key: value}, tmp_path / f"bin/{number}.bin")
+    weight_map = {key: f"{number}.bin" for number, key in enumerate(expected)}
+    (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
 
-    for name in ("plain.pt", "x.safetensors", "exported", "exported.pt", "saved", "saved/000001"):
+    own = "saved", "saved/000001"
+    for name in ("plain.pt", "x.safetensors", "exported", "exported.pt", "bin", index, *own):
         loaded: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
         with torch.no_grad():
             for parameter in loaded.parameters():
@@ -386,7 +387,7 @@ def test_weights_that_cannot_be_loaded_are_refused(tmp_path):
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="holds a list, but no state dict"):
         state.load_weights(tmp_path / "list.pt", model)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
         state.load_weights(tmp_path / "none.pt", model)
     with pytest.raises(
         FileNotFoundError, match=r"holds neither a saved state nor model.safetensors"
