@@ -47,7 +47,10 @@ EXACT = Case(
             chunks=3,
             schedule="1f1b",
             checkpoint="always",
-            calls=(("step", (7,)), ("update", ()), ("step", (5,))),
+            calls=(
+                *(("step", (7,)), ("update", ()), ("step of several", (13,))),
+                ("output in inference mode", (4,)),
+            ),
         ),
     ),
     loss="classes",
