@@ -83,7 +83,7 @@ def test_states_that_a_forward_leaves_as_they_were_are_forgotten(name):
         assert len(before) == 0
 
 
-#: Two processes: in the child a layer draws in its first forward, in the parent only later.
+#: Two processes: in the child a layer draws in its first forward; then in the parent, only later.
 LATE = """
 import os, sys
 import torch
@@ -91,6 +91,8 @@ from torch import nn
 from procpipe import RecomputeError, Stage
 
 child = os.fork()
+if child:
+    os.waitpid(child, 0)
 draws, factors = child == 0, []
 
 class Late(nn.Module):
@@ -110,8 +112,6 @@ except RecomputeError as error:
     print(error)
 else:
     print(len(factors), factors[2] == factors[3] != 1)
-if child:
-    os.waitpid(child, 0)
 """
 
 

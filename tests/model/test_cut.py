@@ -17,6 +17,7 @@ from procpipe.model.cut import (
     check_model,
     cut,
     layer_facts,
+    replicas_for,
 )
 from tests.cases import for_each
 from tests.model.layers import model_of_many_layers
@@ -103,6 +104,14 @@ def test_layer_facts_do_not_depend_on_the_device() -> None:
         "1: ReLU, 0 parameters",
         "2: Sequential, 3 parameters",
     ]
+
+
+def test_the_replicas_that_fit_are_the_fewest() -> None:
+    assert replicas_for(8, 4, 1) == 2
+    assert replicas_for(8, 4, 2) == 4
+    assert replicas_for(8, 4, None) == 2
+    assert replicas_for(8, 3, 1) is None
+    assert replicas_for(4, 8, 1) is None
 
 
 def test_more_partitions_than_layers_suggest_replicas_that_fit() -> None:
