@@ -5,14 +5,17 @@
          x       x, mask         x
 
 What depends on sizes alone (masks, positions) does not travel: each piece makes it. Sizes that a
-piece cannot read of what it takes travel as the shapes of tensors without elements.
+piece cannot read of what it takes travel as the shapes of tensors without elements. The ``meta``
+of a node has then, beside what record.py notes:
+
+    sized   whether its value depends on sizes and the device alone
+    piece   the number of its piece
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -24,27 +27,6 @@ _RANDOM = (
     *("geometric", "cauchy", "rrelu", "gumbel", "attention", "empty"),
 )
 
-#: Nodes that must be in one piece.
-Together = Collection[tuple[fx.Node, fx.Node]]
-
-
-def sized_nodes(graph: fx.Graph, changed: Together) -> set[fx.Node]:
-    """Return the nodes whose values depend on sizes and the device alone."""
-    found = {next(iter(graph.nodes))}  # the device
-    never = {node for pair in changed for node in pair}
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        is_function = (
-            node.op in ("call_function", "call_method")
-            and "module" not in node.meta
-            and not any(word in name for word in _RANDOM)
-        )
-        if "size of" in node.meta or (
-            is_function and node not in never and found.issuperset(node.all_input_nodes)
-        ):
-            found.add(node)
-    return found
-
 
 def drop_unused(graph: fx.Graph) -> None:
     """Leave out what nothing uses, but modules, checks and changes in place."""
@@ -53,73 +35,80 @@ def drop_unused(graph: fx.Graph) -> None:
     )
 
 
-def pieces_of(
-    graph: fx.Graph,
-    together: Together,
-    sized: Collection[fx.Node],
-    weight: Callable[[fx.Node], int],
-    largest: float,
-) -> dict[fx.Node, int]:
-    """Return the piece of each node.
+def mark_sized(graph: fx.Graph) -> None:
+    """Note for each node whether its value depends on sizes and the device alone."""
+    for number, node in enumerate(graph.nodes):
+        name = getattr(node.target, "__name__", str(node.target))
+        is_function = (
+            node.op in ("call_function", "call_method")
+            and not ("module" in node.meta or node.meta.get("changed"))
+            and not any(word in name for word in _RANDOM)
+        )
+        node.meta["sized"] = (
+            number == 0  # the device
+            or "size of" in node.meta
+            or (is_function and all(source.meta["sized"] for source in node.all_input_nodes))
+        )
 
-    Args:
-        graph: the recorded graph.
-        together: pairs of nodes between which no cut may be.
-        sized: the nodes that do not travel.
-        weight: the number of elements of the parameters that a node uses.
-        largest: how many elements of parameters a module may have that is not opened; pieces
-            with twice as many may be joined.
+
+def number_pieces(graph: fx.Graph, largest: float) -> None:
+    """Note the piece of each node.
+
+    ``largest`` is how many elements of parameters a module may have that is not opened; pieces
+    with as many may be joined to one of twice as many.
     """
     nodes = [*graph.nodes]
     index = {node: k for k, node in enumerate(nodes)}
-    crossing = _crossing(nodes, index, sized)
-    is_free = [True] * (len(nodes) + 1)
-    for first, last in [*together, *_parts(nodes)]:
-        if first.op != "get_attr" and first in index and last in index:
-            for k in range(index[first] + 1, index[last] + 1):
-                is_free[k] = False
-    weights = [weight(node) for node in nodes]
-    heavy = [k for k, each in enumerate(weights) if each]
+    crossing = _crossing(nodes, index)
+    inside: set[int] = set()  # where no cut may be
+    for node in nodes:
+        for first, last in _inseparable(node):
+            if first in index:
+                inside.update(range(index[first] + 1, index[last] + 1))
+    weights = [_weight(node) for node in nodes]
+    heavy = [k for k, weight in enumerate(weights) if weight]
     cuts = []
     for before, after in pairwise(heavy):
-        free = [k for k in range(before + 1, after + 1) if is_free[k]]
-        if free:
+        if free := [k for k in range(before + 1, after + 1) if k not in inside]:
             cuts.append(min(free, key=lambda k: (crossing[k], -k)))
-    cuts = _without_peaks(cuts, crossing, weights, largest)
-    starts, piece, of_node = {*cuts}, 0, {}
+    starts, piece = {*_without_peaks(cuts, crossing, weights, largest)}, 0
     for k, node in enumerate(nodes):
         piece += k in starts
-        of_node[node] = 0 if node.op == "placeholder" else piece
-    return of_node
+        node.meta["piece"] = 0 if node.op == "placeholder" else piece
 
 
-def _crossing(
-    nodes: list[fx.Node], index: dict[fx.Node, int], sized: Collection[fx.Node]
-) -> list[int]:
+def _weight(node: fx.Node) -> int:
+    """Return how many elements the parameters have that a node uses."""
+    own = 0 if node.op == "get_attr" else node.meta.get("elements", 0)
+    used = (n.meta.get("elements", 0) for n in node.all_input_nodes if n.op == "get_attr")
+    return int(own + sum(used))
+
+
+def _crossing(nodes: list[fx.Node], index: dict[fx.Node, int]) -> list[int]:
     """Return for each place how many bytes would cross a cut in front of that node."""
     change = [0] * (len(nodes) + 1)
     for node in nodes:
-        last = max((index[user] for user in node.users if user not in sized), default=-1)
-        if node.op != "get_attr" and node not in sized and last > index[node]:
+        last = max((index[user] for user in node.users if not user.meta["sized"]), default=-1)
+        if not _is_repeated(node) and last > index[node]:
             change[index[node] + 1] += node.meta.get("bytes", 0)
             change[last + 1] -= node.meta.get("bytes", 0)
-    found, total = [], 0
-    for each in change:
-        total += each
-        found.append(total)
-    return found
+    return [*accumulate(change)]
 
 
-def _parts(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """Return pairs of what returns several values, and each that is taken out of it."""
-    of_several = (operator.getitem, getattr, len)
-    return [
-        (node, user)
-        for node in nodes
-        if "bytes" not in node.meta
-        for user in node.users
-        if user.target in of_several and user.args[0] is node
-    ]
+def _is_repeated(node: fx.Node) -> bool:
+    """Return whether each piece that uses a node's value makes it, or has it."""
+    return node.op == "get_attr" or bool(node.meta["sized"])
+
+
+def _inseparable(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield pairs of nodes, first and last, that must be in one piece."""
+    users = sorted(node.users)
+    if node.op == "get_attr" and node.meta.get("changed"):
+        yield users[0], users[-1]
+    if "since" in node.meta:
+        yield node.meta["since"], node
+    if users and "bytes" not in node.meta and not _is_repeated(node):
+        yield node, users[-1]  # as a tuple, of which tensors are taken
 
 
 def _without_peaks(
@@ -136,55 +125,40 @@ def _without_peaks(
     return cuts
 
 
-def localise(graph: fx.Graph, piece: dict[fx.Node, int], sized: set[fx.Node]) -> None:
+def localise(graph: fx.Graph) -> None:
     """Have each piece read parameters and sizes itself, and make what depends on sizes alone.
 
-    Adds nodes to the graph, to ``piece`` and to ``sized``. Afterwards only tensors are used in
-    other pieces than that of their node.
+    Afterwards only tensors are used in other pieces than that of their node.
     """
-    nodes = [*graph.nodes]
-    device = nodes[0]
-    start = next(node for node in nodes if node.op != "placeholder")
-    carried: dict[fx.Node, fx.Node] = {}
-
-    def carry(node: fx.Node) -> fx.Node:
-        """Return the node of a tensor whose shape is a size."""
-        if node not in carried:
-            tensor, made = node.meta.get("size of"), node
-            before = start if tensor is None or tensor.op == "placeholder" else tensor.next
-            with graph.inserting_before(node.next if tensor is None else before):
-                if tensor is not None:
-                    made = graph.node_copy(node)
-                    piece[made] = piece[tensor]
-                    sized.add(made)
-                carried[node] = graph.call_function(carrier, (device, made))
-            piece[carried[node]] = piece[made]
-            carried[node].meta.update(bytes=0, shape="a size")
-        return carried[node]
-
-    for node in reversed(nodes):
-        tensor = node.meta.get("size of")
-        is_repeated = node.op == "get_attr" or (node in sized and node.op != "placeholder")
-        is_number = node.op.startswith("call") and "bytes" not in node.meta and not is_repeated
-        for k in sorted({piece[user] for user in node.users}):
-            is_read = tensor is None or _has(k, tensor, piece, sized)
-            if not (is_repeated or is_number) or (k == piece[node] and is_read):
+    for node in reversed([*graph.nodes][1:]):
+        tensor, carried = node.meta.get("size of"), None
+        for k in sorted({user.meta["piece"] for user in node.users if _is_repeated(node)}):
+            is_read = tensor is None or _has(k, tensor)
+            if k == node.meta["piece"] and is_read:
                 continue
-            users = [user for user in node.users if piece[user] == k]
+            users = [user for user in node.users if user.meta["piece"] == k]
             with graph.inserting_before(min(users)):
-                if is_number or not is_read:
-                    source = carry(node)
-                    copy = graph.call_method("size", (source, 0))
-                    copy.meta["size of"] = source
-                else:
-                    copy = graph.node_copy(node)
-            piece[copy] = k
-            if node.op != "get_attr":
-                sized.add(copy)
+                copy = graph.node_copy(node)
+            copy.meta["piece"] = k
+            if not is_read:
+                copy.meta["size of"] = carried = carried or _carried(graph, node)
+                copy.args = (carried, 0)
             for user in users:
                 user.replace_input_with(node, copy)
 
 
-def _has(k: int, tensor: fx.Node, piece: dict[fx.Node, int], sized: Collection[fx.Node]) -> bool:
+def _has(k: int, tensor: fx.Node) -> bool:
     """Return whether a piece makes or takes a tensor anyway."""
-    return piece[tensor] == k or any(piece[u] == k and u not in sized for u in tensor.users)
+    users = (user for user in tensor.users if not user.meta["sized"])
+    return k == tensor.meta["piece"] or any(user.meta["piece"] == k for user in users)
+
+
+def _carried(graph: fx.Graph, size: fx.Node) -> fx.Node:
+    """Return the node of a tensor whose shape is a size, made where the size can be read."""
+    tensor = size.meta["size of"]
+    with graph.inserting_before(tensor.next):
+        read = graph.node_copy(size)
+        made = graph.call_function(carrier, (next(iter(graph.nodes)), read))
+    made.meta.update(bytes=0, shape="a size", sized=False)
+    read.meta["piece"] = made.meta["piece"] = tensor.meta["piece"]
+    return made

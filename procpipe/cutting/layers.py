@@ -1,45 +1,61 @@
-"""The layers that pieces of a graph become, which hold the model's modules under their names.
-
-value of the layer before ─┐
-popped skip tensors ───────┼─> sizes(shapes) ─> run(tensors, sizes) ─┬─> value of the next layer
-                               once a mini-batch                     └─> stashed skip tensors
-"""
+"""The layers that pieces of a graph become, which hold the model's modules under their names."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from procpipe.skip import Namespace, pop, skippable, stash
-from procpipe.torch_internals import hold_as, pytree
+from procpipe.skip import pop, stash
+from procpipe.torch_internals import pytree
 
-_HELD, _RESET = ("_parameters", "_buffers", "_modules"), "reset_parameters"
+_HELD = ("_parameters", "_buffers", "_modules")
+_RESET = ("reset_parameters", "_reset_parameters")  # private in nn.Transformer
 
 
 class Shell(nn.Module):
     """Holds what a layer has of an opened module, under that module's names."""
 
-    def __init__(self, twin: nn.Module | None) -> None:
+    def __init__(self, twin: nn.Module) -> None:
         super().__init__()
         self._twin = (twin,)  # in a tuple, so that nn.Module does not register it
 
+    def as_opened(self, initialise: Callable[[Any], object]) -> None:
+        """Call a function that initialises parameters with the opened module, as this has them.
 
-def shell_of(opened: nn.Module, twin: nn.Module | None) -> Shell:
-    """Return a shell for an opened module; with a twin on the meta device it can be initialised."""
-    methods: dict[str, Any] = {}
-    if twin is not None and _is_of_transformers(opened):
-        methods = {"reset_parameters": _initialise}
-    elif twin is not None and (hasattr(opened, _RESET) or hasattr(opened, f"_{_RESET}")):
-        methods = {"reset_parameters": _reset}
-    kind: type[Shell] = type(type(opened).__name__, (Shell,), methods)
-    return kind(twin)
+        What other layers have is on the meta device here, so that it costs and changes nothing.
+        """
+        stand_in: Any = copy.copy(self._twin[0])
+        for held in _HELD:
+            vars(stand_in)[held] = getattr(stand_in, held) | getattr(self, held)
+        initialise(stand_in)
+        for held in _HELD[:2]:
+            own = getattr(self, held)
+            own.update({name: vars(stand_in)[held][name] for name in own})
+
+
+def shell_of(twin: nn.Module, kind: type[Shell] = Shell, **attributes: Any) -> Shell:
+    """Return a shell for an opened module; it is initialised as that module is.
+
+    Args:
+        twin: a copy of the opened module on the meta device.
+        kind: the class that the shell's own class is derived from.
+        attributes: of that class.
+    """
+    resets = [name for name in _RESET if hasattr(twin, name)]
+    if _is_of_transformers(twin):
+        attributes["reset_parameters"] = _initialise
+    elif resets:
+        reset = operator.methodcaller(resets[0])
+        attributes["reset_parameters"] = lambda shell: shell.as_opened(reset)
+    name = type(twin).__name__ if kind is Shell else kind.__name__
+    made: Shell = type(name, (kind,), attributes)(twin)
+    return made
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -47,85 +63,47 @@ def _is_of_transformers(model: nn.Module) -> bool:
     return models is not None and isinstance(model, models.PreTrainedModel)
 
 
-def _reset(self: Shell) -> None:
-    """Initialise parameters by the opened module's own method, private in nn.Transformer."""
-
-    def reset(opened: Any) -> None:
-        private: Any = getattr(opened, f"_{_RESET}", None)
-        getattr(opened, _RESET, private)()
-
-    _as_opened(self, reset)
-
-
-def _initialise(self: Shell) -> None:
-    """Initialise all that is in an opened model of transformers as it does."""
-    _initialise_all(self, None)
-
-
-def _initialise_all(module: nn.Module, initialise: Any) -> None:
-    """Initialise inner modules first, and a model of transformers by its own function."""
+def _initialise(module: nn.Module, rule: Any = None) -> None:
+    """Initialise inner modules first, each by the rule of the model of transformers around it."""
     model: Any = module._twin[0] if isinstance(module, Shell) else module
     if _is_of_transformers(model):
-        initialise = model._init_weights
+        rule = model._init_weights
     for child in module.children():
-        _initialise_all(child, initialise)
+        _initialise(child, rule)
     if isinstance(module, Shell):
-        _as_opened(module, initialise)
+        module.as_opened(rule)
     else:
-        initialise(module)
+        rule(module)
 
 
-def _as_opened(shell: Shell, initialise: Callable[[Any], object]) -> None:
-    """Call a function that initialises parameters with an opened module, as a shell has them.
+class Arguments:
+    """The arguments of a model's forward, in the form that a sample has.
 
-    What other layers have is on the meta device here, so that it costs and changes nothing.
+    Attributes:
+        names: of the forward's parameters, in order.
     """
-    (twin,) = shell._twin
-    stand_in: Any = copy.copy(twin)
-    for held in _HELD:
-        vars(stand_in)[held] = {**getattr(twin, held), **getattr(shell, held)}
-    initialise(stand_in)
-    for held in _HELD[:2]:
-        own = getattr(shell, held)
-        own.update({name: vars(stand_in)[held][name] for name in own})
 
+    def __init__(
+        self, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        self._signature = inspect.signature(forward)
+        self.names = [*self._signature.parameters]
+        self._defaults: dict[str, Any] = {}
+        by_name = self.bound(inputs, named)
+        leaves, self._tree = pytree.tree_flatten(by_name)
+        self._known = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for name, value in by_name.items():
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                self._defaults[name] = value
 
-def arguments_of(
-    signature: inspect.Signature,
-    inputs: tuple[Any, ...],
-    named: dict[str, Any],
-    defaults: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the arguments of a call by name, in the order of the signature."""
-    given = {**(defaults or {}), **signature.bind_partial(*inputs, **named).arguments}
-    found = {}
-    for name, parameter in signature.parameters.items():
-        if name in given:
-            is_rest = parameter.kind is inspect.Parameter.VAR_KEYWORD
-            found[name] = dict(sorted(given[name].items())) if is_rest else given[name]
-    return found
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the first layer takes: the arguments of the model's forward."""
-
-    signature: inspect.Signature
-    tree: Any  # how the sample's arguments are nested
-    plain: list[Any]  # its leaves; None for a tensor
-    defaults: dict[str, Any]  # its arguments without tensors, by name
-
-    @classmethod
-    def of(cls, signature: inspect.Signature, arguments: dict[str, Any]) -> Inputs:
-        """Return what a first layer takes, from the arguments of a sample."""
-        leaves, tree = pytree.tree_flatten(arguments)
-        plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        defaults = {
-            name: value
-            for name, value in arguments.items()
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-        }
-        return cls(signature, tree, plain, defaults)
+    def bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, in the order of the signature."""
+        given = self._defaults | self._signature.bind_partial(*inputs, **named).arguments
+        found = {name: given[name] for name in self._signature.parameters if name in given}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD and name in found:
+                found[name] = dict(sorted(found[name].items()))
+        return found
 
     def tensors(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
         """Return the tensors among a micro-batch's arguments.
@@ -133,14 +111,13 @@ class Inputs:
         Raises:
             TypeError: they are others than the sample's.
         """
-        given = arguments_of(self.signature, inputs, named, self.defaults)
-        leaves, tree = pytree.tree_flatten(given)
-        if tree != self.tree:
+        leaves, tree = pytree.tree_flatten(self.bound(inputs, named))
+        if tree != self._tree:
             raise TypeError(
-                f"the model was recorded for arguments of the form {self.tree}, and is given "
+                f"the model was recorded for arguments of the form {self._tree}, and is given "
                 f"{tree}: give procpipe.sequential such a sample"
             )
-        for known, leaf in zip(self.plain, leaves, strict=True):
+        for known, leaf in zip(self._known, leaves, strict=True):
             if known is not None and not isinstance(leaf, Tensor) and leaf != known:
                 raise TypeError(
                     f"the model was recorded with {known!r} for an argument that is {leaf!r} now: "
@@ -149,91 +126,26 @@ class Inputs:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-@dataclass(frozen=True)
-class Ports:
-    """What a layer takes and returns, by the names of the nodes.
-
-    Attributes:
-        takes: tensors of the layer before; for the first layer of the model's inputs.
-        pops: skip tensors.
-        gives: tensors for the next layer; for the last layer what the model returns.
-        stashes: skip tensors, and how many layers pop each.
-        measured: of which of the tensors that come in the shapes matter, as indices.
-        texts: lines for ``describe()``.
-        code: the source of ``run``, and of ``sizes``.
-    """
-
-    takes: list[str]
-    pops: list[str]
-    gives: list[str]
-    stashes: dict[str, int]
-    measured: list[int]
-    texts: list[str]
-    code: str
-
-
-class Layer(nn.Module):
+class Layer(Shell):
     """A piece of a model's forward. What is the same in all copies of one is its class's.
 
-    Attributes:
-        ports: what comes in and goes out.
-        run: ``run(shell, device, training, *tensors, *sizes)``.
-        sizes: ``sizes(shell, device, *tensors)``, if anything depends on sizes alone.
-        inputs: what the first layer takes.
-        tree: how the last layer nests what it returns.
+    Its names begin with an underscore, as it has the names of the model's modules, too.
     """
 
-    ports: Ports
-    run: Callable[..., tuple[Any, ...]]
-    sizes: Callable[..., tuple[Any, ...]] | None
-    inputs: Inputs | None
-    tree: Any
+    _run: Callable[..., tuple[Any, ...]]  # from what comes in to what is given, and stashed
+    _arguments: Arguments | None  # of the first layer
+    _pops: list[str]
+    _stashes: list[str]
 
-    def __init__(self, shell: Shell) -> None:
-        super().__init__()
-        hold_as(self, shell)
-        self._shell = (shell,)
-        self._key: Any = None
-        self._known: tuple[Any, ...] = ()  # the sizes of that key
-        self._versions: list[int] = []
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the piece."""
-        return self._left(self._ran(self._entered(inputs, named)))
-
-    def _entered(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        if self.inputs is not None:
-            return self.inputs.tensors(inputs, named)
+    def _taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
+        if self._arguments is not None:
+            return self._arguments.tensors(inputs, named)
         (value,) = inputs
         return [value] if isinstance(value, Tensor) else [*value]
 
-    def _ran(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        device = tensors[0].device
-        sizes = self._sizes_of(tensors, device) if self.sizes is not None else ()
-        return self.run(self._shell[0], device, self.training, *tensors, *sizes)
-
-    def _sizes_of(self, tensors: list[Tensor], device: torch.device) -> tuple[Any, ...]:
-        """Return what depends on sizes alone; of the last micro-batch, if those are the same."""
-        key = (
-            device,
-            type(tensors[0]),
-            torch.is_inference_mode_enabled(),
-            device.type != "meta" and torch.is_autocast_enabled(device.type),
-            [tensors[k].shape for k in self.ports.measured],
-        )
-        versions = [value._version for value in self._known if isinstance(value, Tensor)]
-        if key != self._key or versions != self._versions:
-            assert self.sizes is not None
-            measured = [tensors[k] for k in self.ports.measured]
-            self._key, self._known = key, self.sizes(self._shell[0], device, *measured)
-            self._versions = [v._version for v in self._known if isinstance(v, Tensor)]
-        return self._known
-
-    def _left(self, made: tuple[Any, ...]) -> Any:
-        given = made[: len(self.ports.gives)]
-        if self.tree is not None:
-            return pytree.tree_unflatten(given, self.tree)
-        return given[0] if len(given) == 1 else given
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the piece."""
+        return self._run(*self._taken(inputs, named))[0]
 
 
 class SkipLayer(Layer):
@@ -241,31 +153,10 @@ class SkipLayer(Layer):
 
     def forward(self, *inputs: Any, **named: Any) -> Generator[Any, Any, Any]:
         """Run the piece."""
-        tensors = self._entered(inputs, named)
-        for name in self.ports.pops:
+        tensors = self._taken(inputs, named)
+        for name in self._pops:
             tensors.append((yield pop(name)))
-        made = self._ran(tensors)
-        for name, value in zip(self.ports.stashes, made[len(self.ports.gives) :], strict=True):
+        given, *stashed = self._run(*tensors)
+        for name, value in zip(self._stashes, stashed, strict=True):
             yield stash(name, value)
-        return self._left(made)
-
-
-def layer_of(
-    shell: Shell,
-    namespace: Namespace,
-    run: Callable[..., Any],
-    sizes: Callable[..., Any] | None,
-    **attributes: Any,
-) -> Layer:
-    """Return a layer of a class of its own, with the attributes that ``Layer`` names."""
-    attributes |= {"run": staticmethod(run), "sizes": sizes and staticmethod(sizes)}
-    if hasattr(shell, "reset_parameters"):
-        attributes["reset_parameters"] = lambda self: self._shell[0].reset_parameters()
-    ports: Ports = attributes["ports"]
-    if not (ports.stashes or ports.pops):
-        plain: type[Layer] = type("Layer", (Layer,), attributes)
-        return plain(shell)
-    kind: type[SkipLayer] = type("Layer", (SkipLayer,), attributes)
-    made: Any = skippable(stash=ports.stashes, pop=ports.pops)(kind)(shell)
-    layer: Layer = made.isolate(namespace)
-    return layer
+        return given

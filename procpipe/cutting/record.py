@@ -5,8 +5,17 @@
     b, c = h.shape[:2]              size = stem.size(0); …               sizes.py
     h = h.view(b, c, -1)            view = stem.view(size, size_1, -1)   a function of torch
 
-The model's Python runs once. Nodes note what cutting needs to know: the bytes of a tensor
-(``bytes``), modules (``module``), lines (``line``), and what must not be left out (``keep``).
+The model's Python runs once. The graph's first input is the device; its output is what the model
+returns. The ``meta`` of a node has what cutting needs to know:
+
+    bytes, shape   of a tensor
+    size of        the tensor that a size is read of
+    module         the name of the module that is called
+    elements       of that module's parameters, or of the parameter that is read
+    changed        true if it makes, reads or changes memory that is changed in place
+    since          the first node whose memory this one changes
+    keep           true if it must not be left out
+    line           of the model's code
 """
 
 from __future__ import annotations
@@ -15,9 +24,11 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import math
 import operator
 import pickle
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -27,10 +38,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.at_run import Autocast, called, check, check_dtype, within
-from procpipe.cutting.divide import sized_nodes
-from procpipe.cutting.refusal import CannotCutError, line, refusal
-from procpipe.cutting.sizes import Number, Ratio, Size
+from procpipe.cutting.at_run import Autocast, Nested, Within, carrier
+from procpipe.cutting.divide import mark_sized
+from procpipe.cutting.refusal import WHOLE, CannotCutError, line, not_plain, refusal
+from procpipe.cutting.sizes import Number, Size, must_be
 from procpipe.cutting.twin import owned
 from procpipe.torch_internals import pytree
 
@@ -61,8 +72,6 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-_WHOLE = "let the module around it stay whole (whole=(ItsClass,)), or move it into one of its own"
-
 
 @dataclasses.dataclass(slots=True)
 class _Known:
@@ -77,60 +86,58 @@ class _Known:
 class Recorder(TorchFunctionMode):
     """Records torch's functions and whole modules as a model calls them.
 
+    Args:
+        twin: the copy of the model that runs.
+        opened: the names of its modules that do not stay whole.
+        arguments: the sample, by name.
+
     Attributes:
-        graph: the graph, whose output is the tuple of the leaves of what the model returns. Its
-            first inputs are ``device`` and ``training``.
-        tree: how these are nested.
-        changed: pairs of the node that made memory and one that changes it in place.
-        twin: the copy of the model that is recorded.
-        is_on_meta: whether it is on the meta device.
+        graph: what is recorded.
+        opened: the modules that do not stay whole.
+        is_inside: whether a whole module runs.
+        autocasts: how the forward has switched autocast at present.
     """
 
-    def __init__(self, twin: nn.Module, opened: dict[str, None], device: torch.device) -> None:
+    def __init__(self, twin: nn.Module, opened: dict[str, None], arguments: dict[str, Any]) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.tree: Any = None
-        self.changed: list[tuple[fx.Node, fx.Node]] = []
-        self.twin, self.is_on_meta = twin, device.type == "meta"
-        self._device = device
+        self.opened = {twin.get_submodule(name) for name in opened}
+        self.is_inside = False
+        self.autocasts: list[Autocast] = []
+        self._twin = twin
         self._device_node = self.graph.placeholder("device")
-        self.graph.placeholder("training")
         self._names = {m: n for n, m in twin.named_modules() if n not in opened}
-        self._opened = {twin.get_submodule(name): name for name in opened}
         self._owned: dict[int, str] = {}
         for name, tensor in owned(twin):
             self._owned.setdefault(id(tensor), name)
         self._known: dict[int, _Known] = {}
-        self._sizes: dict[tuple[fx.Node, int], Size] = {}
-        self._seen_dtypes: set[fx.Node] = set()
-        self._is_inside = False
-        self._autocasts: list[Autocast] = []
-        self._random, self._attributes = _random_states(), _attributes(self._opened)
+        self._asked: dict[tuple[fx.Node, int | str], Any] = {}  # sizes and dtypes
+        self._random = _random_states()
+        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+            if isinstance(leaf, Tensor):
+                name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+                self._define(leaf, self.graph.placeholder(name))
+        if not self._known:
+            raise CannotCutError(f"the sample of the {type(twin).__qualname__} has no tensor")
+        self._device = next(iter(self._known.values())).tensor.device
 
-    # -- a whole forward ----------------------------------------------------------------------
-
-    def run(self, args: tuple[Any, ...], named: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Record the forward; ``tensors`` are those among its arguments, by name."""
-        for name, tensor in tensors.items():
-            self._define(tensor, self.graph.placeholder(name))
-        made_on = self._device if self.is_on_meta else torch.get_default_device()
+    def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Record the forward for the sample, as it is given in a call."""
+        made_on = self._device if self._device.type == "meta" else torch.get_default_device()
+        before = _attributes(self.opened)
         with torch.enable_grad(), made_on, _patched(self), self:
-            result = self.twin(*args, **named)
+            result = self._twin(*args, **named)
         self._check_random()
-        self._check_attributes()
-        leaves, self.tree = pytree.tree_flatten(result)
-        self.graph.output(tuple(map(self._recorded, leaves)))
-        self._keep_changed_owned_together()
-
-    def _keep_changed_owned_together(self) -> None:
-        """Let one piece have all uses of a parameter or buffer that the forward changes."""
-        order = {node: k for k, node in enumerate(self.graph.nodes)}
-        changed = {first.target for first, _ in self.changed if first.op == "get_attr"}
-        for name in changed:
-            uses = [u for n in order if n.op == "get_attr" and n.target == name for u in n.users]
-            self.changed.append(
-                (min(uses, key=order.__getitem__), max(uses, key=order.__getitem__))
-            )
+        for (module, name), value in _attributes(self.opened).items():
+            if before.get((module, name), value) != value:
+                raise CannotCutError(
+                    f"the forward of {type(module).__qualname__}.{name} changes this attribute (a "
+                    f"list, a random number generator), which the layers do not have\n{WHOLE}"
+                )
+        leaves, tree = pytree.tree_flatten(result)
+        made = tuple(map(self._recorded, leaves))
+        is_tensor = isinstance(result, Tensor)
+        self.graph.output(made[0] if is_tensor else self.graph.call_function(Nested(tree), made))
 
     # -- values -------------------------------------------------------------------------------
 
@@ -146,16 +153,17 @@ class Recorder(TorchFunctionMode):
                 raise refusal(
                     "a tensor got its gradient without a function of torch, as by a "
                     "torch.autograd.Function or reentrant checkpointing",
-                    f"{_WHOLE}; checkpoint with use_reentrant=False",
+                    f"{WHOLE}; checkpoint with use_reentrant=False",
                 )
             return known.node
         if (name := self._owned.get(id(tensor))) is None:
             raise refusal(
                 "a tensor is used that no recorded function or module has made (an extension, "
                 "NumPy, a torch.autograd.Function, a global variable)",
-                f"{_WHOLE}; a constant can be a buffer",
+                f"{WHOLE}; a constant can be a buffer",
             )
         node = self.graph.get_attr(name)
+        node.meta["elements"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
         self._define(tensor, node)
         return node
 
@@ -178,72 +186,34 @@ class Recorder(TorchFunctionMode):
             return self._device_node
         if isinstance(value, _PLAIN):
             return value
-        kind = type(value)
         instead = {"PackedSequence": "pack, run and unpack the sequence in one module"}
-        raise refusal(
-            f"a value of type {kind.__module__}.{kind.__qualname__} is passed on, which is no "
-            "tensor or plain value",
-            "give the sample use_cache=False, with which the model makes no cache"
-            if "Cache" in kind.__name__
-            else instead.get(kind.__name__, _WHOLE),
-        )
+        name = type(value).__name__
+        if "Cache" in name:
+            instead[name] = "give the sample use_cache=False, with which the model makes no cache"
+        raise not_plain(value, "is passed on", instead.get(name, WHOLE))
 
     # -- sizes --------------------------------------------------------------------------------
-
-    def computed(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Note a computation of sizes."""
-        node = self.graph.call_function(function, tuple(map(self._recorded, operands)))
-        return self._numbered(function(*map(_plain, operands)), node)
-
-    def decided(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Note a decision, to be checked for each micro-batch."""
-        value = function(*map(_plain, operands))
-        node = self.graph.call_function(function, tuple(map(self._recorded, operands)))
-        self._must_be(node, value)
-        return value
-
-    def _numbered(self, value: Any, node: fx.Node) -> Any:
-        if type(value) is int:
-            return Size(value, node, self)
-        return Ratio(value, node, self) if type(value) is float else self._must_be(node, value)
-
-    def _must_be(self, node: fx.Node, value: Any) -> Any:
-        """Have each micro-batch checked for a plain value, and return it."""
-        same = operator.is_ if value is None or isinstance(value, bool) else operator.eq
-        holds = self.graph.call_function(same, (node, self._recorded(value)))
-        text = (
-            f"the model's forward was recorded for a sample with {value!r} here, which differs "
-            f"now: {line()}\n{_WHOLE}"
-        )
-        self._note(check, (holds, text))
-        return value
-
-    def _note(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.graph.call_function(function, args).meta["keep"] = True
-
-    def _size(self, tensor: Tensor, dim: int) -> Any:
-        node = self._node_of(tensor)
-        if node.op == "get_attr":
-            return tensor.shape[dim]
-        dim = range(tensor.dim())[dim]
-        if (node, dim) not in self._sizes:
-            at = self.graph.call_method("size", (node, dim))
-            at.meta["size of"] = node
-            self._sizes[node, dim] = Size(tensor.shape[dim], at, self)
-        return self._sizes[node, dim]
 
     def _answer_size(self, name: str, tensor: Tensor, dim: int | None = None) -> Any:
         if name == "__len__":
             return int(self._size(tensor, 0))
         if dim is not None:
-            return self._size(tensor, dim)
+            return self._size(tensor, range(tensor.dim())[dim])
         shape = [self._size(tensor, k) for k in range(tensor.dim())]
-        if name in ("shape", "size"):
-            return torch.Size(shape)
-        total: Any = 1
-        for size in shape:
-            total = total * size
-        return total
+        return torch.Size(shape) if name in ("shape", "size") else math.prod(shape)
+
+    def _size(self, tensor: Tensor, dim: int) -> Any:
+        node = self._node_of(tensor)
+        if node.op == "get_attr":
+            return tensor.shape[dim]
+        if (node, dim) not in self._asked:
+            self._asked[node, dim] = self._size_of(node, dim, tensor.shape[dim])
+        return self._asked[node, dim]
+
+    def _size_of(self, tensor: fx.Node, dim: int, value: int) -> Size:
+        node = self.graph.call_method("size", (tensor, dim))
+        node.meta["size of"] = tensor
+        return Size(value, node)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -255,7 +225,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         is_get = name == "__get__"
         name = func.__self__.__name__ if is_get else name
-        if self._is_inside or name in _FIXED:
+        if self.is_inside or name in _FIXED:
             return func(*args, **kwargs)
         if name in _REFUSED or func is torch.autograd.grad:
             instead = _REFUSED.get(name, _REFUSED["backward"])
@@ -264,74 +234,68 @@ class Recorder(TorchFunctionMode):
             return self._answer_size(name, *args, **kwargs)
         if name == "dtype":
             return self._dtype(args[0])
-        if name == "__iter__":
-            return iter(args[0].unbind(0))
         if name in _READS:
             return self._read(func, args, kwargs)
-        return self._call(func, name, args, kwargs, is_get)
+        given, named = self._recorded(tuple(args)), self._recorded(dict(kwargs))
+        result = func(*_plain(args), **_plain(kwargs))
+        if is_get:
+            node = self._node("call_function", getattr, (given[0], name), {})
+        elif getattr(Tensor, name, None) is func:
+            node = self._node("call_method", name, given, named)
+        else:
+            node = self._node("call_function", func, given, named)
+        return self._bind(node, result, args, kwargs)
 
     def _dtype(self, tensor: Tensor) -> torch.dtype:
         node = self._node_of(tensor)
-        if node.op != "get_attr" and node not in self._seen_dtypes:
-            self._seen_dtypes.add(node)
-            text = f"the model's forward was recorded for a tensor of another dtype: {line()}"
-            self._note(check_dtype, (node, tensor.dtype, text))
+        if node.op != "get_attr" and (node, "dtype") not in self._asked:
+            found = self.graph.call_function(getattr, (node, "dtype"))
+            self._asked[node, "dtype"] = must_be(found, tensor.dtype)
         return tensor.dtype
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Read a value that depends on sizes alone, as of masks; refuse others."""
         node = self._node_of(args[0])
+        mark_sized(self.graph)
         value = None
-        if node in sized_nodes(self.graph, self.changed) and not args[0].is_meta:
+        if node.meta["sized"] and not args[0].is_meta:
             value = func(*_plain(args), **_plain(kwargs))
         if not isinstance(value, bool | int | float):
             raise refusal(
                 f"the forward reads values of a tensor ({func.__name__}), which differ for each "
-                "micro-batch",
-                _WHOLE,
+                "micro-batch"
             )
-        called_ = self.graph.call_function(func, self._recorded(args), self._recorded(kwargs))
-        return self._must_be(called_, value)
-
-    def _call(self, func: Any, name: str, args: Any, kwargs: Any, is_get: bool) -> Any:
-        self._check_random()
-        given = self._recorded(tuple(args)), self._recorded(dict(kwargs))
-        result = func(*_plain(args), **_plain(kwargs))
-        if is_get:
-            node = self._node("call_function", getattr, (given[0][0], name), {})
-        elif getattr(torch.Tensor, name, None) is func:
-            node = self._node("call_method", name, *given)
-        else:
-            node = self._node("call_function", func, *given)
-        return self._bind(node, result, args, kwargs)
+        arguments = self._recorded(args), self._recorded(kwargs)
+        return must_be(self.graph.call_function(func, *arguments), value)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any
     ) -> Any:
         """Record the call of a module, if it stays whole."""
-        if self._is_inside or module not in self._names:
+        if self.is_inside or module not in self._names:
             return call(module, *args, **named)
-        self._is_inside = True
+        self.is_inside = True
         try:
-            self._check_random()
             name = self._names[module]
             node = self._node("call_module", name, self._recorded(args), self._recorded(named))
             node.meta["module"] = name
+            node.meta["elements"] = sum(p.numel() for p in module.parameters())
             result = call(module, *_plain(args), **_plain(named))
             self._random = _random_states()  # a module may draw numbers, as it runs each time
             return self._bind(node, result, args, named)
         finally:
-            self._is_inside = False
+            self.is_inside = False
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add a node; it switches gradients and autocast where the forward has switched them."""
+        self._check_random()
         is_grad = torch.is_grad_enabled()
-        if not is_grad or self._autocasts:
+        if not is_grad or self.autocasts:
             if op == "call_module":
-                args, target = (self.graph.get_attr(target), *args), called
+                args, target = (self.graph.get_attr(target), *args), operator.call
             elif op == "call_method":
-                target = getattr(torch.Tensor, target)
-            op, target = "call_function", within(target, is_grad, tuple(self._autocasts))
+                target = getattr(Tensor, target)
+            op, target = "call_function", Within(target, is_grad, tuple(self.autocasts))
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["line"] = line()
         return node
@@ -351,19 +315,21 @@ class Recorder(TorchFunctionMode):
             return False
         for known in self._known.values():  # those that share memory have changed, too
             if known.tensor._version != known.version:
-                self._check_change(known)
-                self.changed.append((known.node, node))
+                if known.node.op == "get_attr":
+                    self._check_change(known)
+                else:
+                    node.meta["since"] = min(known.node, node.meta.get("since", known.node))
+                known.node.meta["changed"] = node.meta["changed"] = True
                 known.version = known.tensor._version
                 known.needs_grad = known.tensor.requires_grad
         return True
 
     def _check_change(self, known: _Known) -> None:
         """Refuse that the forward changes what another layer may hold."""
-        if known.node.op == "get_attr":
-            owner = str(known.node.target).rpartition(".")[0]
-            is_whole = self.twin.get_submodule(owner) in self._names
-            if is_whole or isinstance(known.tensor, nn.Parameter):
-                raise refusal(f"the forward changes {known.node.target} in place", _WHOLE)
+        owner = str(known.node.target).rpartition(".")[0]
+        is_whole = self._twin.get_submodule(owner) in self._names
+        if is_whole or isinstance(known.tensor, nn.Parameter):
+            raise refusal(f"the forward changes {known.node.target} in place")
 
     def _bound(self, value: Any, node: fx.Node) -> Any:
         """Return what a call has returned with its tensors known, and its numbers noted."""
@@ -371,7 +337,7 @@ class Recorder(TorchFunctionMode):
             if id(value) not in self._known:
                 self._define(value, node)
         elif isinstance(value, tuple | list):
-            self._must_be(self.graph.call_function(len, (node,)), len(value))
+            must_be(self.graph.call_function(len, (node,)), len(value))
             made = [self._bound(each, self._item(node, k)) for k, each in enumerate(value)]
             return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
         elif isinstance(value, MutableMapping):
@@ -382,21 +348,18 @@ class Recorder(TorchFunctionMode):
                 part = self.graph.call_function(getattr, (node, field.name))
                 made = self._bound(getattr(value, field.name), part)
                 object.__setattr__(value, field.name, made)
+        elif type(value) is int and value >= 0:
+            carried = self.graph.call_function(carrier, (self._device_node, node))
+            carried.meta.update(bytes=0, shape="a size")
+            return self._size_of(carried, 0, value)
         elif isinstance(value, _PLAIN):
-            return self._numbered(value, node)
+            return must_be(node, value)
         else:
-            kind = type(value)
-            raise refusal(
-                f"{node.target} returns a {kind.__module__}.{kind.__qualname__}, which is no "
-                "tensor or plain value",
-                _WHOLE,
-            )
+            raise not_plain(value, f"is returned by {node.target}")
         return value
 
     def _item(self, node: fx.Node, key: Any) -> fx.Node:
         return self.graph.call_function(operator.getitem, (node, key))
-
-    # -- what the layers would not repeat -----------------------------------------------------
 
     def _check_random(self) -> None:
         if _random_states() != self._random:
@@ -405,36 +368,6 @@ class Recorder(TorchFunctionMode):
                 "would be those of the sample for ever",
                 "draw them by torch",
             )
-
-    def check_attribute(self, module: nn.Module, name: str) -> None:
-        """Refuse that a forward sets an attribute of an opened module."""
-        if module in self._opened and not self._is_inside:
-            raise refusal(
-                f"the forward sets the attribute {name} of a {type(module).__qualname__}, which "
-                "the layers do not have",
-                _WHOLE,
-            )
-
-    def _check_attributes(self) -> None:
-        after = _attributes(self._opened)
-        for place, value in self._attributes.items():
-            if after.get(place, value) != value:
-                raise CannotCutError(
-                    f"the forward of {place} changes this attribute (a list, a random number "
-                    f"generator), which the layers do not have\n{_WHOLE}"
-                )
-
-    def enter_autocast(self, context: Any) -> None:
-        """Note that the forward switches autocast on or off."""
-        if not self._is_inside:
-            on = context.device
-            state = torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
-            self._autocasts.append((None if on == self._device.type else on, *state))
-
-    def exit_autocast(self) -> None:
-        """Note that the forward switches it back."""
-        if not self._is_inside:
-            self._autocasts.pop()
 
 
 @contextlib.contextmanager
@@ -449,16 +382,24 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(module, call, args, named)
 
     def set_checked(module: nn.Module, name: str, value: Any) -> None:
-        recorder.check_attribute(module, name)
+        if module in recorder.opened and not recorder.is_inside:
+            raise refusal(
+                f"the forward sets the attribute {name} of a {type(module).__qualname__}, which "
+                "the layers do not have"
+            )
         set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:
         result = enter(context)
-        recorder.enter_autocast(context)
+        if not recorder.is_inside:
+            on = context.device
+            state = torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
+            recorder.autocasts.append((None if on == recorder._device.type else on, *state))
         return result
 
     def left(context: Any, *error: Any) -> Any:
-        recorder.exit_autocast()
+        if not recorder.is_inside:
+            recorder.autocasts.pop()
         return leave(context, *error)
 
     with (
@@ -481,13 +422,13 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if type(value) is dict else value
 
 
-def _attributes(modules: dict[nn.Module, str]) -> dict[str, bytes]:
+def _attributes(modules: set[nn.Module]) -> dict[tuple[nn.Module, str], bytes]:
     """Return the values of modules' attributes, of those that can be written."""
     found = {}
     for module in modules:
         for name in vars(module).keys() - vars(nn.Module()).keys():
             with contextlib.suppress(Exception):  # of whatever class the value is
-                found[f"{type(module).__qualname__}.{name}"] = pickle.dumps(vars(module)[name])
+                found[module, name] = pickle.dumps(vars(module)[name])
     return found
 
 

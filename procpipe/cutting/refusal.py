@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
-from pathlib import Path
+import os
+import sys
+import traceback
 
 import torch
 
-_PYTHON, _TORCH, _OWN = (
-    str(Path(str(m)).parent) for m in (inspect.__file__, torch.__file__, __file__)
-)
+_PYTHON, _TORCH, _OWN = (os.path.dirname(file) for file in (os.__file__, torch.__file__, __file__))
+
+#: What to do about most refusals.
+WHOLE = "let the module around it stay whole (whole=(ItsClass,)), or move it into one of its own"
 
 
 class CannotCutError(ValueError):
@@ -22,21 +24,20 @@ class CannotCutError(ValueError):
 
 def line() -> str:
     """Return the line of the model's code that runs: ``model.py:12: x = x.view(b, -1)``."""
-    frame = inspect.currentframe()
-    while frame is not None and not _is_of_model(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown line"
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        file = frame.f_code.co_filename
+        is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
+        if not (is_pythons or file.startswith((_TORCH, _OWN))):
+            return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    return "an unknown line"
 
 
-def _is_of_model(file: str) -> bool:
-    if file.startswith((_TORCH, _OWN)):
-        return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
-
-
-def refusal(why: str, instead: str) -> CannotCutError:
+def refusal(why: str, instead: str = WHOLE) -> CannotCutError:
     """Return the error for the line that runs: what it does, and what to do instead."""
     return CannotCutError(f"{why}, in {line()}\n{instead}")
+
+
+def not_plain(value: object, what: str, instead: str = WHOLE) -> CannotCutError:
+    """Return the error for an object that layers cannot pass on, and what is done with it."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return refusal(f"a value of type {kind} {what}, which is no tensor or plain value", instead)

@@ -2,32 +2,28 @@
 
 model ── twin.py ──> a copy on the meta device ── record.py ──> a graph for each mode
   │                                                               │ modes.py: one graph
-  └──> its modules ──> emit.py: a layer for each piece <── divide.py: pieces
+  └──> its modules ─> build.py: a layer for each piece <── divide.py: pieces
 """
 
 from __future__ import annotations
 
-import inspect
 import random
-import re
 import sys
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from procpipe.cutting import modes
-from procpipe.cutting.divide import drop_unused, localise, pieces_of, sized_nodes
-from procpipe.cutting.emit import Pieces
-from procpipe.cutting.layers import Inputs, arguments_of
+from procpipe.cutting.build import layers_of
+from procpipe.cutting.divide import drop_unused, localise, mark_sized, number_pieces
+from procpipe.cutting.layers import Arguments
 from procpipe.cutting.record import Recorder
 from procpipe.cutting.refusal import CannotCutError
-from procpipe.cutting.twin import copied, opened_names, stand_in
+from procpipe.cutting.twin import META, copied, opened_names, owned, stand_in
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
 
 
@@ -56,9 +52,7 @@ class CutModel(nn.Sequential):
         layers: Any = self.named_children()
         for name, layer in layers:
             number = sum(parameter.numel() for parameter in layer.parameters())
-            lines = [f"{name}: {number:,} parameters", *layer.ports.texts]
-            lines += layer.ports.code.splitlines()
-            parts.append("\n    ".join(lines))
+            parts.append("\n    ".join([f"{name}: {number:,} parameters", *layer._texts]))
         return "\n\n".join(parts)
 
 
@@ -95,97 +89,65 @@ def sequential(
     Raises:
         ValueError: the forward does what layers would not repeat: names the line, and what to do.
     """
-    _check(model)
-    signature = inspect.signature(model.forward)
-    arguments = arguments_of(signature, inputs, named)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a {type(model).__qualname__} is no nn.Module: pass the model, then a sample of its "
+            "inputs"
+        )
     opened = opened_names(model, largest, whole)
-    _check_modes(model, opened)
-    recorder, graph, changed = _recorded(model, signature, arguments, opened)
-    sized = sized_nodes(graph, changed)
-    num_elements = sum(parameter.numel() for parameter in model.parameters())
-    piece = pieces_of(graph, changed, sized, _weight_in(model), largest * num_elements)
-    localise(graph, piece, sized)
+    _check(model, opened)
+    arguments = Arguments(model.forward, inputs, named)
+    graph = _recorded(model, opened, arguments, inputs, named)
+    mark_sized(graph)
+    number_pieces(graph, largest * sum(parameter.numel() for parameter in model.parameters()))
+    localise(graph)
     drop_unused(graph)
-    pieces = Pieces(model, recorder.twin if recorder.is_on_meta else None, graph, piece, sized)
-    made = CutModel(OrderedDict(pieces.layers(Inputs.of(signature, arguments), recorder.tree)))
+    made = CutModel(layers_of(model, graph, arguments))
     for module in (made, *made):
         module.training = model.training
-    made.sample = _without_values(inputs)
-    if named:
-        bound = inspect.BoundArguments(signature, OrderedDict(arguments))
-        positional = dict(zip(arguments, bound.args, strict=False))
-        made.sample = _without_values({**positional, **bound.kwargs})
+    by_name = dict(zip(arguments.names, inputs, strict=False)) | named
+    made.sample = _stand_ins(by_name if named else inputs, META)
     made.keys = lambda key: key.partition(".")[2]
     return made
 
 
 def _recorded(
     model: nn.Module,
-    signature: inspect.Signature,
-    arguments: dict[str, Any],
     opened: dict[str, None],
-) -> tuple[Recorder, fx.Graph, list[tuple[fx.Node, fx.Node]]]:
-    """Record the forward in both modes; return the recorder of the model's mode, and a graph."""
-    first: Exception | None = None
-    for device in _devices(model):
+    arguments: Arguments,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+) -> fx.Graph:
+    """Record the forward in both modes, and return a graph of both."""
+
+    def record(device: torch.device | None, is_training: bool) -> fx.Graph:
+        with _undisturbed(), said_to_compile():  # libraries then leave out what reads values
+            twin = copied(model, device).train(is_training)
+            args, kwargs = _stand_ins((inputs, named), device)
+            recorder = Recorder(twin, opened, arguments.bound(args, kwargs))
+            recorder.run(args, kwargs)
+        drop_unused(recorder.graph)
+        return recorder.graph
+
+    is_meta = any(tensor.is_meta for _, tensor in owned(model))
+    device: torch.device | None
+    for device in (META,) if is_meta else (META, None):  # the model's own, if it has values
         try:
-            ours = _record(model, signature, arguments, opened, device, model.training)
+            graph = record(device, model.training)
+            break
         except Exception as error:  # of any kind, since it is the user's code that runs
-            is_better = isinstance(error, CannotCutError) and not isinstance(first, CannotCutError)
-            first = error if first is None or is_better else first
-            continue
-        break
+            fault = error
     else:
-        assert first is not None
-        first.add_note("procpipe: while procpipe.sequential recorded the model's forward")
-        raise first
-    graph = ours.graph
-    training = [*graph.nodes][1]
-    drop_unused(graph)
+        fault.add_note("procpipe: while procpipe.sequential recorded the model's forward")
+        raise fault
     try:
-        theirs = _record(model, signature, arguments, opened, device, not model.training)
-        drop_unused(theirs.graph)
-        different = modes.join(graph, theirs.graph, training, is_training=model.training)
+        other = record(device, not model.training)
+        different = modes.join(graph, other, is_training=model.training)
     except Exception as error:
         different = f"{type(error).__name__}: {error}"
     if different:
-        modes.keep_to(graph, training, different, is_training=model.training)
-    drop_unused(graph)
-    return ours, graph, ours.changed
-
-
-def _devices(model: nn.Module) -> Iterator[torch.device | None]:
-    """Yield the meta device; then None, for where the model is, if it has values."""
-    yield torch.device("meta")
-    if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
-        yield None
-
-
-def _record(
-    model: nn.Module,
-    signature: inspect.Signature,
-    arguments: dict[str, Any],
-    opened: dict[str, None],
-    device: torch.device | None,
-    is_training: bool,
-) -> Recorder:
-    """Record the forward in one mode."""
-    with _undisturbed(), said_to_compile():  # libraries then leave out what reads values
-        twin = copied(model, device).train(is_training)
-        given = pytree.tree_map_only(Tensor, lambda t: stand_in(t, device), arguments)
-        found = pytree.tree_flatten_with_path(given)[0]
-        tensors = {
-            re.sub(r"\W+", "_", pytree.keystr(path)).strip("_"): leaf
-            for path, leaf in found
-            if isinstance(leaf, Tensor)
-        }
-        if not tensors:
-            raise CannotCutError(f"the sample of the {type(model).__qualname__} has no tensor")
-        on = next(iter(tensors.values())).device
-        recorder = Recorder(twin, opened, on)
-        bound = inspect.BoundArguments(signature, OrderedDict(given))
-        recorder.run(bound.args, bound.kwargs, tensors)
-    return recorder
+        modes.keep_to(graph, different, is_training=model.training)
+    return graph
 
 
 @contextmanager
@@ -205,47 +167,21 @@ def _undisturbed() -> Iterator[None]:
                 numpy.set_state(states[1])
 
 
-def _check(model: nn.Module) -> None:
-    name = type(model).__qualname__
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a {name} is no nn.Module: pass the model, then a sample of its inputs")
-    if is_compiled(model):
-        raise CannotCutError(
-            f"the {name} is compiled as a whole, so its forward cannot be recorded: pass the model "
-            "itself, and compile the stage (stage.compile())"
-        )
-    if has_hooks(model):
-        raise CannotCutError(
-            f"the {name} has hooks, which the layers would not call: remove them, or register them "
-            "at modules inside it"
-        )
-
-
-def _check_modes(model: nn.Module, opened: dict[str, None]) -> None:
+def _check(model: nn.Module, opened: Iterable[str]) -> None:
+    """Refuse a model that is compiled, has hooks, or has modules in another mode."""
     others = [name for name in opened if model.get_submodule(name).training != model.training]
-    if others:
-        raise CannotCutError(
-            f"the modules {', '.join(others)} would be opened, but are in another mode than the "
-            "model: let them stay whole (whole=), or call model.train() or model.eval()"
-        )
+    whys = {
+        "is compiled as a whole, so its forward cannot be recorded: pass the model itself, and "
+        "compile the stage (stage.compile())": is_compiled(model),
+        "has hooks, which the layers would not call: remove them, or register them at modules "
+        "inside it": has_hooks(model),
+        f"has the modules {', '.join(others)}, which would be opened, but are in another mode: "
+        "let them stay whole (whole=), or call model.train() or model.eval()": bool(others),
+    }
+    for why, is_so in whys.items():
+        if is_so:
+            raise CannotCutError(f"the {type(model).__qualname__} {why}")
 
 
-def _weight_in(model: nn.Module) -> Callable[[fx.Node], int]:
-    """Return a function that counts the elements of the parameters that a node uses."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    counts: dict[str, int] = {}
-
-    def weight(node: fx.Node) -> int:
-        used = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-        total = sum(parameters[name].numel() for name in used if name in parameters)
-        if (name := node.meta.get("module")) is not None:
-            if name not in counts:
-                counts[name] = sum(p.numel() for p in model.get_submodule(name).parameters())
-            total += counts[name]
-        return total
-
-    return weight
-
-
-def _without_values(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: stand_in(t, torch.device("meta")), value)
+def _stand_ins(value: Any, device: torch.device | None) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: stand_in(tensor, device), value)

@@ -1,12 +1,11 @@
-"""Sizes as numbers that note what is computed from them.
+"""Sizes as numbers that note in the graph what is computed from them.
 
     b, t, c = x.shape           three sizes
     x.view(b, t, 4, c // 4)     a size that is computed again for each micro-batch
     assert t <= 128             a decision, which is made once, and checked for each micro-batch
 
-``bool()``, ``int()`` and ``range()`` need the value itself, so each is a decision, too. torch
-accepts sizes of no other class than its ``SymInt``, so these are subclasses of it, whose methods
-they replace.
+``int()`` and ``range()`` need the value itself, so each is a decision, too. torch accepts sizes of
+no other class than its ``SymInt``, so these are subclasses of it, whose methods they replace.
 """
 
 from __future__ import annotations
@@ -14,100 +13,46 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
-from procpipe.cutting.refusal import refusal
+from procpipe.cutting.at_run import check
+from procpipe.cutting.refusal import WHOLE, line, refusal
 
 
-class Notes(Protocol):
-    """Where computations and decisions are noted."""
-
-    def computed(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Return the number that a function of numbers returns."""
-
-    def decided(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Return the plain value of a function of numbers, the same for each micro-batch."""
-
-
-def _arithmetic(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def straight(self: Number, other: Any) -> Any:
-        known = isinstance(other, int | float | Number)
-        return self.notes.computed(function, self, other) if known else NotImplemented
-
-    def reflected(self: Number, other: Any) -> Any:
-        known = isinstance(other, int | float | Number)
-        return self.notes.computed(function, other, self) if known else NotImplemented
-
-    return straight, reflected
-
-
-def _decision(function: Callable[..., Any]) -> Callable[..., Any]:
-    def decide(self: Number, other: Any) -> Any:
-        known = isinstance(other, int | float | Number)
-        return self.notes.decided(function, self, other) if known else NotImplemented
-
-    return decide
+def must_be(node: fx.Node, value: Any) -> Any:
+    """Have each micro-batch checked for a plain value of the sample, and return it."""
+    arguments = (node, value, f"{line()}\n{WHOLE}")
+    node.graph.call_function(check, arguments).meta["keep"] = True
+    return value
 
 
 class Number:
-    """A number of the sample, and the node that computes it for each micro-batch.
+    """A number of the sample, and the node that computes it for each micro-batch."""
 
-    Attributes:
-        value: the sample's.
-        source: the node.
-        notes: where what is computed of it is noted.
-    """
-
-    def __init__(self, value: Any, source: fx.Node, notes: Notes) -> None:
-        self.value, self.source, self.notes = value, source, notes
+    def __init__(self, value: Any, source: fx.Node) -> None:
+        self.value, self.source = value, source
 
     @property
     def node(self) -> Any:
         """Refuse what torch would do with its own."""
         raise refusal("an operation on sizes is not known", "use int() of the size")
 
-    __add__, __radd__ = _arithmetic(operator.add)
-    __sub__, __rsub__ = _arithmetic(operator.sub)
-    __mul__, __rmul__ = _arithmetic(operator.mul)
-    __floordiv__, __rfloordiv__ = _arithmetic(operator.floordiv)
-    __truediv__, __rtruediv__ = _arithmetic(operator.truediv)
-    __mod__, __rmod__ = _arithmetic(operator.mod)
-    __pow__, __rpow__ = _arithmetic(operator.pow)
-    __lt__, __le__ = _decision(operator.lt), _decision(operator.le)
-    __gt__, __ge__ = _decision(operator.gt), _decision(operator.ge)
-    __eq__, __ne__ = _decision(operator.eq), _decision(operator.ne)
-
     # Python's int can be hashed. einops asks for a TypeError where a size is to stay one.
     __hash__ = None  # type: ignore[assignment]
 
-    def __neg__(self) -> Any:
-        return self.notes.computed(operator.neg, self)
-
-    def __abs__(self) -> Any:
-        return self.notes.computed(abs, self)
-
-    def __floor__(self) -> Any:
-        return self.notes.computed(math.floor, self)
-
-    def __ceil__(self) -> Any:
-        return self.notes.computed(math.ceil, self)
-
-    def __bool__(self) -> bool:
-        return bool(self.notes.decided(bool, self))
-
     def __int__(self) -> int:
-        return int(self.notes.decided(int, self))
+        return int(must_be(self.source, self.value))
 
     __index__ = __trunc__ = __int__
 
     def __float__(self) -> float:
-        return float(self.notes.decided(float, self))
+        return float(must_be(self.source, self.value))
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self.notes.decided(float, self), digits)
+        return round(must_be(self.source, self.value), digits)
 
     def __repr__(self) -> str:
         return f"<size {self.value}>"  # for messages; no number, so that no code goes by it
@@ -124,3 +69,28 @@ class Size(Number, torch.SymInt):  # type: ignore[misc]
 
 class Ratio(Number, torch.SymFloat):  # type: ignore[misc]
     """A float."""
+
+
+def _noting(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
+    """Return the method that computes a function of a number and of others, or decides by it."""
+
+    def method(number: Number, *others: Any) -> Any:
+        if not all(isinstance(other, int | float | Number) for other in others):
+            return NotImplemented
+        operands = (*others, number) if is_reflected else (number, *others)
+        values = [n.value if isinstance(n, Number) else n for n in operands]
+        sources = [n.source if isinstance(n, Number) else n for n in operands]
+        node, value = number.source.graph.call_function(function, (*sources,)), function(*values)
+        kind = {int: Size, float: Ratio}.get(type(value))
+        return must_be(node, value) if kind is None else kind(value, node)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
+    setattr(Number, f"__{_name}__", _noting(getattr(operator, _name)))
+    setattr(Number, f"__r{_name}__", _noting(getattr(operator, _name), is_reflected=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
+    setattr(Number, f"__{_name}__", _noting(getattr(operator, _name)))
+for _function in (math.floor, math.ceil, bool):
+    setattr(Number, f"__{_function.__name__}__", _noting(_function))

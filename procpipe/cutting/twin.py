@@ -16,6 +16,8 @@ from torch.nn.utils import parametrize
 
 from procpipe.torch_internals import has_hooks, is_compiled
 
+META = torch.device("meta")
+
 #: The modules of torch that may be opened; its others use what is inside in ways of their own.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _OPENED = (
@@ -29,39 +31,29 @@ _OPENED = (
 
 def copied(model: nn.Module, device: torch.device | None) -> nn.Module:
     """Copy a model onto the meta device; without a device, with its parameters themselves."""
-    memo: dict[int, object] = {}
-    for module in model.modules():
-        for tensor in chain(module._buffers.values(), _attributes(module)):
-            if tensor is not None:
-                memo[id(tensor)] = stand_in(tensor, device)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                made = parameter
-                if device is not None:
-                    empty = torch.empty_like(parameter, device=device)
-                    made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                memo[id(parameter)] = made
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(
+        model, {id(tensor): stand_in(tensor, device) for _, tensor in owned(model)}
+    )
 
 
 def stand_in(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Return a tensor without values on a device; without a device a copy."""
+    """Return a tensor without values on a device; without a device a copy, or the parameter."""
+    is_parameter = isinstance(tensor, nn.Parameter)
     if device is None:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+        return (
+            tensor if is_parameter else tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        )
+    made = torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
 def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, buffers and plain tensors that a model's modules have, by name."""
     for name, module in model.named_modules(remove_duplicate=False):
-        for held in (module._parameters, module._buffers, vars(module)):
-            for key, tensor in held.items():
-                if isinstance(tensor, Tensor):
-                    yield f"{name}.{key}".lstrip("."), tensor
-
-
-def _attributes(module: nn.Module) -> list[Tensor]:
-    return [value for value in vars(module).values() if isinstance(value, Tensor)]
+        held = (module._parameters, module._buffers, vars(module))
+        for key, tensor in chain.from_iterable(each.items() for each in held):
+            if isinstance(tensor, Tensor):
+                yield f"{name}.{key}".lstrip("."), tensor
 
 
 def opened_names(

@@ -149,12 +149,7 @@ CASES: dict[str, Case] = {
         lambda b: ((drawn(b, 5, 8), drawn(b, 4, 8)), {}),
     ),
     "GPT-2": Case(_hf("GPT2", "LMHeadModel", **_GPT2), _tokens(), _logits, package="transformers"),
-    "Llama": Case(
-        _hf("Llama", "ForCausalLM", **_LLAMA), _tokens(), _logits, package="transformers"
-    ),
-    "Llama, mask": Case(
-        _hf("Llama", "ForCausalLM", **_LLAMA), _masked, _logits, package="transformers"
-    ),
+    "Llama": Case(_hf("Llama", "ForCausalLM", **_LLAMA), _masked, _logits, package="transformers"),
     "BERT": Case(
         _hf("Bert", "ForSequenceClassification", **_BERT, num_labels=3),
         lambda b: ((), {"input_ids": words(b, 9), "attention_mask": torch.ones(b, 9).long()}),

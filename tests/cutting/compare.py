@@ -157,10 +157,3 @@ def ways_of(name: str, numbers: Iterable[int] = (1, 2, 3)) -> list[Way]:
         for schedule in ("gpipe", "1f1b")
         for checkpoint in ("never", "always")
     ]
-
-
-def table(found: dict[str, str]) -> str:
-    """Return a table in Markdown: for each model whether it is equal, or its error."""
-    lines = ["| model | layers equal the model |", "|---|---|"]
-    lines += [f"| {name} | {fault or 'yes'} |" for name, fault in found.items()]
-    return "\n".join(lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import procpipe
-
-
-class Base(nn.Module):
-    """Two layers, and what subclasses do between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.calls, self.rng = [], random.Random(0)
-
-    def between(self, h):
-        return h
-
-    def forward(self, x):
-        return self.second(self.between(self.first(x)))
+from tests.cutting.cases import CASES, words
+from tests.cutting.models import Base
 
 
 def cut(between, sample=None, **options):
@@ -105,6 +94,10 @@ REFUSED = {
     "data": (lambda self, h: h.data + 1, "uses data of a tensor"),
     "a hook": (lambda self, h: h.register_hook(print) and h, "uses register_hook"),
     "a changed parameter": (changes_parameter, "changes second.bias in place"),
+    "an object": (
+        lambda self, h: self.second(random.Random(h.dim())),
+        "Random is passed on.*whole=",
+    ),
     "a packed sequence": (packed, "PackedSequence.*in one module"),
     "reentrant checkpointing": (reentrant, "use_reentrant=False"),
 }
@@ -116,8 +109,21 @@ def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
     with pytest.raises(ValueError, match=f"(?s){text}") as caught:
         cut(between)
     message = str(caught.value)
-    assert f"{__file__}:" in message or "changes this attribute" in message
+    assert f"{Path(__file__).parent}/" in message or "changes this attribute" in message
     assert len(message.splitlines()) > 1, "it says what to do"
+
+
+def test_an_attribute_is_compared_for_each_module_of_a_class():
+    class Counts(Base):
+        def between(self, h):
+            if self.calls:
+                self.calls.append(1)
+            return h
+
+    model: Any = nn.Sequential(Counts(), Counts())
+    model[0].calls.append(1)
+    with pytest.raises(ValueError, match=r"Counts\.calls changes this attribute"):
+        procpipe.sequential(model, torch.ones(6, 4))
 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused():
@@ -140,22 +146,17 @@ def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
 
 
 def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
-    transformers = pytest.importorskip("transformers")
-    values = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "intermediate_size": 20,
-    }
-    config = transformers.LlamaConfig(**values, num_hidden_layers=2, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    model = CASES["Llama"].make()
     with pytest.raises(ValueError, match=r"(?s)Cache is passed on.*use_cache=False"):
-        procpipe.sequential(model, torch.ones(2, 5, dtype=torch.long))
+        procpipe.sequential(model, words(2, 5))
 
 
 def test_modules_in_another_mode_are_refused_where_they_would_be_opened():
     model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
     model[0].eval()
-    with pytest.raises(ValueError, match="modules 0 would be opened, but are in another mode"):
+    with pytest.raises(
+        ValueError, match="the modules 0, which would be opened, but are in another"
+    ):
         procpipe.sequential(model, torch.ones(6, 4))
     assert len(procpipe.sequential(model, torch.ones(6, 4), whole=(Base,))) == 2
