@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,27 +24,12 @@ from procpipe.cutting.layers import Arguments
 from procpipe.cutting.record import Recorder
 from procpipe.cutting.refusal import CannotCutError
 from procpipe.cutting.twin import META, copied, opened_names, owned, stand_in
+from procpipe.divided import Divided
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
 
 
-class CutModel(nn.Sequential):
-    """An ordinary module as an ``nn.Sequential``, which takes what the module takes.
-
-    Attributes:
-        sample: the arguments that it was recorded with, without values.
-        keys: returns the model's key for a key of this one.
-    """
-
-    sample: tuple[Any, ...] | dict[str, Any]
-    keys: Callable[[str], str]
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the model returns."""
-        first, *others = self
-        value = first(*inputs, **named)
-        for layer in others:
-            value = layer(value)
-        return value
+class CutModel(Divided):
+    """An ordinary module as an ``nn.Sequential``, which takes what the module takes."""
 
     def describe(self) -> str:
         """Return a text: for each layer what it takes from where, sends where, and its code."""

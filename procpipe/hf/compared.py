@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.layers import Block
-
 #: The classes that docs/language_models.md lists, which ``python -m tests.hf`` compares.
 COMPARED = frozenset(
     (
@@ -31,7 +29,6 @@ COMPARED = frozenset(
     )
 )
 
-_TOLERANCE = 1e-10
 _NUM_WORDS, _NUM_SAMPLES, _LENGTH = 64, 3, 7
 
 #: The copy is not larger, in parameters, and has no more blocks.
@@ -62,35 +59,32 @@ def unsupported(model: Any, reason: str) -> TypeError:
     )
 
 
-def check_equal(model: Any, layers: nn.Sequential, divide: Callable[[Any], Any]) -> None:
-    """Compare a small copy of a model with what ``divide`` makes of another one.
+def check_equal(
+    model: Any, blocks: Sequence[nn.Module], divide: Callable[[Any], nn.Sequential]
+) -> None:
+    """Compare a small copy of a model with what ``divide`` makes of it.
 
     Does not communicate, and does not change the state of the random generators.
 
     Args:
         model: of transformers, of any size, perhaps on the meta device.
-        layers: what ``divide`` has made of it.
+        blocks: the model's.
         divide: makes the layers of a pipeline of a model.
 
     Raises:
         TypeError: logits or gradients differ, or no small copy runs.
     """
-    blocks = [layer.block for layer in layers if isinstance(layer, Block)]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(0)
         plain, batch = _small(model, _num_blocks(model.config, blocks))
-        of_name = dict(plain.named_parameters())
-        expected = _outputs(plain, batch)
-        gradients = _gradients(expected, of_name)
+        expected = _step(plain, batch, plain)
         try:
-            found = _outputs(divide(plain), batch)  # has the same parameters
+            found = _step(divide(plain), batch, plain)  # has the same parameters
         except Exception as error:
             raise unsupported(model, f"a small copy of it fails: {error}") from error
-        if any(map(_differ, found, expected)):
-            raise unsupported(model, "the logits of a small copy of it are not transformers'")
-        for key, ours in _gradients(found, of_name).items():
-            if _differ(ours, gradients[key]):
-                raise unsupported(model, f"a small copy of it has another gradient of {key}")
+        for name, ours in found.items():
+            if not torch.allclose(ours, expected[name], rtol=1e-10, atol=1e-10):  # or is NaN
+                raise unsupported(model, f"a small copy of it has {name} unlike transformers'")
 
 
 def _small(model: Any, num_blocks: int) -> tuple[Any, dict[str, Tensor]]:
@@ -111,7 +105,7 @@ def _small(model: Any, num_blocks: int) -> tuple[Any, dict[str, Tensor]]:
             for left in (True, False):
                 batch = _batch(config.vocab_size, left=left)
                 with torch.no_grad():
-                    (logits, *_) = _outputs(made, batch)
+                    logits, _ = _outputs(made, batch)
                 if logits.isfinite().all():
                     return made, batch
             fault = "its logits are not finite"
@@ -151,10 +145,10 @@ def _num_blocks(config: Any, blocks: Sequence[nn.Module]) -> int:
     """
     lists = [each for each in vars(config).values() if isinstance(each, list)]
     of_blocks = [each for each in lists if len(each) == len(blocks)]
-    kinds = []
-    for k, block in enumerate(blocks):
-        shapes = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
-        kinds.append(repr((block, shapes, [each[k] for each in of_blocks])))
+    kinds = [
+        repr((block, [p.shape for p in block.parameters()], [each[k] for each in of_blocks]))
+        for k, block in enumerate(blocks)
+    ]
     last = max(kinds.index(kind) for kind in kinds)
     return min(max(last + 1, 2), len(blocks), _MOST_BLOCKS)
 
@@ -178,33 +172,31 @@ def _batch(num_words: int, *, left: bool) -> dict[str, Tensor]:
     return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
-def _outputs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the logits that count, and the auxiliary loss if there is one."""
+def _outputs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits that count, and the auxiliary loss, or 0 if there is none."""
     torch.manual_seed(1)
     if isinstance(model, nn.Sequential):
         result = model(**batch)
-        logits, *auxiliary = result if isinstance(result, tuple) else (result,)
+        logits, auxiliary = result if isinstance(result, tuple) else (result, None)
     else:
         result = model(**batch, use_cache=False)
-        logits, auxiliary = result.logits, []
-        if (loss := result.get("aux_loss")) is not None:
-            auxiliary = [model.router_aux_loss_coef * loss]
+        logits, auxiliary = result.logits, result.get("aux_loss")
+        if auxiliary is not None:
+            auxiliary = model.router_aux_loss_coef * auxiliary
     mask = batch["attention_mask"]
-    return logits[mask.bool()] if logits.shape[:2] == mask.shape else logits, *auxiliary
+    logits = logits[mask.bool()] if logits.shape[:2] == mask.shape else logits
+    return logits, torch.zeros(()) if auxiliary is None else auxiliary
 
 
-def _gradients(
-    outputs: tuple[Tensor, ...], parameters: dict[str, Tensor]
-) -> dict[str, Tensor | None]:
-    """Return the gradients of a sum over outputs, in which every element has its own weight."""
-    logits, *auxiliary = outputs
+def _step(model: nn.Module, batch: dict[str, Tensor], plain: nn.Module) -> dict[str, Tensor]:
+    """Return the results of a model, and the gradients of the plain one's parameters, by name.
+
+    They are of a sum over the results, in which every element has its own weight.
+    """
+    logits, auxiliary = _outputs(model, batch)
     weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
-    total = sum(auxiliary, (logits * weights).sum())
-    found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
-
-
-def _differ(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Return whether tensors differ; also where one is NaN. None is 0."""
-    ours, theirs = (torch.zeros(()) if value is None else value for value in (ours, theirs))
-    return not bool((ours - theirs).abs().max() <= _TOLERANCE * (1 + theirs.abs().max()))
+    keys, parameters = zip(*plain.named_parameters(), strict=True)
+    total = auxiliary + (logits * weights).sum()
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    named = {f"a gradient of {key}": value for key, value in zip(keys, gradients, strict=True)}
+    return {"logits": logits, "an auxiliary loss": auxiliary, **named}

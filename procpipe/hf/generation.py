@@ -10,7 +10,7 @@ streamers and processors cannot make ranks differ. Caches of keys and values sta
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import repeat
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.hf.layers import Embed, ModelLayer, model_of
+from procpipe.data.microbatch import NoChunk
+from procpipe.hf.layers import ModelLayer, model_of
 from procpipe.stage import Stage
 
 #: Options of transformers for the caches, which are here on the stages.
@@ -58,54 +59,53 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
     Source: ``transformers.GenerationMixin.generate``.
     """
     model = model_of(stage)
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    if not model.can_generate():
         raise TypeError(
             f"hf.generate continues the text of a causal language model, not of a "
             f"{type(model).__name__}"
         )
     with _passes(stage) as run:
-        if stage._grid.stage != 0:
-            return _follow(stage, run)
+        while stage._grid.stage != 0:  # follows the orders of the first rank
+            order = run(None)
+            if "tokens" in order:
+                return order["tokens"]  # type: ignore[no-any-return]
+            if "fault" in order:
+                first = stage._grid.rank_of(0)
+                raise ValueError(f"rank {first} could not generate: {order['fault']}")
         try:
             _check(model, input_ids, options)
-            on_stages = _on_stages(model, stage, run)
-            tokens = on_stages.generate(input_ids.to(stage.device), **options)
+            tokens = _on_stages(model, stage, run).generate(input_ids.to(stage.device), **options)
         except BaseException as error:
             with suppress(Exception):  # if a call failed, all ranks have
-                stage.fetch({"fault": f"{type(error).__name__}: {error}"})
+                run({"fault": f"{type(error).__name__}: {error}"})
             raise
-        return stage.fetch({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
+        return run({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
 
 
-def _follow(stage: Stage, run: Callable[..., Tensor]) -> Tensor:
-    """Run the forward passes that the first rank orders, until it gives the tokens."""
-    while True:
-        order = stage.fetch(None)
-        if "tokens" in order:
-            tokens: Tensor = order["tokens"]
-            return tokens
-        if "fault" in order:
-            raise ValueError(f"rank {stage._grid.rank_of(0)} could not generate: {order['fault']}")
-        run(order["use_cache"])
+#: Follows an order of the first rank, with the inputs that it has; returns what comes of it.
+_Run = Callable[..., dict[str, Any]]
 
 
 @contextmanager
-def _passes(stage: Stage) -> Iterator[Callable[..., Tensor]]:
+def _passes(stage: Stage) -> Iterator[_Run]:
     """Let the stage's layers keep caches, and its head give the last position only, for a while.
 
-    Yields what runs the pipeline once, with caches or without; every rank calls it, and gets the
-    logits ``(batch, 1, words)``.
+    Yields what every rank calls: ``use_cache`` orders a forward pass, which gives the logits
+    ``(batch, 1, words)``; other orders are what comes of them.
     """
     layers = [layer for layer in stage.children() if isinstance(layer, ModelLayer)]
     caches: list[list[Any]] = [[] for _ in layers]  # the first layer of a partition uses its own
     modes = [(module, module.training) for module in stage.modules()]
 
-    def run(use_cache: bool, **named: Any) -> Tensor:
+    def run(order: dict[str, Any] | None, **named: Any) -> dict[str, Any]:
+        order = stage.fetch(order)
+        if "use_cache" not in order:
+            return order
         for layer, of_layer in zip(layers, caches, strict=True):
-            layer.caches = _in_order(of_layer, layer.stack.config) if use_cache else repeat(None)
+            is_kept = order["use_cache"]
+            layer.caches = _in_order(of_layer, layer.stack.config) if is_kept else repeat(None)
         output = stage(**named)
-        logits: Tensor = stage.fetch(output[0] if isinstance(output, tuple) else output)
-        return logits
+        return {"logits": stage.fetch(output[0] if isinstance(output, tuple) else output)}
 
     stage.eval()
     try:
@@ -126,51 +126,43 @@ def _in_order(caches: list[Any], config: Any) -> Iterator[Any]:
     from transformers import DynamicCache
 
     for cache in caches:
-        sized = [each for each in cache.layers if hasattr(each, "get_seq_length")]
-        filled = [each for each in sized if each.get_seq_length() > 0]
-        for k, each in enumerate(cache.layers):
-            if each in sized and each not in filled and filled:
-                same = (other for other in filled if type(other) is type(each))
-                cache.layers[k] = next(same, filled[0])
+        sized = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
+        filled = {type(layer): layer for layer in sized if layer.get_seq_length() > 0}
+        for k, layer in enumerate(cache.layers):
+            if layer in sized and filled and layer.get_seq_length() == 0:
+                cache.layers[k] = filled.get(type(layer), next(iter(filled.values())))
         yield cache
     while True:
         caches.append(DynamicCache(config=config))
         yield caches[-1]
 
 
-def _on_stages(model: Any, stage: Stage, run: Callable[..., Tensor]) -> Any:
+def _on_stages(model: Any, stage: Stage, run: _Run) -> Any:
     """Return a copy of a model whose forward orders a pass of all ranks, and runs it."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    (embed,) = (layer for layer in stage.children() if isinstance(layer, Embed))
-    num_tokens = 0  # of each sequence, in all passes
+    stack = next(layer.stack for layer in stage.children() if isinstance(layer, ModelLayer))
 
-    def forward(self: Any, **inputs: Any) -> Any:
-        nonlocal num_tokens
-        named = {key: inputs[key] for key in embed.stack.inputs if inputs.get(key) is not None}
-        size, length = named["input_ids"].shape
+    @functools.wraps(model.forward)  # of which transformers reads the parameters
+    def forward(**inputs: Any) -> Any:
+        named = {key: inputs[key] for key in stack.inputs if inputs.get(key) is not None}
+        size = len(named["input_ids"])
         for key, value in named.items():
             if isinstance(value, Tensor) and len(value) == 1 != size:
-                named[key] = value.expand(size, *value.shape[1:])  # one row for all samples
-        use_cache = embed.stack.cache_name is not None and inputs.get("use_cache") is not False
-        stage.fetch({"use_cache": use_cache})
-        logits = run(use_cache, **named)
-        num_tokens = num_tokens * use_cache + length
+                named[key] = NoChunk(value)  # one row for all samples
+        use_cache = stack.cache_name is not None and inputs.get("use_cache") is not False
+        logits = run({"use_cache": use_cache}, **named)["logits"]
         if (is_nan := logits.isnan().flatten(1).any(1)).any():
             raise ValueError(
-                f"the logits of sequence {int(is_nan.long().argmax())} are NaN after {num_tokens} "
-                "tokens, so there is no next one: look for NaN in the weights; some models give it "
-                "for prompts that are padded on the left"
+                f"the logits of sequence {int(is_nan.long().argmax())} are NaN, so there is no "
+                "next token: look for NaN in the weights; some models give it for prompts that are "
+                "padded on the left"
             )
         return CausalLMOutputWithPast(logits=logits)
 
-    plain = type(model)
-    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
-    kinds = (value.dtype for value in stage.parameters() if value.is_floating_point())
-    changes = {"dtype": next(kinds, torch.get_default_dtype()), "device": stage.device}
-    changes |= {"forward": forward, "__module__": plain.__module__}
     made = copy.copy(model)
-    made.__class__ = type(plain.__name__, (plain,), changes)
+    made.forward = forward
+    made._parameters = {"of_stage": next(stage.parameters())}  # has the device and dtype
     return made
 
 
@@ -180,26 +172,22 @@ def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
         form = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
     mask = options.get("attention_mask")
-    if mask is not None and not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, not {type(mask).__name__}")
-    if mask is not None and (mask.shape != input_ids.shape or not mask[:, -1].all()):
+    shape = getattr(mask, "shape", None)
+    if mask is not None and (shape != input_ids.shape or not mask[:, -1].all()):
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} for prompts {tuple(input_ids.shape)}, "
-            "or is 0 at the end of one: it must have their shape, and prompts be padded on the "
-            "left (tokenizer.padding_side = 'left')"
+            f"attention_mask has shape {shape and tuple(shape)} for prompts "
+            f"{tuple(input_ids.shape)}, or is 0 at the end of one: it must have their shape, and "
+            "prompts be padded on the left (tokenizer.padding_side = 'left')"
         )
     config = copy.deepcopy(options.get("generation_config") or model.generation_config)
     config.update(**{key: value for key, value in options.items() if hasattr(config, key)})
     mode = config.get_generation_mode(options.get("assistant_model"))
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(
-            f"hf.generate cannot do {mode.value!r}, which changes caches between tokens: leave out "
-            "beams and assistants; give do_sample=True, or False for the most probable tokens"
-        )
     refused = [name for name in _OF_CACHES if options.get(name) is not None]
     refused += ["return_dict_in_generate"] * bool(config.return_dict_in_generate)
+    refused += [str(mode.value)] * (mode not in ("greedy_search", "sample"))
     if refused:
         raise ValueError(
-            f"{', '.join(refused)}: leave out, as hf.generate returns tokens only, and caches are "
-            "on their stages"
+            f"hf.generate cannot do {', '.join(refused)}: leave out beams, assistants and options "
+            "for caches, as it returns tokens only, and caches stay on their stages; give "
+            "do_sample=True, or False for the most probable tokens"
         )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.hf.stack import Given, Stack, StandIn, copied, no_mask
+from procpipe.hf.stack import Given, Stack, bare, no_mask
 from procpipe.torch_internals import compile_in_place
 
 #: The attribute of hidden states with what the blocks of this stage are called with.
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class ModelLayer(nn.Module):
-    """A layer of a model, which holds some of its modules under the model's own names.
+    """A layer of a model, which holds a part of its stack, under the model's own names.
 
     Attributes:
         stack: which all layers share.
@@ -40,16 +40,10 @@ class ModelLayer(nn.Module):
 
     caches: Iterator[Any] | None = None
 
-    def __init__(self, stack: Stack, model: nn.Module, modules: Mapping[str, Any]) -> None:
+    def __init__(self, stack: Stack, model: nn.Module, part: nn.Module) -> None:
         super().__init__()
-        self.training = model.training
-        self.stack = stack
-        for name, module in modules.items():
-            at: nn.Module = self
-            *path, last = name.split(".")
-            for each in path:
-                at = at._modules.setdefault(each, nn.Module()) or at
-            at._modules[last] = module
+        self.stack, self.training = stack, model.training
+        self.add_module(stack.name, part)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers, as transformers does."""
@@ -64,11 +58,11 @@ class ModelLayer(nn.Module):
         """Return the modules that are compiled: those that hold parameters themselves."""
         return [m for m in self.modules() if any(True for _ in m.parameters(recurse=False))]
 
-    def given(self, *, training: bool = False, **inputs: Any) -> tuple[Tensor, list[Given]]:
+    def given(self, **inputs: Any) -> tuple[Tensor, list[Given]]:
         """Return the hidden states that the first block gets, and what all are called with."""
         if self.caches is not None and (cache := next(self.caches)) is not None:
             inputs |= {str(self.stack.cache_name): cache, "use_cache": True}
-        _, states, given = self.stack.run(self, training=training, **inputs)
+        _, states, given = self.stack.run(self.get_submodule(self.stack.name), **inputs)
         return states, given
 
     def travelling(self, values: Mapping[str, Any]) -> State:
@@ -80,12 +74,12 @@ class Embed(ModelLayer):
     """The first layer: everything before the blocks."""
 
     def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__(stack, model, stack.modules(model, "before"))
+        super().__init__(stack, model, stack.part(model, "before"))
 
     def forward(self, *inputs: Any, **named: Any) -> State:
         """Return the embeddings of a mini-batch, and what travels with them."""
         named = by_name(inputs, named, self.stack.inputs)
-        states, given = self.given(training=self.training, **named)
+        states, given = self.given(**named)
         setattr(states, _GIVEN, given)
         return {"hidden_states": states, **self.travelling(named)}
 
@@ -99,10 +93,9 @@ class Block(ModelLayer):
     """
 
     def __init__(self, stack: Stack, model: nn.Module, k: int) -> None:
-        path = f"{stack.path}.{k}"
-        block = model.get_submodule(path)
-        super().__init__(stack, model, {path: block, **stack.modules(model, "between")})
-        self._k, self._path = k, path
+        self._k, self._path = k, f"{stack.path}.{k}"
+        block = model.get_submodule(self._path)
+        super().__init__(stack, model, stack.part(model, "between", {str(k): block}))
         self._routes: list[Tensor] = []
         for router, index in _routers(model.get_submodule(stack.name), block):
             router.register_forward_hook(partial(_note_route, self._routes, index))
@@ -140,15 +133,14 @@ class Head(ModelLayer):
     """
 
     def __init__(self, stack: Stack, model: nn.Module) -> None:
+        super().__init__(stack, model, stack.part(model, "after"))
         names = [*model._modules]
-        later = {name: model._modules[name] for name in names[names.index(stack.name) + 1 :]}
-        super().__init__(stack, model, stack.modules(model, "after") | later)
-        whole = copied(model, self._modules)
-        whole.__dict__[stack.name] = StandIn(stack.shell, self._run)  # before what is registered
-        self._whole = (whole,)
-        parameters = inspect.signature(type(whole).forward).parameters
-        self._has_routers = "output_router_logits" in parameters
-        self._keeps = "logits_to_keep" in parameters
+        for name in names[names.index(stack.name) + 1 :]:
+            self.add_module(name, model._modules[name])
+        self._whole = (bare(model, self._modules),)  # in a tuple, so that it is not registered
+        self._known = [*inspect.signature(type(model).forward).parameters]
+        if "output_router_logits" in self._known:
+            self.get_submodule(stack.name).register_forward_hook(self._add_router_logits)
         self._router_logits: tuple[Tensor, ...] = ()
 
     def forward(self, state: State) -> Any:
@@ -161,25 +153,22 @@ class Head(ModelLayer):
         named: dict[str, Any] = {"inputs_embeds": states, "return_dict": True}
         if self.stack.takes_mask:
             named["attention_mask"] = no_mask(states)
-        if self.caches is not None and self._keeps:
+        if self.caches is not None and "logits_to_keep" in self._known:
             named["logits_to_keep"] = 1
-        if self._has_routers:
+        if "output_router_logits" in self._known:
             named["output_router_logits"] = bool(routes)
         if routes:
             named["attention_mask"] = state.get("attention_mask")
-        options = {"training": self.training, **named}
-        result, _, _ = self.stack.run(self, whole, states, **options)
+        result, _, _ = self.stack.run(whole, states, **named)
         self._router_logits = ()
         if routes:
             return result.logits, whole.router_aux_loss_coef * result.aux_loss
         return result.logits if self.caches is None else result.logits[:, -1:]
 
-    def _run(self, *inputs: Any, **named: Any) -> Any:
-        """Run the stack; in its result are the logits of the routers of all blocks."""
-        result = self.stack.shell(*inputs, **named)
+    def _add_router_logits(self, _: nn.Module, __: Any, result: Any) -> None:
+        """A hook of the stack, in whose result are the logits of the routers of all blocks then."""
         if self._router_logits:
             result["router_logits"] = self._router_logits
-        return result
 
 
 def _routers(stack: Any, block: nn.Module) -> Iterator[tuple[nn.Module, int]]:

@@ -8,16 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from procpipe.data.remote import Remote
 from procpipe.hf.layers import model_of
-from procpipe.hf.weights import faults_of, is_of_adapter, source_in
+from procpipe.hf.weights import source_in
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
+from procpipe.state.weights import load_values
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -44,7 +44,8 @@ def save_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     """
     config = _config_of(stage, name)
     tensors: dict[str, Tensor] = {}
-    ours = {key: value.contiguous() for key, value in _of_adapter(stage, name).items()}
+    state = stage.state_dict()
+    ours = {key: state[own].contiguous() for own, key in _of_adapter(stage, name).items()}
     for rank in stage._grid.same_replica():  # they are small, and peft has one file
         tensors |= stage.fetch(ours if rank == stage.rank else Remote(rank, "an adapter", None))
     with Member.of(stage).call("hf.save_adapter") as agree:
@@ -81,32 +82,22 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     _config_of(stage, name)
     with Member.of(stage).call("hf.load_adapter") as agree:
         source = source_in(folder, _WEIGHTS)
-        saved = [key for key in source.values if not _TWICE.search(key)]
-        pieces = _of_adapter(stage, name)
-        faults = faults_of(pieces, source, agree, saved, strict=True)
-        if not faults:
-            with torch.no_grad():
-                source.read(pieces)
-            agree(None, lambda _: None)  # no rank goes on before all have read
+        keys = FileKeys(_of_adapter(stage, name), {}, str)
+        saved = {key: value for key, value in source.values.items() if not _TWICE.search(key)}
+        faults = load_values(stage, keys, saved, agree, strict=True)
     raise_faults(f"the adapter in {folder} does not fit", faults)
 
 
-def _of_adapter(stage: Stage, name: str) -> dict[str, Tensor]:
-    """Return this stage's parameters of an adapter, by peft's keys."""
-    to_file = FileKeys.of(stage, None).to_file
-    part = re.compile(rf"(\.modules_to_save)?\.{re.escape(name)}(?=\.|$)")
-    magnitude = re.compile(r"(?<=\.lora_magnitude_vector)\.weight$")
-    bias = model_of(stage).peft_config[name].bias
-    found = {}
-    for key, value in stage.state_dict().items():
-        if is_of_adapter(key):
-            if part.search(key):
-                found[magnitude.sub("", part.sub("", to_file(key)))] = value
-        elif key.endswith(".base_layer.bias") and bias != "none":
-            found[to_file(key).removesuffix("bias") + "base_layer.bias"] = value
-        elif key.endswith("bias") and ".original_module." not in key and bias == "all":
-            found[to_file(key)] = value
-    return {f"base_model.model.{key}": value for key, value in found.items()}
+def _of_adapter(stage: Stage, name: str) -> dict[str, str]:
+    """Return what this stage has of an adapter: peft's keys, by the stage's own."""
+    from peft import get_peft_model_state_dict
+
+    view: Any = nn.ModuleDict(dict(stage.named_children()))
+    view.peft_config = model_of(stage).peft_config
+    names = {key: key for key in stage.state_dict()}  # in place of tensors, which stay as they are
+    found = get_peft_model_state_dict(view, names, name, save_embedding_layers=False)
+    of_peft = {own: f"base_model.model.{key.partition('.')[2]}" for key, own in found.items()}
+    return {own: key for own, key in of_peft.items() if not _TWICE.search(key)}
 
 
 def _config_of(stage: Stage, name: str) -> Any:

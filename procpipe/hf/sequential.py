@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from procpipe.divided import Divided
 from procpipe.hf.compared import check_equal, is_compared, unsupported
 from procpipe.hf.layers import Block, Embed, Head
 from procpipe.hf.stack import Stack
@@ -54,7 +54,7 @@ def sequential(model: nn.Module) -> nn.Sequential:
     plain = _without_adapter(model)
     made = divided(plain)
     if not is_compared(plain):
-        check_equal(plain, made, divided)
+        check_equal(plain, [layer.block for layer in made if isinstance(layer, Block)], divided)
     if not plain.training:
         warnings.warn(
             "the model is in eval mode, as from_pretrained returns it: stage.step() computes no "
@@ -64,7 +64,7 @@ def sequential(model: nn.Module) -> nn.Sequential:
     return made
 
 
-def divided(model: Any) -> HFSequential:
+def divided(model: Any) -> Divided:
     """Make the ``nn.Sequential`` of a model of transformers itself.
 
     Raises:
@@ -90,7 +90,7 @@ def divided(model: Any) -> HFSequential:
     layers: dict[str, nn.Module] = {"embed": Embed(stack, model)}
     layers |= {f"block{k}": Block(stack, model, k) for k in range(stack.num_blocks)}
     layers["head"] = Head(stack, model)
-    made = HFSequential(OrderedDict(layers))
+    made = Divided(OrderedDict(layers))
     made.training = model.training
     made.sample = _sample(stack)
     made.keys = _key_of
@@ -101,21 +101,6 @@ def divided(model: Any) -> HFSequential:
 def _key_of(key: str) -> str:
     """Return Hugging Face's key for a key of the ``nn.Sequential``."""
     return _WRAPPED.sub(".", key.partition(".")[2])
-
-
-class HFSequential(nn.Sequential):
-    """An ``nn.Sequential`` whose first layer takes keyword arguments, as the model does."""
-
-    sample: dict[str, Tensor]
-    keys: Callable[[str], str]
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the last layer returns."""
-        first, *others = self
-        value = first(*inputs, **named)
-        for layer in others:
-            value = layer(value)
-        return value
 
 
 def _sample(stack: Stack) -> dict[str, Tensor]:
@@ -146,7 +131,7 @@ def _without_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_complete(made: HFSequential, model: nn.Module) -> None:
+def _check_complete(made: Divided, model: nn.Module) -> None:
     """Check that the layers hold all of the model."""
     of_layers = {made.keys(key) for key in made.state_dict()}
     of_model = {_WRAPPED.sub(".", key) for key in model.state_dict()}

@@ -1,24 +1,24 @@
-"""A stack of a model of transformers (its base model), which runs without its blocks.
+"""A stack of a model of transformers (its base model), of which each layer holds a part.
 
     model               in embed            in a block          in head
-    ├─ embed_tokens     ├─ embed_tokens     ├─ passes           ├─ passes
+    ├─ embed_tokens     ├─ embed_tokens     ├─ (passes)         ├─ (passes)
     ├─ layers           ├─ layers           ├─ layers           ├─ layers
-    │  ├─ 0             │  ├─ notes         │  ├─ notes         │  ├─ notes
-    │  └─ 1             │  └─ notes         │  └─ notes         │  └─ notes
-    ├─ norm             ├─ passes           ├─ passes           ├─ norm
-    └─ rotary_emb       └─ rotary_emb       └─ rotary_emb       └─ passes
+    │  ├─ 0             │  ├─ (notes)       │  ├─ (notes)       │  ├─ (notes)
+    │  └─ 1             │  └─ (notes)       │  └─ 1, (notes)    │  └─ (notes)
+    ├─ norm             ├─ (passes)         ├─ (passes)         ├─ norm
+    └─ rotary_emb       └─ rotary_emb       └─ rotary_emb       └─ (passes)
 
-Each is transformers' own forward on a copy of the module tree, whose modules are stand-ins. That of
-a block notes what the block is called with: masks and rotary tables. In ``embed``, the first one
-also gets the hidden states for the first block. In ``head``, it returns those of the last one. The
-stand-in of another module runs the module, or passes hidden states on if another layer runs it.
+A part runs transformers' own forward, with stand-ins for what it lacks. That of a block notes what
+the block is called with: masks and rotary tables. In ``embed``, the first one also gets the hidden
+states for the first block. In ``head``, it returns those of the last one. The stand-in of another
+module passes hidden states on.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -43,32 +43,38 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StandIn:
-    """Calls a function in place of a module, and has the module's attributes.
+    """Calls a function in place of a module, and has the module's attributes but for tensors."""
 
-    Tensors are among these only where ``find`` returns the module itself.
-    """
-
-    def __init__(
-        self,
-        bare: Any,
-        function: Callable[..., Any],
-        find: Callable[[], nn.Module | None] = lambda: None,
-    ) -> None:
-        self._bare, self._function, self._find = bare, function, find
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._bare, self._function = bare(module), function
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Call the function."""
         return self._function(*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_bare", "_find"):  # not there yet, in a copy
+        if name.startswith("__") or name == "_bare":  # not there yet, in a copy
             raise AttributeError(name)
-        module = self._find()
-        return getattr(self._bare if module is None else module, name)
+        return getattr(self._bare, name)
+
+
+class _Blocks(nn.Module):
+    """A list of stand-ins for blocks, which also holds some of the blocks under their names."""
+
+    def __init__(self, stand_ins: list[StandIn], own: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._modules.update(own)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._stand_ins[index]
+
+    def __len__(self) -> int:
+        return len(self._stand_ins)
 
 
 class Stack:
-    """A stack without parameters, which all layers of a model share.
+    """What all layers of a model share: how its stack is called, without parameters.
 
     Attributes:
         name: of the stack in the model.
@@ -80,7 +86,6 @@ class Stack:
         travels: those that are needed on all stages.
         cache_name: how its forward names its caches; None if it takes none.
         takes_mask: whether it takes a mask of four dimensions as it is.
-        shell: the copy of the stack that runs.
 
     Raises:
         LookupError: there is none, or its forward does more between blocks than calling them.
@@ -90,124 +95,102 @@ class Stack:
         stack = getattr(model, name, None)
         if stack is None or stack is model:
             raise LookupError(f"it has no base model {name!r}")
-        self.name, self.config, self.model = name, stack.config, copied(model, {})
+        self.name, self.config, self.model = name, stack.config, bare(model, {})
         self.path = f"{name}.{_path_of_blocks(stack)}"
-        self.num_blocks = len(model.get_submodule(self.path))
+        self._left: Tensor | None = None
+        self._given: list[Given] = []
+        self._stand_ins = [StandIn(each, self._note) for each in model.get_submodule(self.path)]
+        self.num_blocks = len(self._stand_ins)
         parameters = inspect.signature(type(stack).forward).parameters
         if "inputs_embeds" not in parameters:
             raise LookupError("the forward of its base model does not take inputs_embeds")
         self.inputs = [name for name in parameters if name not in _NO_INPUTS]
         self.travels = [name for name in _TRAVELS if name in self.inputs]
         self.cache_name = next((name for name in CACHES if name in parameters), None)
-        self._begin()
-        self._called: dict[str, set[str]] = {}  # by name of modules beside the way to the blocks
-        self.shell = self._without_modules(stack, name)
-        self.takes_mask = self._probe()
-        self._turns = self._turns_of(model)
+        self._turns: dict[str, str] = {}  # of modules beside the way to the blocks, by name
+        self.takes_mask = self._probe(self.part(model, "no turn"))
 
-    def modules(self, model: nn.Module, when: str) -> dict[str, nn.Module]:
-        """Return what a layer holds ``"before"``, ``"between"`` or ``"after"`` blocks, by name.
+    def part(self, model: nn.Module, turn: str, own: Mapping[str, nn.Module] | None = None) -> Any:
+        """Return a copy of the stack that holds its modules of one turn, and some blocks by name.
 
-        The first two have copies of the modules of constants, as rotary embeddings are.
+        The turns are ``"before"``, ``"between"`` and ``"after"`` blocks. The first two have copies
+        of the modules of constants, as rotary embeddings are.
         """
-        found = {}
-        for name, turns in self._turns.items():
-            if when in turns:
-                module = model.get_submodule(name)
-                found[name] = copy.deepcopy(module) if "between" in turns else module
-        return found
+        usual = "before"  # the turn of what is not called where there are inputs_embeds
+
+        def copied(module: nn.Module, prefix: str) -> Any:
+            nonlocal usual
+            made = bare(module, {})
+            made._buffers = copy.deepcopy(module._buffers)  # constants, like those of its modules
+            vars(made)["gradient_checkpointing"] = False  # that of a block is within it
+            vars(made)["_output_capturing_hooks_installed"] = True  # none of transformers in blocks
+            for name, child in module._modules.items():
+                full = f"{prefix}.{name}"
+                if full == self.path:
+                    made._modules[name] = _Blocks(self._stand_ins, own or {})
+                    usual = "after"
+                elif child is None or self.path.startswith(f"{full}."):
+                    made._modules[name] = child and copied(child, full)
+                elif _is_constant(child) and turn in ("before", "between"):
+                    made._modules[name] = copy.deepcopy(child)
+                elif _is_constant(child):
+                    made.__dict__[name] = StandIn(child, self._pass_on)  # found first
+                elif self._turns.get(full, usual) == turn:
+                    made._modules[name] = child
+                else:
+                    made.__dict__[name] = StandIn(child, partial(self._note_turn, full))
+            return made
+
+        return copied(model.get_submodule(self.name), self.name)
 
     def run(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any] | None = None,
-        left: Tensor | None = None,
-        *,
-        training: bool = False,
-        **inputs: Any,
+        self, forward: Callable[..., Any], left: Tensor | None = None, **inputs: Any
     ) -> tuple[Any, Any, list[Given]]:
-        """Call a forward that calls this stack, by default this one alone.
+        """Call a part, or a model that holds one.
 
         Args:
-            layer: holds the modules that run, under the model's own names.
-            forward: of a model that has the shell in the place of its stack.
-            left: what the last block returns; by default what the first one gets. With it, only
-                modules after the blocks run; without it, only those before them.
-            training: the mode of the stack itself.
+            forward: the part or model.
+            left: what the last block returns; by default what the first one gets.
             inputs: of the forward, by name.
 
         Returns:
-            Its result, the hidden states that the first block gets, and what each is called with.
+            Its result, what the last block returns, and what each is called with.
         """
-        self._begin(layer, left)
-        self.shell.train(training)
+        self._left, self._given = left, []
         try:
-            result = (forward or self.shell)(**{"use_cache": False, **inputs})
-            return result, self._entered, self._given
+            result = forward(**{"use_cache": False, **inputs})
+            return result, self._left, self._given
         finally:
-            self._begin()  # keeps no tensors
-
-    def _begin(self, layer: nn.Module | None = None, left: Tensor | None = None) -> None:
-        self._layer, self._entered, self._left = layer, None, left
-        self._runs_after = left is not None
-        self._given: list[Given] = []
+            self._left, self._given = None, []  # keeps no tensors
 
     def _note(self, *args: Any, **named: Any) -> Any:
         """Note the call of a block, and return what it returns."""
         states, args = (args[0], args[1:]) if args else (named.pop("hidden_states"), ())
         if not self._given:
-            self._entered = states
             self._left = states if self._left is None else self._left
         elif states is not self._left:
             raise LookupError("it changes the hidden states between them")
         self._given.append((args, named))
         return (self._left, *[None] * (self._num_results - 1)) if self._num_results else self._left
 
-    def _call(self, name: str, is_added: bool, /, *inputs: Any, **named: Any) -> Any:
-        """Call a module if the layer has it and it is its turn; else return the hidden states.
+    def _note_turn(self, name: str, /, *inputs: Any, **named: Any) -> Any:
+        """Note the turn of a module, and pass on hidden states."""
+        turn = "after" if self._given else "before"
+        if self._turns.setdefault(name, turn) != turn:
+            raise LookupError(f"{name} runs before and after its blocks")
+        return self._pass_on(*inputs, **named)
 
-        The result of an embedding is added to hidden states, so 0 takes its place.
+    def _pass_on(self, *inputs: Any, **named: Any) -> Any:
+        """Return the hidden states that a module is called with.
+
+        An embedding is called without, and added to hidden states, so 0 takes its place.
         """
-        is_after = bool(self._given)
-        self._called[name].add("after" if is_after else "before")
-        module = self._find(name) if is_after == self._runs_after else None
-        if module is not None:
-            return module(*inputs, **named)
-        value = named.get("inputs_embeds")
-        if value is None:
-            value = next(iter((*inputs, *named.values())), None)
-        if is_added and isinstance(value, Tensor):
-            return torch.zeros((), dtype=torch.int64, device=value.device)
-        return value
+        for value in (*inputs, *named.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+                return value
+        return torch.zeros((), dtype=torch.int64)
 
-    def _find(self, name: str) -> nn.Module | None:
-        """Return a module that the layer holds; None if it does not."""
-        try:
-            return self._layer and self._layer.get_submodule(name)
-        except AttributeError:
-            return None
-
-    def _without_modules(self, module: Any, prefix: str) -> Any:
-        """Return a copy of a module on the way to the blocks, with stand-ins for all others."""
-        made = copied(module, {})
-        if hasattr(made, "gradient_checkpointing"):  # that of a block is within it
-            made.__dict__["gradient_checkpointing"] = False
-        for name, child in module._modules.items():
-            full = f"{prefix}.{name}"
-            if full == self.path:
-                made.__dict__[name] = [StandIn(_bare(block), self._note) for block in child]
-            elif self.path.startswith(f"{full}."):
-                made._modules[name] = self._without_modules(child, full)
-            elif child is None:
-                made._modules[name] = None
-            else:
-                is_added = isinstance(getattr(child, "base_layer", child), nn.Embedding)
-                call, find = partial(self._call, full, is_added), partial(self._find, full)
-                made.__dict__[name] = StandIn(_bare(child), call, find)
-                self._called[full] = set()
-        return made
-
-    def _probe(self) -> bool:
+    def _probe(self, shell: Any) -> bool:
         """Run the forward without any modules; return whether it takes a mask as it is.
 
         That also shows how many values blocks return, and when modules are called.
@@ -217,36 +200,16 @@ class Stack:
         with torch.no_grad(), torch.device("cpu"):  # also within torch.device("meta")
             states = torch.zeros(2, 3, self.config.hidden_size)
             for self._num_results, takes_mask in product(_NUMS_RESULTS, takes_masks):
-                for when in self._called.values():
-                    when.clear()
                 inputs: dict[str, Any] = {"inputs_embeds": states}
                 inputs |= {"attention_mask": no_mask(states)} if takes_mask else {}
                 try:
-                    _, _, given = self.run(nn.Module(), **inputs)
+                    _, _, given = self.run(shell, **inputs)
                 except Exception as error:  # of transformers, which expects other results or masks
                     fault = str(error).partition("\n")[0] or type(error).__name__
                     continue
                 if len(given) == self.num_blocks:
                     return takes_mask
         raise LookupError(f"the forward of its base model does not run with other blocks: {fault}")
-
-    def _turns_of(self, model: nn.Module) -> dict[str, set[str]]:
-        """Return between which blocks the modules of the stack are held, by name, after a run.
-
-        What is not called where there are ``inputs_embeds`` comes in the order of registration.
-        """
-        names = [name for name, _ in model.named_modules()]
-        turns = {}
-        for name, called in self._called.items():
-            module = model.get_submodule(name)
-            is_later = names.index(name) > names.index(self.path)
-            turns[name] = {*called} or {"after" if is_later else "before"}
-            has_parameters = any(True for _ in module.parameters())
-            if any(True for _ in module.buffers()) and not has_parameters:
-                turns[name] = {"before", "between"}  # constants
-            elif len(turns[name]) > 1 and has_parameters:
-                raise LookupError(f"{name} runs before and after its blocks")
-        return turns
 
 
 def no_mask(like: Tensor) -> Tensor:
@@ -258,19 +221,21 @@ def no_mask(like: Tensor) -> Tensor:
     return like.new_ones((1, 1, 1, 1), dtype=torch.bool)
 
 
-def copied(module: nn.Module, children: dict[str, nn.Module | None]) -> Any:
-    """Return a copy of a module with other children, and all else shared."""
+def bare(module: nn.Module, children: dict[str, nn.Module | None] | None = None) -> Any:
+    """Return a copy of a module without parameters and buffers; by default also of its children."""
     made = copy.copy(module)
+    vars(made).update({k: copy.copy(v) for k, v in vars(made).items() if isinstance(v, dict)})
+    if children is None:
+        children = {name: child and bare(child) for name, child in module._modules.items()}
     made._modules = children
-    return made
-
-
-def _bare(module: nn.Module) -> Any:
-    """Return a copy of a module without parameters and buffers."""
-    made = copied(module, {name: child and _bare(child) for name, child in module._modules.items()})
     made._parameters = dict.fromkeys(module._parameters)
     made._buffers = dict.fromkeys(module._buffers)
     return made
+
+
+def _is_constant(module: nn.Module) -> bool:
+    has_parameters = any(True for _ in module.parameters())
+    return any(True for _ in module.buffers()) and not has_parameters
 
 
 def _path_of_blocks(stack: Any) -> str:

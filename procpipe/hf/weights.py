@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,13 @@ from torch import Tensor
 from procpipe.hf.layers import model_of, set_magnitudes
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys, few
-from procpipe.state.member import Agree, Member, raise_faults
+from procpipe.state.member import Member, raise_faults
 from procpipe.state.sharded import is_sharded
-from procpipe.state.sources import INDEX, SINGLE, Source, open_source
-from procpipe.state.weights import all_faults, weights_faults, write_files
+from procpipe.state.sources import Source, open_source
+from procpipe.state.values import Stored
+from procpipe.state.weights import load_values, write_files
 
 _GENERATION = "generation_config.json"
-
-#: Where the files are written before they replace those of an earlier save.
-_NEW = "procpipe-new"
 
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
@@ -58,19 +56,16 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     _check_whole(stage, "hf.load_pretrained")
     with Member.of(stage).call("hf.load_pretrained") as agree:
         source = source_in(folder)
-        to_file = _without_prefix(stage, source, f"{model.base_model_prefix}.")
+        keys = FileKeys.of(stage, _without_prefix(stage, source, f"{model.base_model_prefix}."))
+        own = {key: name for key, name in keys.own.items() if not is_of_adapter(key)}
+        saved = _in_model(model, source.values)
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-        saved = [key for key in source.values if not any(re.search(each, key) for each in ignored)]
-        keys = FileKeys.of(stage, to_file)
-        pieces = [*_pieces(stage, model, keys, source)]
-        parts = {name: part for _, parts in pieces for name, part in parts.items()}
-        faults = faults_of(parts, source, agree, saved, strict=strict, known=keys.facts())
+        for name in saved.keys() - own.values():
+            if any(re.search(each, name) for each in ignored):
+                del saved[name]
+        faults = load_values(stage, replace(keys, own=own), saved, agree, strict=strict)
         if not faults:
-            for memory, parts in pieces:
-                if parts.keys() <= source.values.keys():
-                    _read(memory, parts, model, source)
             _start_adapters(stage)
-            agree(None, lambda _: None)  # no rank goes on before all have read
         if not faults and (Path(folder) / _GENERATION).is_file():
             from transformers import GenerationConfig
 
@@ -104,12 +99,12 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     with member.call("hf.save_pretrained") as agree:
         faults = agree([*_active(stage)], lambda of_ranks: few(sorted({*chain(*of_ranks)})))
         if not faults:
-            agree(None, lambda _: _make_anew(path / _NEW))
+            agree(None, lambda _: path.mkdir(parents=True, exist_ok=True))
             values = stage.state_dict()
             own = {name: values[key] for key, name in _to_write(keys, tied)}
-            write_files(path / _NEW, member.own_share(_parts(model, own)), member, agree)
+            write_files(path, member.own_share(_parts(model, own)), member, agree)
             dtype = next((value.dtype for value in own.values()), model.config.dtype)
-            agree(None, lambda _: _finish(model, path, dtype))
+            agree(None, lambda _: _write_configurations(model, path, dtype))
     raise_faults(
         "hf.save_pretrained writes whole models, but adapters are active: save them alone with "
         "hf.save_adapter, or merge them by peft (merge_and_unload() before hf.sequential, or "
@@ -118,23 +113,7 @@ def save_pretrained(stage: Stage, folder: Any) -> None:
     )
 
 
-def _make_anew(folder: Path) -> None:
-    """Make a folder, without what a save that was interrupted has left."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _finish(model: Any, path: Path, dtype: torch.dtype) -> None:
-    """Let the new files replace those of an earlier save, the index last; write the rest."""
-    new = path / _NEW
-    names = sorted((file.name for file in new.iterdir()), key=lambda name: (name == INDEX, name))
-    (path / INDEX).unlink(missing_ok=True)  # it must never name files of two saves
-    for name in names:
-        os.replace(new / name, path / name)
-    for old in [path / SINGLE, path / INDEX, *path.glob("model-?????-of-?????.safetensors")]:
-        if old.name not in names:
-            old.unlink(missing_ok=True)
-    new.rmdir()
+def _write_configurations(model: Any, path: Path, dtype: torch.dtype) -> None:
     config = copy.copy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
@@ -167,29 +146,6 @@ def source_in(folder: Any, name: str = "") -> Source:
     return open_source(path / name if name and path.is_dir() else path)
 
 
-def faults_of(
-    pieces: Mapping[str, Tensor],
-    source: Source,
-    agree: Agree,
-    saved: Iterable[str],
-    *,
-    strict: bool = True,
-    known: Sequence[list[str]] = (),
-) -> list[str]:
-    """Return how files differ from tensors by key, on all ranks, or none; also on every rank.
-
-    If it is ``strict``, each of the keys ``saved`` must be of some stage: in its pieces, or among
-    the ``known`` facts of other names of the same memory.
-    """
-    keys = FileKeys({name: name for name in pieces}, {}, str)
-    own = weights_faults(pieces, keys, source.values, strict=strict)
-    faults: list[str] = agree(
-        {"keys": [*keys.facts(), *known], "faults": own},
-        lambda facts: all_faults(facts, saved, strict=strict),
-    )
-    return faults
-
-
 def is_of_adapter(key: str) -> bool:
     """Return whether a key is of an adapter: a matrix of LoRA, or a module in place of another."""
     return ".lora_" in key or ".modules_to_save." in key
@@ -218,55 +174,49 @@ def _start_adapters(stage: Stage) -> None:
         set_magnitudes(module)
 
 
-def _pieces(
-    stage: Stage, model: Any, keys: FileKeys, source: Source
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield each tensor of a stage, but for those of adapters, and what to read, by key in files.
+class _Converted(Stored):
+    """A tensor that transformers makes of several in files, as of experts, which are alone there.
 
-    That is the tensor itself; or its parts, without memory, where transformers saves it so.
+    ``convert`` returns it, given a function that reads one of them.
     """
-    to_read = keys.to_read(source.values)
-    for key, memory in stage.state_dict().items():
-        if is_of_adapter(key):
-            continue
-        shape = torch.empty_like(memory, device="meta")
-        is_there = key in to_read
-        parts = {to_read[key]: shape} if is_there else _parts(model, {keys.own[key]: shape})
-        if any(part is shape for part in parts.values()):  # in one file, perhaps of another name
-            yield memory, dict.fromkeys(parts, memory)
-        else:
-            one = torch.empty((), dtype=memory.dtype)
-            yield memory, {name: one.expand(part.shape) for name, part in parts.items()}
+
+    def __init__(self, convert: Callable[[Callable[[Stored], Tensor]], Tensor]) -> None:
+        self._convert = convert
+        whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
+        super().__init__(whole.shape, whole.dtype)
+
+    def read(self, into: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
+        """Read what it is made of, and copy it."""
+        whole = self._convert(Stored.read)
+        return whole.to(device) if into is None else into.copy_(whole)
 
 
-@torch.no_grad()
-def _read(memory: Tensor, parts: Mapping[str, Tensor], model: Any, source: Source) -> None:
-    """Read a tensor or its parts; holds no more than one tensor beside the stage's own."""
-    if any(part is memory for part in parts.values()):
-        source.read(parts)
-    else:
-        memory.copy_(_joined(model, source.read(dict.fromkeys(parts))))
-
-
-def _joined(model: Any, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor that transformers makes of its parts in files."""
+def _in_model(model: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is in files as transformers converts it, by the names that its model has."""
     from transformers import conversion_mapping, core_model_loading
 
     transforms: Any = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
     kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
     both: Any = [[each for each in transforms if isinstance(each, kind)] for kind in kinds]
-    renamings, converters = both
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    key, converter = "", None
-    for name, part in parts.items():  # all of one pattern's converter
-        renamed: Any = core_model_loading.rename_source_key(name, renamings, converters)
-        key, pattern = renamed
-        converter = converter or copy.deepcopy(of_pattern[pattern])
-        converter.add_tensor(key, name, pattern, part)
-    assert converter is not None, "there are parts"
-    (tensor,) = converter.convert(key, model=model, config=model.config).values()
-    result: Tensor = tensor[0] if isinstance(tensor, list) else tensor
-    return result
+    of_pattern = {pattern: each for each in both[1] for pattern in each.source_patterns}
+    found: dict[str, Any] = {}
+    parts: dict[str, dict[str, str]] = {}  # the patterns of their names, by these
+    for name in sorted(saved, key=core_model_loading.dot_natural_key):  # the order of experts
+        key, pattern = core_model_loading.rename_source_key(name, *both)
+        if pattern is None:
+            found[key] = saved[name]
+        else:
+            parts.setdefault(key, {})[name] = pattern
+
+    def convert(key: str, read: Callable[[Stored], Tensor]) -> Tensor:
+        converter = copy.deepcopy(of_pattern[next(iter(parts[key].values()))])
+        for name, pattern in parts[key].items():
+            converter.add_tensor(key, name, pattern, read(saved[name]))
+        (made,) = converter.convert(key, model=model, config=model.config).values()
+        whole: Tensor = made[0] if isinstance(made, list) else made
+        return whole
+
+    return found | {key: _Converted(partial(convert, key)) for key in parts}
 
 
 def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

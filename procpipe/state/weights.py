@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import itemgetter
@@ -27,6 +28,9 @@ from procpipe.state.values import Stored, replaced
 
 #: How the names of files of ``torch.save`` end.
 _ONE_FILE = (".pt", ".pth", ".bin")
+
+#: The names of the files of a model, whole or not.
+_OF_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.tmp)?")
 
 #: Dtypes of torch for which the format has no name.
 _NOT_IN_SAFETENSORS = (torch.complex128, torch.complex32)
@@ -71,17 +75,25 @@ def load_weights(
         source = open_source(Path(path))
         if keys is None and source.is_own:
             file_keys = FileKeys.of(module)
-
-        def judge(facts: list[dict[str, Any]]) -> list[str]:
-            named = [value for of_rank in facts for value in of_rank["keys"]]
-            return collisions(named) + all_faults(facts, source.values, strict=strict)
-
-        faults = weights_faults(module, file_keys, source.values, strict=strict)
-        faults = agree({"keys": file_keys.facts(), "faults": faults}, judge)
-        if not faults:
-            read_weights(module, file_keys, source.values)
-            agree(None, len)  # no rank goes on before all have read
+        faults = load_values(module, file_keys, source.values, agree, strict=strict)
     raise_faults(f"the weights in {path} do not fit", faults)
+
+
+def load_values(
+    module: nn.Module, keys: FileKeys, saved: Mapping[str, Any], agree: Agree, *, strict: bool
+) -> list[str]:
+    """Load what ``keys`` name of a module on all ranks, or return the faults of all of them."""
+
+    def judge(facts: list[dict[str, Any]]) -> list[str]:
+        named = [value for of_rank in facts for value in of_rank["keys"]]
+        return collisions(named) + all_faults(facts, saved, strict=strict)
+
+    own = weights_faults(module, keys, saved, strict=strict)
+    faults: list[str] = agree({"keys": keys.facts(), "faults": own}, judge)
+    if not faults:
+        read_weights(module, keys, saved)
+        agree(None, len)  # no rank goes on before all have read
+    return faults
 
 
 def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None = None) -> None:
@@ -161,14 +173,22 @@ def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agre
 def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
     """Write tensors as Hugging Face does: a file a rank, and rank 0 then writes the index.
 
-    Every rank of a pipeline calls it; returns once all have written.
+    Every rank of a pipeline calls it; returns once all have written. Files of an earlier model in
+    the folder are replaced then.
     """
     last = f"{member.num_ranks:05d}.safetensors"
     name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-    write_safetensors(folder / name, tensors)
+    write_safetensors(folder / f"{name}.tmp", tensors)
     num_bytes = sum(value.nbytes for value in tensors.values())
 
-    def write_index(parts: list[Any]) -> None:
+    def replace_files(parts: list[Any]) -> None:
+        (folder / INDEX).unlink(missing_ok=True)  # it must never name files of two models
+        names = [file for file, _, _ in parts]
+        for file in names:
+            os.replace(folder / f"{file}.tmp", folder / file)
+        for old in folder.iterdir():
+            if old.name not in names and _OF_MODEL.fullmatch(old.name):
+                old.unlink()
         if member.num_ranks > 1:
             weight_map = {key: file for file, keys, _ in parts for key in keys}
             size = sum(own for _, _, own in parts)
@@ -176,7 +196,7 @@ def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree:
             (folder / f"{INDEX}.tmp").write_text(json.dumps(index, indent=2))
             os.rename(folder / f"{INDEX}.tmp", folder / INDEX)
 
-    agree([name, list(tensors), num_bytes], write_index)
+    agree([name, list(tensors), num_bytes], replace_files)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -196,9 +216,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         storage = own.untyped_storage().data_ptr()
         ours[key] = own.clone() if storage in seen else own  # the package refuses shared memory
         seen.add(storage)
-    temporary = path.with_name(f"{path.name}.tmp")
-    safetensors.torch.save_file(ours, temporary, metadata={"format": "pt"})
-    os.rename(temporary, path)
+    safetensors.torch.save_file(ours, path, metadata={"format": "pt"})
 
 
 def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) -> None:
@@ -218,21 +236,20 @@ def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) ->
 
 
 def weights_faults(
-    ours: nn.Module | Mapping[str, Any],
+    module: nn.Module,
     keys: FileKeys,
     saved: Mapping[str, Any],
     *,
     strict: bool,
     must_be_same_dtype: bool = False,
 ) -> list[str]:
-    """Return what a state dict lacks, and what has another shape, or a dtype that does not fit."""
-    classes = {}
-    if isinstance(ours, nn.Module):
-        classes = {name: type(layer).__qualname__ for name, layer in ours.named_children()}
-        ours = ours.state_dict()
+    """Return what is missing, of what ``keys`` name, and what has another shape or dtype."""
+    classes = {name: type(layer).__qualname__ for name, layer in module.named_children()}
     to_read = keys.to_read(saved)
     missing, unfit = [], []
-    for key, value in ours.items():
+    for key, value in module.state_dict().items():
+        if key not in keys.own:
+            continue
         layer = key.partition(".")[0]
         where = f"layer {layer!r} ({classes[layer]}): " if layer in classes else ""
         name = to_read.get(key, keys.own[key])

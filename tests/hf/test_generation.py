@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -68,12 +67,11 @@ def test_wrong_arguments_are_refused():
     for arguments, fault in (
         ({"input_ids": None}, "input_ids must be prompts"),
         ({"max_new_tokens": 0}, "max_new_tokens.* must be greater than 0, but is 0"),
-        ({"attention_mask": [1]}, "attention_mask must be a tensor, not list"),
+        ({"attention_mask": [1]}, "attention_mask has shape None for prompts"),
         ({"do_sample": True, "temperature": 0.0}, "temperature"),
         ({"attention_mask": mask.flip(1)}, "padded on the left"),
-        ({"num_beams": 2}, "cannot do 'beam_search', which changes caches"),
-        ({"past_key_values": 1}, "past_key_values: leave out"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate: leave out"),
+        ({"num_beams": 2, "past_key_values": 1}, "cannot do past_key_values, beam_search: leave"),
+        ({"return_dict_in_generate": True}, "cannot do return_dict_in_generate: leave out"),
         ({"no_such_option": True}, "no_such_option"),
     ):
         with pytest.raises((ValueError, TypeError), match=fault):
@@ -87,78 +85,64 @@ IN_SEVERAL = ("GPT-2", "Gemma 3")
 
 
 def test_several_processes_generate_the_same(ranks):
-    expected: list[Any] = []
+    """Two replicas of two stages, each with prompts of its own."""
+    expected = [expected_of(replica) for replica in range(2)]
+    first = prompts_of("Gemma 3")["input_ids"][:1].tolist()
+
+    parts = ranks(4).run(generated, world=False, timeout_s=60).values()
+
+    for rank, (found, received, num_asked) in enumerate(parts):
+        assert found == expected[rank // 2]
+        if rank % 2 == 0:
+            assert (received, num_asked) == ([first, [17], [17], [17], "end"], 1)
+        else:
+            assert (received, num_asked) == ([], 0), "only the first rank runs the user's code"
+
+
+def expected_of(replica):
+    """Return what transformers generates, by model and way."""
+    found: list[Any] = []
     for name in IN_SEVERAL:
-        tokens, mask = prompts_of(name).values()
+        tokens, mask = (value[: 5 - replica] for value in prompts_of(name).values())
+        plain = plain_of(name)
         for way in WAYS:
-            plain = plain_of(name)
             torch.manual_seed(7)
             given = {"attention_mask": mask, "max_new_tokens": 6, **way}
-            expected.append(plain.generate(tokens, **given).tolist())
-        assert len(expected[-1][0]) == 8, "max_time ends it"
-        expected.append([[*tokens[0].tolist(), 17, 17, 17]])
-
-    found, others = ranks(2).run(generated, world=False, timeout_s=60).values()
-
-    assert found[0] == others[0] == expected
-    first = prompts_of("Gemma 3")["input_ids"][:1].tolist()
-    assert (found[1], others[1]) == ([first, [17], [17], [17], "end"], [])
-    assert (found[2], others[2]) == (1, 0), "only the first rank asked the user's code"
+            found.append(plain.generate(tokens, **given).tolist())
+        assert len(found[-1][0]) == 8, "max_time ends it"
+        found.append([[*tokens[0].tolist(), 17, 17, 17]])
+    return found
 
 
 def generated(bare):
-    """Generate with all models; only rank 0 has the arguments, and runs the user's code."""
+    """Generate with all models; only first ranks have the arguments, and run the user's code."""
     found, received, num_asked = [], Received(), [0]
+    replica, stage_index = divmod(bare.rank, 2)
 
     def failing(*_):
         num_asked[0] += 1
         raise KeyError("of the user")
 
     for name in IN_SEVERAL:
-        layers = hf.sequential(model_of(name))
-        with stage_of(bare, name, layers, [2, len(layers) - 2], chunks=2) as stage:
-            tokens, mask = prompts_of(name).values()
+        layers, options = hf.sequential(model_of(name)), {"chunks": 2, "replicas": 2}
+        with stage_of(bare, name, layers, [2, len(layers) - 2], **options) as stage:
+            tokens, mask = (value[: 5 - replica] for value in prompts_of(name).values())
             for way in WAYS:
-                torch.manual_seed(7 + bare.rank)
+                torch.manual_seed(7 + stage_index)
                 given = {"input_ids": tokens, "attention_mask": mask, "max_new_tokens": 6, **way}
-                found.append(hf.generate(stage, **(given if bare.rank == 0 else {})).tolist())
+                found.append(hf.generate(stage, **({} if stage_index else given)).tolist())
             received.tokens.clear()
-            code = {
+            code: dict[str, Any] = {
                 "stopping_criteria": [transformers.MaxLengthCriteria(10)],
                 "logits_processor": [Only()],
+                "streamer": received,
+                "max_new_tokens": 9,
             }
-            options = {**code, "streamer": received, "max_new_tokens": 9}
-            options = options if bare.rank == 0 else {}
-            found.append(hf.generate(stage, tokens[:1], **options).tolist())
+            found.append(hf.generate(stage, tokens[:1], **({} if stage_index else code)).tolist())
             if name == "GPT-2":  # what rank 0 raises, all do, and the stage can still be used
-                error = KeyError if bare.rank == 0 else ValueError
-                with pytest.raises(error, match="of the user"):
+                with pytest.raises(ValueError if stage_index else KeyError, match="of the user"):
                     hf.generate(stage, tokens, max_new_tokens=3, stopping_criteria=[failing])
     return found, received.tokens, num_asked[0]
-
-
-def test_replicas_generate_the_same(ranks):
-    expected = [of_replica(replica, plain_of("GPT-2").generate) for replica in range(2)]
-
-    found = ranks(4).run(generated_by_replicas, world=False, timeout_s=60).values()
-    assert found == [expected[0], expected[0], expected[1], expected[1]]
-
-
-def of_replica(replica, generate):
-    """Continue sequences of a replica's own."""
-    tokens, mask = prompts_of("GPT-2").values()
-    found = []
-    for num, options in ((5 - replica, WAYS[0]), (4, WAYS[1])):
-        torch.manual_seed(7 + replica)
-        given = {"attention_mask": mask[:num], "max_new_tokens": 6, **options}
-        found.append(generate(tokens[:num], **given).tolist())
-    return found
-
-
-def generated_by_replicas(bare):
-    layers = hf.sequential(model_of("GPT-2"))
-    with stage_of(bare, "replicas", layers, [2, 3], chunks=2, replicas=2) as stage:
-        return of_replica(stage.replica, partial(hf.generate, stage))
 
 
 def test_logits_that_are_nan_end_generation_on_every_rank():
@@ -169,7 +153,7 @@ def test_logits_that_are_nan_end_generation_on_every_rank():
     before = last.detach().clone()
     for way in WAYS[:2]:
         torch.nn.init.constant_(last, float("nan"))
-        with pytest.raises(ValueError, match="logits of sequence 0 are NaN after 7 tokens"):
+        with pytest.raises(ValueError, match="logits of sequence 0 are NaN, so there is no next"):
             hf.generate(stage, tokens, max_new_tokens=2, **way)
         with torch.no_grad():
             last.copy_(before)

@@ -17,7 +17,6 @@ from tests.hf.compare import assert_same, gradients_of
 TINY: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
 TINY |= {"num_hidden_layers": 1, "num_attention_heads": 1}
 
-
 #: By name, whether transformers recomputes inside of blocks.
 CHECKPOINTED = {"GPT-2": False, "Gemma 3": True, "BERT": False, "Phi": True}
 
@@ -47,7 +46,9 @@ def test_masks_and_rotary_tables_are_made_once_for_all_blocks():
         layers: Any = hf.sequential(model_of(name))
         batch, _ = batch_of(name)
         ran: list[None] = []
-        layers[0].stack.shell.register_forward_hook(lambda *_, ran=ran: ran.append(None))
+        for layer in layers:
+            part = layer.get_submodule(layer.stack.name)
+            part.register_forward_hook(lambda *_, ran=ran: ran.append(None))
         for _ in range(2):  # each micro-batch makes its own
             ran.clear()
             expected = layers(batch)
@@ -78,6 +79,17 @@ def test_equal_blocks_share_one_compiled_graph():
     assert losses[0] == losses[1]
     assert sum("scaled_dot_product_attention" in graph for graph in graphs) == 1
     assert len(graphs) == 4, "embedding, block, norm and head"
+
+
+def test_only_one_hook_notes_what_a_router_returns():
+    """Those of transformers, too, would be compiled with the block."""
+    layers: Any = hf.sequential(model_of("Mixtral"))
+    first, block, *_ = layers
+    state = first(**batch_of("Mixtral")[0])
+    state["hidden_states"] = state["hidden_states"].detach().clone()  # as of another stage
+    assert len(block(state)["router_logits"]) == 1
+    hooks = [len(module._forward_hooks) for module in block.block.modules()]
+    assert sum(hooks) == 1
 
 
 def test_layers_hold_the_models_own_modules():
@@ -181,8 +193,8 @@ class OtherGradient(transformers.LlamaForCausalLM):
 def test_other_classes_are_compared_at_the_start():
     config = transformers.LlamaConfig(**TINY | {"num_hidden_layers": 3})
     for kind, fault in (
-        (OtherLogits, "the logits of a small copy of it are not transformers'"),
-        (OtherGradient, r"a small copy of it has another gradient of model\.embed_tokens"),
+        (OtherLogits, "a small copy of it has logits unlike transformers'"),
+        (OtherGradient, r"a small copy of it has a gradient of model\.embed_tokens"),
     ):
         with pytest.raises(TypeError, match=f"a {kind.__name__}: {fault}"):
             hf.sequential(kind(config))
@@ -199,8 +211,15 @@ def test_other_classes_are_compared_at_the_start():
         "pad_token_id": 0,
     }
     llama = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**values, **experts))
+    opt = transformers.OPTForCausalLM(
+        transformers.OPTConfig(**TINY, ffn_dim=8, word_embed_proj_dim=8)
+    )
+    griffin = transformers.RecurrentGemmaForCausalLM(
+        transformers.RecurrentGemmaConfig(**values, block_types=["attention"], lru_width=8)
+    )
     state = torch.random.get_rng_state()
-    for other in (helium, llama):  # the second reads an attribute of its embedding's matrix
+    # They read an attribute of the embedding's matrix, call a part of the base model, have buffers.
+    for other in (helium, llama, opt, griffin):
         assert len(hf.sequential(other)) == 3
     assert torch.equal(torch.random.get_rng_state(), state)
 
