@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
-import sys
 import traceback
 
 import torch
@@ -24,7 +24,7 @@ class CannotCutError(ValueError):
 
 def line() -> str:
     """Return the line of the model's code that runs: ``model.py:12: x = x.view(b, -1)``."""
-    for frame, number in traceback.walk_stack(sys._getframe()):
+    for frame, number in traceback.walk_stack(inspect.currentframe()):
         file = frame.f_code.co_filename
         is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
         if not (is_pythons or file.startswith((_TORCH, _OWN))):

@@ -174,21 +174,13 @@ def _start_adapters(stage: Stage) -> None:
         set_magnitudes(module)
 
 
-class _Converted(Stored):
-    """A tensor that transformers makes of several in files, as of experts, which are alone there.
+def _converted(convert: Callable[[Callable[[Stored], Tensor]], Tensor]) -> Stored:
+    """Return a tensor that transformers makes of several in files, as of experts.
 
     ``convert`` returns it, given a function that reads one of them.
     """
-
-    def __init__(self, convert: Callable[[Callable[[Stored], Tensor]], Tensor]) -> None:
-        self._convert = convert
-        whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
-        super().__init__(whole.shape, whole.dtype)
-
-    def read(self, into: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
-        """Read what it is made of, and copy it."""
-        whole = self._convert(Stored.read)
-        return whole.to(device) if into is None else into.copy_(whole)
+    whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
+    return Stored(whole.shape, whole.dtype, lambda target: target.copy_(convert(Stored.read)))
 
 
 def _in_model(model: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +208,7 @@ def _in_model(model: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
         whole: Tensor = made[0] if isinstance(made, list) else made
         return whole
 
-    return found | {key: _Converted(partial(convert, key)) for key in parts}
+    return found | {key: _converted(partial(convert, key)) for key in parts}
 
 
 def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

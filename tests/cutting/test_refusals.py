@@ -47,21 +47,9 @@ def sets_attribute(self, h):
     return h
 
 
-def python_random(self, h):
-    return h * random.random()
-
-
-def numpy_random(self, h):
-    return h * float(np.random.rand())
-
-
 def appends(self, h):
     self.calls.append(1)
     return h
-
-
-def own_generator(self, h):
-    return h * self.rng.random()
 
 
 def changes_parameter(self, h):
@@ -75,10 +63,6 @@ def packed(self, h):
     return self.second(sequence)
 
 
-def reentrant(self, h):
-    return checkpoint(self.second, h, use_reentrant=True)
-
-
 REFUSED = {
     "a branch on values": (if_positive, "reads values of a tensor.*__bool__.*if h.sum\\(\\) > 0"),
     "item": (lambda self, h: h * h.sum().item(), "reads values of a tensor.*item"),
@@ -88,9 +72,12 @@ REFUSED = {
     "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
     "an attribute": (sets_attribute, "sets the attribute last"),
     "a list that grows": (appends, "Model.calls changes this attribute"),
-    "Python's random": (python_random, "random numbers of Python or NumPy"),
-    "NumPy's random": (numpy_random, "random numbers of Python or NumPy"),
-    "a generator": (own_generator, "Model.rng changes this attribute"),
+    "Python's random": (lambda self, h: h * random.random(), "random numbers of Python or NumPy"),
+    "NumPy's random": (
+        lambda self, h: h * float(np.random.rand()),
+        "random numbers of Python or NumPy",
+    ),
+    "a generator": (lambda self, h: h * self.rng.random(), "Model.rng changes this attribute"),
     "data": (lambda self, h: h.data + 1, "uses data of a tensor"),
     "a hook": (lambda self, h: h.register_hook(print) and h, "uses register_hook"),
     "a changed parameter": (changes_parameter, "changes second.bias in place"),
@@ -99,7 +86,10 @@ REFUSED = {
         "Random is passed on.*whole=",
     ),
     "a packed sequence": (packed, "PackedSequence.*in one module"),
-    "reentrant checkpointing": (reentrant, "use_reentrant=False"),
+    "reentrant checkpointing": (
+        lambda self, h: checkpoint(self.second, h, use_reentrant=True),
+        "use_reentrant=False",
+    ),
 }
 
 
