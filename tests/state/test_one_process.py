@@ -185,7 +185,8 @@ def test_several_optimizers_and_groups_of_other_forms(tmp_path):
 
 
 def test_an_empty_group_takes_the_options_of_a_rank_with_a_parameter():
-    both: Any = [{"params": params, "options": {"lr": len(params)}} for params in ({}, {"a": []})]
+    of_both: tuple[dict[str, Any], ...] = {}, {"a": []}
+    both: Any = [{"params": params, "options": {"lr": len(params)}} for params in of_both]
     contents = [{"state": {}, "groups": {(0, 0): group}} for group in both]
     assert SavedOptimizers(contents).of_place[0, 0]["options"] == {"lr": 1}
 
