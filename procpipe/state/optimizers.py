@@ -123,6 +123,40 @@ def saved_groups(groups: Sequence[Group]) -> dict[tuple[int, int], dict[str, Any
     }
 
 
+def options_of(groups: Sequence[Group], module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the options of groups (None of an empty one) and of parameters that stages share."""
+    shared = module._record().shared if isinstance(module, Stage) else {}
+    found: dict[str, dict[str, Any]] = {"groups": {}, "shared": {}}
+    for group in groups:
+        k, g = group.place
+        texts = {key: str(value) for key, value in group.options.items()}
+        name = f"group {g} of the optimizer" + (f" {k}" if k else "")
+        found["groups"][name] = texts if group.parameters else None
+        found["shared"] |= {name: texts for name in group.parameters if name in shared}
+    return found
+
+
+def disagreements(of_ranks: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
+    """Return where ranks have other options for what takes those of one rank, from ``options_of``.
+
+    That is a parameter that stages share, or a group that is empty on another rank.
+    """
+    groups = [of_rank["groups"] for of_rank in of_ranks]
+    empty = {name for own in groups for name, options in own.items() if options is None}
+    found, faults = dict[str, tuple[int, dict[str, str]]](), []
+    for rank, of_rank in enumerate(of_ranks):
+        known = {name: own for name, own in of_rank["groups"].items() if own and name in empty}
+        for name, own in (known | of_rank["shared"]).items():
+            first, other = found.setdefault(name, (rank, own))
+            faults += [
+                f"{name} has {key} = {other.get(key)} on rank {first} and {key} = {own.get(key)} "
+                f"on rank {rank}"
+                for key in sorted(own.keys() | other.keys())
+                if own.get(key) != other.get(key)
+            ]
+    return faults
+
+
 # -- from files ----------------------------------------------------------------------------------
 
 

@@ -313,7 +313,6 @@ def check_frozen_on_one_stage(bare):
         *(partial(check_replaced, rank=1, name="6"), partial(check_differences, is_error=True)),
         partial(check_differences, is_error=False),
     ],
-    ids=str,
 )
 def test_what_must_not_differ_between_stages_that_share_a_tensor(ranks, check):
     ranks(3 if check is check_buffers else 2).run(check, world=False).values()
@@ -356,11 +355,10 @@ def save_with_other_options(bare, folder):
             for parameter in stage.parameters()
         ]
         optimizer = torch.optim.AdamW(groups)
-        state.save(folder, stage, optimizer)
-        message = r"saved with weight_decay = 0\.0, and 0\.inner\.weight, saved with .* = 0\.1"
-        with pytest.raises(ValueError, match=message):
-            state.load(folder, stage, optimizer)
+        message = r"0\.inner\.weight has weight_decay = 0\.0 on rank 0 and .* = 0\.1 on rank 1"
+        with pytest.raises((ValueError, RemoteStageError), match=message):
+            state.save(folder, stage, optimizer)
 
 
-def test_other_options_for_a_name_on_another_stage_are_not_loaded(ranks, tmp_path):
+def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
     ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()

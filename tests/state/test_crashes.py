@@ -232,15 +232,18 @@ def run_rank(rank, port, step, is_full, fails):
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     state.save(FOLDER, stage, step=step, asynchronous=True)
+    if step == 0:
+        stage.close()
     if fails:
         if rank == 0:
             raise KeyError("mine")
         stage.step(x, x)
 
+assert run(0, False, False) == [0, 0]
 assert run(1, False, False) == [0, 0]
-assert whole() == ["000001-step-1"], names()
+assert whole() == ["000001-step-0", "000002-step-1"], names()
 assert run(2, True, False) == [1, 1]
-assert whole() == ["000001-step-1"], names()
+assert whole() == ["000001-step-0", "000002-step-1"], names()
 print("-- an error of the script", file=sys.stderr)
 assert run(3, False, True) == [1, 1]
 print("done")

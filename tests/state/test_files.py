@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from procpipe import SavedStateError, state
-from procpipe.state.values import saved_form
+from procpipe.state.values import read_safetensors, read_torch, saved_form
 
 
 def is_same(ours, theirs):
@@ -295,10 +296,20 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
             state.export(tmp_path / "x", module)
 
 
+def test_a_tensor_whose_pages_were_given_back_can_be_read_again(tmp_path):
+    """Memory that is not of a mapped file would lose its values."""
+    values = {"a": torch.randn(100_000)}
+    torch.save(values, tmp_path / "x.pt")
+    torch.save(values, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(values, tmp_path / "x.safetensors")
+    files = read_torch(tmp_path / "x.pt"), read_torch(tmp_path / "old.pt")
+    for found in (*files, read_safetensors(tmp_path / "x.safetensors")):
+        for _ in range(2):
+            assert torch.equal(found["a"].read(), values["a"])
+
+
 @pytest.mark.parametrize("name", ["x.pt", "old.pt", "x.safetensors"])
 def test_dtypes_and_orders_in_memory_may_differ(tmp_path, name):
-    from safetensors.torch import save_file
-
     weight, path = torch.randn(3, 4, 5, 5), tmp_path / name
     turned = weight.transpose(0, 1).contiguous().transpose(0, 1)
     for value in (weight, turned, weight.bfloat16()):
