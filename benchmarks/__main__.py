@@ -19,7 +19,6 @@ from benchmarks.gpu import hour
 #: Parts by name, the most important first: they are to take 15 minutes together.
 QUICK = [
     "throughput",
-    "replicas",
     "sharded",
     "hf",
     "memory",
