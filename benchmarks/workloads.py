@@ -168,12 +168,11 @@ class Wait(nn.Module):
 
     Args:
         seconds: of a forward; a backward takes twice as long.
-        num_parameters: float; their gradients are 0.
     """
 
-    def __init__(self, seconds: float, num_parameters: int = 1) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_parameters))
+        self.weight = nn.Parameter(torch.zeros(1))
         self._seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
