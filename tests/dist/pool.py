@@ -47,8 +47,12 @@ MAX_NUM_RANKS = 4
 START_TIMEOUT_S = 100.0
 WORKER = "from tests.dist.worker import main; main()"
 
-#: A job must not inherit these from whatever launched the tests.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+#: A job must not inherit these from whatever launched the tests. (The last two are of readline,
+#: which pytest imports: pytest-xdist's processes have them.)
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("COLUMNS", "LINES"),
+)
 
 
 class Ranks:

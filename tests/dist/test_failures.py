@@ -109,13 +109,13 @@ def check(outcomes, origin, error, *words):
             assert word in failure.text, f"{word!r} is missing\n{outcome}"
 
 
-def check_lost(outcomes, origin, *words):
+def check_lost(outcomes, origin, *words, soon_s=SOON_S):
     """Check that all other ranks ended soon and name ``origin`` as the lost rank."""
     for outcome in without_ended(outcomes, origin):
         if outcome.rank != origin:
             assert outcome.error.type == "PeerLostError", str(outcome)
             assert f"rank {origin} failed:" in outcome.error.text, str(outcome)
-            assert outcome.duration_s < SOON_S, str(outcome)
+            assert outcome.duration_s < soon_s, str(outcome)
             assert outcome.output == "", str(outcome)
             for word in words:
                 assert word in outcome.error.text, f"{word!r} is missing\n{outcome}"

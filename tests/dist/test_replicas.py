@@ -575,7 +575,9 @@ def train_beside_other_pipelines(bare, origin):
 def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
     outcomes = ranks(2).run(train_beside_other_pipelines, 0, world=False)
 
-    check_lost(outcomes, 0, "rank 0 (stage 0 of replica 0) ended without a message")
+    # Most of that time, five pipelines connect.
+    lost = "rank 0 (stage 0 of replica 0) ended without a message"
+    check_lost(outcomes, 0, lost, soon_s=50.0)
 
 
 def check_counts(bare):
