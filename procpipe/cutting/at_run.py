@@ -87,13 +87,13 @@ class Sizes:
 
     def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
         """Return what depends on these tensors' sizes; the last result, if all is as it was."""
-        if torch.compiler.is_compiling():
+        # Changes of tensors that inference mode makes cannot be noticed.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self._function(*tensors)
         device = tensors[0].device
         key = (
             device,
             type(tensors[0]),
-            torch.is_inference_mode_enabled(),
             device.type != "meta" and torch.is_autocast_enabled(device.type),
             [tensor.shape for tensor in tensors],
         )

@@ -349,6 +349,15 @@ class Positions(nn.Module):
         return x * self.position
 
 
+def test_what_depends_on_sizes_alone_is_computed_in_inference_mode():
+    model, layers = cut(lambda self, h: h + torch.arange(len(h.T), device=h.device))
+
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(layers(drawn(6, 4)), model(drawn(6, 4)))
+        assert_same(model, layers, drawn(6, 4))
+
+
 def test_a_model_on_the_meta_device_is_initialised_by_its_own_method():
     with torch.device("meta"):
         model = Positions()
