@@ -174,12 +174,18 @@ def _start_adapters(stage: Stage) -> None:
         set_magnitudes(module)
 
 
-def _converted(convert: Callable[[Callable[[Stored], Tensor]], Tensor]) -> Stored:
+def _converted(key: str, convert: Callable[[Callable[[Stored], Tensor]], Tensor]) -> Stored:
     """Return a tensor that transformers makes of several in files, as of experts.
 
     ``convert`` returns it, given a function that reads one of them.
+
+    Raises:
+        ValueError: some of them are missing, or have other shapes.
     """
-    whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
+    try:
+        whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
+    except Exception as error:
+        raise ValueError(f"{key} cannot be made of its parts in the files: {error}") from error
     return Stored(whole.shape, whole.dtype, lambda target: target.copy_(convert(Stored.read)))
 
 
@@ -208,7 +214,7 @@ def _in_model(model: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
         whole: Tensor = made[0] if isinstance(made, list) else made
         return whole
 
-    return found | {key: _converted(partial(convert, key)) for key in parts}
+    return found | {key: _converted(key, partial(convert, key)) for key in parts}
 
 
 def _parts(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from procpipe import Stage, hf
 from procpipe.hf import weights
@@ -66,6 +66,22 @@ def test_what_does_not_fit_is_one_error(tmp_path):
         hf.load_pretrained(stage, "meta/Llama-9")
     with pytest.raises(TypeError, match=r"was not made by hf\.sequential"):
         hf.load_pretrained(Stage(torch.nn.Sequential(torch.nn.Linear(1, 1)), [1]), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["missing", "smaller"])
+def test_experts_that_cannot_be_joined_are_named(tmp_path, change):
+    model_of("Mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    values = load_file(file)
+    last = max(key for key in values if "experts.3." in key)
+    value = values.pop(last)
+    if change == "smaller":
+        values[last] = value[1:].clone()
+    save_file(values, file, metadata={"format": "pt"})
+    layers = on_meta("Mixtral")
+
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.gate_up_proj cannot be made"):
+        hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
 
 
 def test_a_folder_with_another_model_holds_only_the_new_one(tmp_path):
