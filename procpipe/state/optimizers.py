@@ -250,7 +250,9 @@ def load_into(groups: Sequence[Group], saved: SavedOptimizers) -> None:
                 known = [saved.of_place[group.place]]
             packed.append(group.packed | (known[0]["options"] if known else {}))
             for name, parameter in group.parameters.items():
-                if values := saved.state.get(name):
+                if name not in saved.groups:
+                    state[parameter.number] = parameter.state
+                elif values := saved.state.get(name):
                     state[parameter.number] = _own(values, parameter.tensor, parameter.state)
         optimizer.load_state_dict({"state": state, "param_groups": packed})
 

@@ -184,6 +184,29 @@ def test_several_optimizers_and_groups_of_other_forms(tmp_path):
         state.load(tmp_path, model, everything)
 
 
+def test_without_strict_an_optimizer_keeps_what_was_not_saved(tmp_path):
+    def trained(*numbers):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parameters = [p for k in numbers for p in model[k].parameters()]
+        optimizer = torch.optim.Adam(parameters)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0)
+    state.save(tmp_path, model, optimizer)
+    other, loaded = trained(0, 1)
+    kept = loaded.state[other[1].weight]["exp_avg"].clone()
+
+    state.load(tmp_path, other, loaded, strict=False)
+
+    for ours, expected in (
+        (loaded.state[other[1].weight], kept),
+        (loaded.state[other[0].weight], optimizer.state[model[0].weight]["exp_avg"]),
+    ):
+        assert torch.equal(ours["exp_avg"], expected)
+
+
 def test_an_empty_group_takes_the_options_of_a_rank_with_a_parameter():
     empty: dict[str, Any] = {"params": {}, "options": {"lr": 0}}
     other = {"params": {"a": []}, "options": {"lr": 1}}
