@@ -113,6 +113,17 @@ def test_gradients_may_be_missing(recompute):
     assert gradient.tolist() == [3.0, 3.0]
 
 
+def test_what_is_frozen_is_not_recomputed():
+    phases = []
+    layer = Do(lambda t: t * 2)
+    layer.register_forward_hook(lambda *_: phases.append(is_recomputing()))
+    frozen = segment_of(layer)
+    forward(frozen, 0, received(torch.ones(2), requires_grad=False), keep=True, recompute=True)
+    frozen.recompute(0)
+    assert backward(frozen, 0, []) == []
+    assert phases == [False]
+
+
 @BOTH
 def test_a_layer_may_change_what_it_receives_in_place(recompute):
     x = torch.tensor([-1.0, 2.0])
@@ -320,6 +331,16 @@ def test_a_module_that_two_layers_have_does_not_count_as_changed():
     before = segment._buffers
     segment.begin()
     assert segment._buffers is before
+
+
+def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
+    layer = nn.Linear(2, 2)
+    segment = segment_of(layer)
+    for flags in ((True,), (False,), (True,)):
+        layer.requires_grad_(*flags)
+        segment.begin()
+        inputs = received(torch.ones(2, 2), requires_grad=False)
+        assert forward(segment, 0, inputs, keep=True, recompute=True).requires_grad == flags
 
 
 # -- changes from outside, and outputs that cannot be sent ----------------------------------------

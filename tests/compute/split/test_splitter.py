@@ -523,12 +523,49 @@ def test_hooks_run_in_the_order_of_the_backward_pass():
 # -- layers that are not changed -----------------------------------------------------------------
 
 
+def test_a_layer_whose_forward_was_replaced(linear):
+    linear.forward = lambda x: F.linear(x, linear.weight) * 3
+    partition = partition_of(nn.Sequential(linear))
+    tasks = run_split(partition, ramp(3, 6))
+    next(tasks)
+    next(tasks)
+    assert linear.weight.grad is not None
+    assert "forward" in linear.__dict__
+
+
 def test_a_convolution_with_its_own_conv_forward():
     class Scaled(nn.Conv1d):
         def _conv_forward(self, input, weight, bias):
             return super()._conv_forward(input, weight * 2, bias)
 
     check(Scaled(3, 3, 1), ramp(2, 3, 6), put_off=0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_layer_that_a_compiled_function_calls(linear):
+    num_compiled = 0
+
+    def backend(graph, _):
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    def forward(layer, x):
+        return layer(x) * 2
+
+    expected = nn.Linear(6, 6)
+    expected.load_state_dict(linear.state_dict())
+    partition = partition_of(nn.Sequential(Do(torch.compile(forward, backend=backend), linear)))
+    for _ in range(2):
+        partition.begin()
+        tasks = run_split(partition, ramp(3, 6))
+        next(tasks)
+        next(tasks)  # it has its whole backward here
+        (expected(ramp(3, 6)) * 2).backward(torch.ones(3, 6))
+        assert equal(linear.weight.grad, expected.weight.grad)
+        next(tasks)
+    assert equal(linear.weight.grad, expected.weight.grad)
+    assert num_compiled == 1
 
 
 def test_layers_can_be_copied_and_pickled_after_a_split_task(linear):
@@ -595,6 +632,18 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     partition.backward_weight(0)
     assert alive == set()
     assert partition.num_held == 0
+
+
+def test_a_new_mini_batch_drops_unfinished_tasks():
+    alive: set[str] = set()
+    partition = partition_of(recorded_model(alive))
+    for i in range(2):
+        forward(partition, i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    backward(partition, 0, [torch.ones(3, 5)])
+    assert partition.num_held == 2
+    partition.begin()
+    assert partition.num_held == 0
+    assert alive == set()
 
 
 class Workspace(nn.Module):
