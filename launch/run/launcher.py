@@ -36,6 +36,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from procpipe.job.endings import LAUNCHER
 from procpipe.launch.run.ranks import Attempt, Rank
 from procpipe.launch.run.report import Report, report_on, short_path
 from procpipe.launch.run.table import View
@@ -124,6 +125,7 @@ class Launcher:
         except SignalException as stopped:  # SIGQUIT is handled by the agent itself
             self._signal = self._signal or stopped.sigval
         except Exception as failed:  # no store, no room for logs, a missing host, …
+            self._is_over = True
             logging.getLogger("torch.distributed.elastic").exception("the agent failed")
             error = f"{type(failed).__name__}: {failed}"
         self._is_over = True
@@ -278,6 +280,7 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         for local, rank in ranks.items():
             rank.folder.mkdir(parents=True)
             envs[local]["TORCHELASTIC_ERROR_FILE"] = str(rank.error)
+            envs[local][LAUNCHER] = str(os.getpid())
         return LogsDest(
             stdouts={local: str(rank.stdout) for local, rank in ranks.items()},
             stderrs={local: str(rank.stderr) for local, rank in ranks.items()},

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
 
+import psutil
+
 from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.job.board import Page
 from procpipe.job.grid import Grid
@@ -37,6 +39,7 @@ from procpipe.notes import write_note
 _PR_SET_PDEATHSIG = 1
 
 _CONNECT_TIMEOUT_S = 2.0
+LAUNCHER = "PROCPIPE_LAUNCHER"  # has the number of the process of ``procpipe run``
 
 #: The name of threads that save in the background, and how long they may keep a process alive.
 SAVING_THREAD = "procpipe-save"
@@ -47,12 +50,15 @@ def end_with_launcher() -> None:
     """Make the kernel kill this process when its launcher dies.
 
     Raises:
-        ConnectionRefusedError: it has died already, while this process was starting: its store,
-            which existed before its workers, is gone.
+        ConnectionRefusedError: it has died already, while this process was starting: it is no
+            ancestor any more; or its store, which existed before its workers, is gone.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher and launcher not in [str(each.pid) for each in psutil.Process().parents()]:
+        raise ConnectionRefusedError(f"the launcher, process {launcher}, has ended")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with contextlib.suppress(TimeoutError, socket.gaierror):  # perhaps a slow network

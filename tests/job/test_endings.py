@@ -172,3 +172,17 @@ def test_a_worker_ends_with_its_launcher(monkeypatch):
     os.close(writer)
     with open(reader) as file:
         assert file.read() == ""
+
+
+def test_a_worker_ends_whose_launcher_has_died_before(monkeypatch):
+    """As on a host of several, whose store is on another."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv(endings.LAUNCHER, str(os.getpid()))
+    assert in_child(endings.end_with_launcher) == "None"
+    launcher = os.fork()
+    if launcher == 0:
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    monkeypatch.setenv(endings.LAUNCHER, str(launcher))
+    assert f"the launcher, process {launcher}, has ended" in in_child(endings.end_with_launcher)
