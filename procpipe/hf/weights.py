@@ -41,7 +41,7 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
             the same architecture, also as the base model alone has written it. Not an id of the
             hub, as nothing is downloaded.
         strict: refuse keys that are missing or left over. Without it, what is missing stays as it
-            was (a new head for classification, say).
+            was (a new head for classification, say), but for some of the experts of a layer.
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from procpipe.errors import SavedStateError
 from procpipe.state.values import read_torch
 
 _FOLDER = re.compile(r"\d{6,}(-step-\d+)?")
@@ -129,9 +130,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """Return what each rank has saved, with a Stored for each tensor; none if it is not whole.
 
     Raises:
-        SavedStateError: a file is damaged.
+        SavedStateError: a file is damaged, or not of ``save``.
     """
-    found = [read_torch(path) for path in _files_of(folder)]
+    paths = _files_of(folder)
+    found = [read_torch(path) for path in paths]
+    for path, values in zip(paths, found, strict=True):
+        if not isinstance(values, dict) or "save" not in values:
+            raise SavedStateError(f"{path} was not written by state.save")
     return found if len({of_rank["save"] for of_rank in found}) == 1 else []
 
 

@@ -271,6 +271,15 @@ def test_weights_in_files_of_other_kinds_are_refused(tmp_path):
                 state.load_weights(tmp_path / name, nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("values", [{"weight": torch.ones(1)}, torch.ones(1), [1]])
+def test_a_folder_of_other_files_is_no_saved_state(tmp_path, values):
+    folder = tmp_path / "000001"
+    folder.mkdir()
+    torch.save(values, folder / "stage-0-of-1.pt")
+    with pytest.raises(SavedStateError, match=r"stage-0-of-1\.pt was not written by"):
+        state.load(tmp_path, nn.Linear(1, 1))
+
+
 def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
     model = nn.Linear(1, 1)
     folder, file = tmp_path / "folder", tmp_path / "elsewhere/model.safetensors"
