@@ -330,7 +330,8 @@ class Segment:
         self._buffers.after_forward(this.buffers)
         form, this.flags = learned
         if form != _form(made):  # the output's form depends on the data
-            this.flags = [tuple(t.is_floating_point() for t in tensors) for tensors, _ in made]
+            trains = any(map(any, this.flags))
+            this.flags = [tuple(trains and t.is_floating_point() for t in ts) for ts, _ in made]
         return made
 
     def _may_begin_to_train(self, this: _Pass, flags: Flags) -> bool:

@@ -124,6 +124,13 @@ def test_what_is_frozen_is_not_recomputed():
     assert phases == [False]
 
 
+def test_a_frozen_output_whose_form_depends_on_the_data_needs_no_gradient():
+    frozen = segment_of(Do(lambda t: (t * 2, float(t.sum()))))
+    for k in range(2):
+        given = received(torch.full((2,), float(k)), requires_grad=False)
+        assert forward(frozen, k, given, keep=True, recompute=True).requires_grad == (False,)
+
+
 @BOTH
 def test_a_layer_may_change_what_it_receives_in_place(recompute):
     x = torch.tensor([-1.0, 2.0])
