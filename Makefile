@@ -27,7 +27,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11 python
 CUDA_BIN := .venv-cuda/bin
 SEED ?= 0
 CASES ?= 300
-AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --durations=20
 SEES_GPUS := import sys, pytest, pytest_timeout, torch; sys.exit(not torch.cuda.is_available())
 NO_COMPILER := make test-gpu: no GPU was found, and to emulate some needs the C++ compiler g++ \
 (Debian, Ubuntu: apt-get install g++)
