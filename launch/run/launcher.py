@@ -280,7 +280,7 @@ class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
         for local, rank in ranks.items():
             rank.folder.mkdir(parents=True)
             envs[local]["TORCHELASTIC_ERROR_FILE"] = str(rank.error)
-            envs[local][LAUNCHER] = str(os.getpid())
+            envs[local][LAUNCHER] = f"{os.getpid()} {envs[local]['TORCHELASTIC_RUN_ID']}"
         return LogsDest(
             stdouts={local: str(rank.stdout) for local, rank in ranks.items()},
             stderrs={local: str(rank.stderr) for local, rank in ranks.items()},

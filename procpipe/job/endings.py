@@ -39,7 +39,10 @@ from procpipe.notes import write_note
 _PR_SET_PDEATHSIG = 1
 
 _CONNECT_TIMEOUT_S = 2.0
-LAUNCHER = "PROCPIPE_LAUNCHER"  # has the number of the process of ``procpipe run``
+
+#: Has the number of the process of ``procpipe run`` and the id of its run. Jobs that a rank starts
+#: inherit it, and have other ids.
+LAUNCHER = "PROCPIPE_LAUNCHER"
 
 #: The name of threads that save in the background, and how long they may keep a process alive.
 SAVING_THREAD = "procpipe-save"
@@ -53,11 +56,12 @@ def end_with_launcher() -> None:
         ConnectionRefusedError: it has died already, while this process was starting: it is no
             ancestor any more; or its store, which existed before its workers, is gone.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher and launcher not in [str(each.pid) for each in psutil.Process().parents()]:
+    launcher, _, of_run = os.environ.get(LAUNCHER, "").partition(" ")
+    ancestors = [str(process.pid) for process in psutil.Process().parents()]
+    if of_run == run_id and launcher not in ancestors:
         raise ConnectionRefusedError(f"the launcher, process {launcher}, has ended")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

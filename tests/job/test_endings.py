@@ -178,11 +178,13 @@ def test_a_worker_ends_whose_launcher_has_died_before(monkeypatch):
     """As on a host of several, whose store is on another."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    monkeypatch.setenv(endings.LAUNCHER, str(os.getpid()))
+    monkeypatch.setenv(endings.LAUNCHER, f"{os.getpid()} a-run")
     assert in_child(endings.end_with_launcher) == "None"
     launcher = os.fork()
     if launcher == 0:
         os._exit(0)
     os.waitpid(launcher, 0)
-    monkeypatch.setenv(endings.LAUNCHER, str(launcher))
+    monkeypatch.setenv(endings.LAUNCHER, f"{launcher} another-run")
+    assert in_child(endings.end_with_launcher) == "None"
+    monkeypatch.setenv(endings.LAUNCHER, f"{launcher} a-run")
     assert f"the launcher, process {launcher}, has ended" in in_child(endings.end_with_launcher)
