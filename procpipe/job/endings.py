@@ -60,8 +60,7 @@ def end_with_launcher() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     launcher, _, of_run = os.environ.get(LAUNCHER, "").partition(" ")
-    ancestors = [str(process.pid) for process in psutil.Process().parents()]
-    if of_run == run_id and launcher not in ancestors:
+    if of_run == run_id and int(launcher) not in (each.pid for each in psutil.Process().parents()):
         raise ConnectionRefusedError(f"the launcher, process {launcher}, has ended")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -269,8 +269,8 @@ def test_a_save_after_a_failed_call_says_that_nothing_was_saved(tmp_path, num_ra
     code = code.replace("loss_fn", "chunks=1, checkpoint='never', loss_fn")
     done = run_forked(code, num_ranks=num_ranks)
     assert done.returncode != 0
-    told = f"nothing was saved in {tmp_path}: state.save() cannot run: "
-    lines = [line for line in done.stderr.splitlines() if told in line]
+    message = f"nothing was saved in {tmp_path}: state.save() cannot run: "
+    lines = [line for line in done.stderr.splitlines() if message in line]
     assert len(lines) == (num_ranks or 1)
     for line in lines:
         assert "KeyError: 'boom'" in line

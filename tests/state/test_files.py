@@ -88,8 +88,8 @@ def test_what_torch_loads_is_saved(tmp_path):
 
 def test_what_torch_would_refuse_is_not_saved(tmp_path):
     model = nn.Linear(1, 1)
-    for number, (value, told) in enumerate(REFUSED):
-        with pytest.raises(TypeError, match=rf"extra\['it'\] cannot be saved.*{told}"):
+    for number, (value, message) in enumerate(REFUSED):
+        with pytest.raises(TypeError, match=rf"extra\['it'\] cannot be saved.*{message}"):
             state.save(tmp_path, model, extra={"it": [1, value]}, asynchronous=number % 2 == 0)
     own: list[Any] = []
     own.append(own)
@@ -113,14 +113,14 @@ def test_all_that_cannot_be_saved_is_named_in_one_error(tmp_path):
     optimizer.param_groups[0]["mode"] = Color.RED
     with pytest.raises(TypeError) as caught:
         state.save(tmp_path, model, optimizer, extra={"a": Path("z")})
-    for told in (
+    for message in (
         "model._extra_state cannot be saved so that it can be loaded again",
         "model.table is a Tensor of torch.sparse_coo: only ordinary dense tensors",
         "the optimizer's state of weight['momentum_buffer'] is a pathlib",
         "optimizer.groups[(0, 0)]['options']['mode'] is a",
         "extra['a'] is a pathlib",
     ):
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def save_what_cannot_be(bare, folder):

@@ -134,10 +134,10 @@ def test_a_shared_parameter_may_have_one_key_or_several(tmp_path):
     loaded = make_model(2, is_tied=True)
     state.load_weights(tmp_path / "one", loaded, keys=to_one)
     assert_same_weights(loaded, model, "one key")
-    told = r"0.weight and 3.weight are different tensors, but keys= gives each the key 'model.embed"
-    with pytest.raises(ValueError, match=told):
+    text = r"0.weight and 3.weight are different tensors, but keys= gives each the key 'model.embed"
+    with pytest.raises(ValueError, match=text):
         state.load_weights(tmp_path / "one", make_model(2), keys=to_one)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=text):
         state.export(tmp_path / "two", make_model(2), keys=to_one)
     assert not (tmp_path / "two").exists()
 
@@ -188,12 +188,12 @@ def exchange(bare, folder):
             assert_same_weights(stage, truth, case)
         state.export(f"{folder}/exported", stage)
         state.export(f"{folder}/one", stage, keys=to_one)
-        told = []
+        messages = []
         for keys in (lambda key: key.replace("weight", "bias"), str):
             with pytest.raises(ValueError, match="do not fit") as caught:
                 state.load_weights(f"{folder}/own", stage, keys=keys)
-            told.append(str(caught.value))
-    return told
+            messages.append(str(caught.value))
+    return messages
 
 
 @pytest.mark.on_gpus

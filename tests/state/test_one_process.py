@@ -267,8 +267,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
             for step in (10.0, -1, "7", torch.tensor(3))
         ),
     )
-    for arguments, told in cases:
-        with pytest.raises(ValueError, match=told):
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
             state.save(tmp_path / "run", model, **arguments)
     assert not (tmp_path / "run").exists()
 

@@ -363,14 +363,14 @@ def save_and_load_own(bare, folder):
 def refuse_those_of_other_layers(bare, folder, balance):
     with stage_of(bare, f"other {balance}", small_model(), balance) as stage:
         optimizer, extra = with_own(stage, 0.5)
-        told = []
+        messages = []
         for strict in (True, False):
             with pytest.raises(ValueError, match="does not fit") as caught:
                 state.load(folder, stage, optimizer, extra=extra, strict=strict)
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
         extra = {"seconds": 0.0}
         state.load(folder, stage, extra=extra, strict=False)
-        return told, extra["seconds"]
+        return messages, extra["seconds"]
 
 
 def test_each_rank_has_its_own_extra_values_and_other_stages_rank_0s_numbers(ranks, tmp_path):
@@ -382,9 +382,9 @@ def test_each_rank_has_its_own_extra_values_and_other_stages_rank_0s_numbers(ran
         job = ranks(len(balance)).run(
             refuse_those_of_other_layers, str(tmp_path), balance, world=False
         )
-        for told, seconds in job.values():
+        for messages, seconds in job.values():
             assert seconds == 3.0
-            for each in told:
+            for each in messages:
                 assert "extra 'mean' has another form, or other tensors, on rank 1" in each
                 assert "extra 'scheduler' has another form, or other learning rates, on r" in each
                 assert "(['base_lrs'][0] is 1.5 on rank 0 and 2.5 there)" in each
