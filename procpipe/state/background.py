@@ -6,7 +6,8 @@
     removes old states ──────────────────────────> returns
 
 The thread only writes. What has gone wrong in it is raised, on every rank, by the next call that
-all ranks make for it: ``wait()``, the next save, or the end of the script.
+all ranks make for it: ``wait()`` or the next save. Without one each rank waits for its own thread
+as its script ends, fails if that has failed, and no old state is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from procpipe.errors import CallMismatchError, StageClosedError
+from procpipe.errors import StageClosedError
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
 from procpipe.state import files
@@ -121,12 +122,11 @@ class Saving:
         if error is not None and calls is not None:
             calls.fail("the script", error)
         try:
-            self.wait()  # for this rank alone, once the pipeline has ended
-        except BaseException as error:
-            # A script that has ended too early on this rank needs no traceback of procpipe's.
-            is_early = isinstance(error, CallMismatchError)
-            text = f"procpipe: the script ended: {error}" if is_early else traceback.format_exc()
-            write_note(text)
+            self._join()  # not with the other ranks, which may be in another call
+        except BaseException as failed:
+            write_note(traceback.format_exc())
+            if calls is not None:
+                calls.fail("Saving.wait", failed)
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             os._exit(1)

@@ -60,8 +60,9 @@ def save(
             Numbers of NumPy are saved as those of Python.
         step: becomes part of the saved state's name; rank 0's counts.
         keep: how many saved states to leave in the folder, this one included; None for all.
-        asynchronous: write in the background. The next save and the end of the script wait for it,
-            and raise its error; a script whose last save fails ends with exit code 1.
+        asynchronous: write in the background. The next save waits for it, and raises its error on
+            every rank. The end of a script waits for its own rank's file, exits with code 1 if that
+            could not be written, and removes no old states.
 
     Returns:
         The save: its ``path``, and ``wait()`` for one in the background.
