@@ -186,7 +186,7 @@ def _converted(key: str, convert: Callable[[Callable[[Stored], Tensor]], Tensor]
         whole = convert(lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta"))
     except Exception as error:
         raise ValueError(f"{key} cannot be made of its parts in the files: {error}") from error
-    return Stored(whole.shape, whole.dtype, lambda target: target.copy_(convert(Stored.read)))
+    return Stored(whole.shape, whole.dtype, lambda: convert(lambda part: part.get()))
 
 
 def _in_model(model: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

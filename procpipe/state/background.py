@@ -26,14 +26,14 @@ from typing import Any
 
 from torch import nn
 
-from procpipe.errors import StageClosedError
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
 from procpipe.state import files
 from procpipe.state.member import Agree, Member
 
-#: The saves in the background that have not been waited for.
+#: The saves in the background that have not been waited for; none in a forked child.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 class Saving:
@@ -47,11 +47,6 @@ class Saving:
         self.path = path
         self._member, self._keep = member, keep
         self._written: Future[None] | None = None  # in the background
-        self._pid = os.getpid()
-
-    def is_done(self) -> bool:
-        """Return whether this rank has finished its part; does not communicate."""
-        return self._written is None or self._written.done()
 
     def wait(self) -> None:
         """Wait until it is done on all ranks; every rank calls it. Returns at once if it was.
@@ -60,8 +55,6 @@ class Saving:
             OSError: this rank could not write its part (or any other exception of that).
             RemoteStageError: another rank failed.
         """
-        if os.getpid() != self._pid:
-            raise StageClosedError(f"only process {self._pid}, which saves it, can wait for it")
         if _unfinished.get(self._member.module) is not self:
             return
         calls = self._member.calls
@@ -116,7 +109,7 @@ class Saving:
 
         A failed save is an error like any other, but it is too late for Python to end with one.
         """
-        if os.getpid() != self._pid:  # the thread is in the process that this one was forked from
+        if _unfinished.get(self._member.module) is not self:
             return
         calls, error = self._member.calls, error_of_script()
         if error is not None and calls is not None:

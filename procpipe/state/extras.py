@@ -42,7 +42,7 @@ def saved_forms(extra: Extra | None, rank: int, faults: list[str]) -> dict[str, 
 def load(extra: Extra, saved: Mapping[str, Any]) -> None:
     """Give objects their state, and replace plain values."""
     for name in extra.keys() & saved.keys():
-        current, value = extra[name], replaced(saved[name], Stored, Stored.read)
+        current, value = extra[name], replaced(saved[name], Stored, Stored.copy)
         if _has_state(current):
             current.load_state_dict(value)
         elif isinstance(current, Tensor) and isinstance(value, Tensor):
@@ -90,7 +90,7 @@ def _difference(ours: Any, theirs: Any, *, may_numbers: bool) -> str:
     for place, one in of_ours.items():
         two = of_theirs[place]
         if isinstance(one, Stored) and isinstance(two, Stored):
-            if one.dtype != two.dtype or not torch.equal(one.read(), two.read()):
+            if one.dtype != two.dtype or not torch.equal(one.get(), two.get()):
                 return f"{place} is another tensor"
         elif isinstance(one, Stored) or isinstance(two, Stored):
             return f"{place} is a tensor on one only"

@@ -113,7 +113,7 @@ def load(
                 extras.load(extra or {}, contents[0]["extra"] | own_extra)
                 # Rank 0's always: the order of the data comes from them.
                 if is_same_number or member.rank == 0:
-                    states = replaced(own["generators"], Stored, Stored.read)
+                    states = replaced(own["generators"], Stored, Stored.copy)
                     restore_generators(states, member.device)
                 agree(None, len)  # no rank goes on before all have read
                 return Saved(Path(path), own["about"]["step"], len(contents))

@@ -5,8 +5,8 @@ An optimizer numbers its parameters, and the numbers depend on the number of sta
     state      by parameter: step, exp_avg, momentum_buffer, …, nested as the optimizer has it
     groups     by optimizer and index: the group's options, and by parameter the names of its state
 
-A group takes the options that its parameters were saved with, on whatever rank. A group without a
-parameter takes those of the saved group with its index:
+A group takes the options that its parameters were saved with, on whatever rank (by the first stage,
+if several share one). A group without a parameter takes those of the saved group with its index:
 
     group            saved on rank 0    on rank 1         loaded on rank 0    rank 1    rank 2
     0  decay         a, b               c                 a                   b         c
@@ -123,40 +123,6 @@ def saved_groups(groups: Sequence[Group]) -> dict[tuple[int, int], dict[str, Any
     }
 
 
-def options_of(groups: Sequence[Group], module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the options of groups (None of an empty one) and of parameters that stages share."""
-    shared = module._record().shared if isinstance(module, Stage) else {}
-    found: dict[str, dict[str, Any]] = {"groups": {}, "shared": {}}
-    for group in groups:
-        k, g = group.place
-        texts = {key: str(value) for key, value in group.options.items()}
-        name = f"group {g} of the optimizer" + (f" {k}" if k else "")
-        found["groups"][name] = texts if group.parameters else None
-        found["shared"] |= {name: texts for name in group.parameters if name in shared}
-    return found
-
-
-def disagreements(of_ranks: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
-    """Return where ranks have other options for what takes those of one rank, from ``options_of``.
-
-    That is a parameter that stages share, or a group that is empty on another rank.
-    """
-    groups = [of_rank["groups"] for of_rank in of_ranks]
-    empty = {name for own in groups for name, options in own.items() if options is None}
-    found, faults = dict[str, tuple[int, dict[str, str]]](), []
-    for rank, of_rank in enumerate(of_ranks):
-        known = {name: own for name, own in of_rank["groups"].items() if own and name in empty}
-        for name, own in (known | of_rank["shared"]).items():
-            first, other = found.setdefault(name, (rank, own))
-            faults += [
-                f"{name} has {key} = {other.get(key)} on rank {first} and {key} = {own.get(key)} "
-                f"on rank {rank}"
-                for key in sorted(own.keys() | other.keys())
-                if own.get(key) != other.get(key)
-            ]
-    return faults
-
-
 # -- from files ----------------------------------------------------------------------------------
 
 
@@ -165,20 +131,19 @@ class SavedOptimizers:
 
     Attributes:
         state: by parameter.
-        groups: by parameter: the groups that had it, on each rank that had it.
+        groups: by parameter: the group that had it, on the first rank that had it.
         of_place: groups by their places; with a parameter, if any rank had one there.
     """
 
     def __init__(self, contents: Sequence[Mapping[str, Any]]) -> None:
         self.state = sharded.merged(contents, "state")
-        self.groups: dict[str, list[dict[str, Any]]] = {}
+        self.groups: dict[str, dict[str, Any]] = {}
         self.of_place: dict[tuple[int, int], dict[str, Any]] = {}
-        of_ranks = replaced([of_rank["groups"] for of_rank in contents], Stored, Stored.read)
+        of_ranks = replaced([of_rank["groups"] for of_rank in contents], Stored, Stored.copy)
         groups = [each for of_rank in of_ranks for each in of_rank.items()]
         for place, group in sorted(groups, key=lambda each: not each[1]["params"]):
             self.of_place.setdefault(place, group)
-            for name in group["params"]:
-                self.groups.setdefault(name, []).append(group)
+            self.groups = dict.fromkeys(group["params"], group) | self.groups
 
 
 def faults_of(groups: Sequence[Group], saved: SavedOptimizers, *, strict: bool) -> list[str]:
@@ -192,7 +157,7 @@ def faults_of(groups: Sequence[Group], saved: SavedOptimizers, *, strict: bool) 
             state, of_it = saved.state.get(name, {}), f"the optimizer's state of {name}"
             if name not in saved.groups:
                 faults.append(f"{of_it} is not in it")
-            elif missing := set(saved.groups[name][0]["params"][name]) - state.keys():
+            elif missing := set(saved.groups[name]["params"][name]) - state.keys():
                 faults.append(f"{of_it} lacks {', '.join(sorted(missing))}")
             dtype = parameter.tensor.dtype
             faults += [
@@ -211,29 +176,27 @@ def _is_converted(optimizer: Optimizer, value: Any) -> bool:
 
 def _options_faults(group: Group, saved: SavedOptimizers) -> Iterator[str]:
     """Yield how options differ that a group is to have, and whether its optimizer lacks them."""
-    found: dict[int, tuple[str, dict[str, Any]]] = {}  # by each saved group, one of its parameters
-    for name in group.parameters:
-        for one in saved.groups.get(name, ()):
-            found.setdefault(id(one), (name, one["options"]))
-    if not found:
+    names = [name for name in group.parameters if name in saved.groups]
+    if not names:
         return
-    (name, options), *others = found.values()
+    first, options = names[0], saved.groups[names[0]]["options"]
     # Either may have more: schedulers and newer versions of torch add options.
     unknown, missing = options.keys() - group.options, group.optimizer.defaults.keys() - options
     if unknown and missing:
         yield (
-            f"the state of {name} was saved by another kind of optimizer than "
+            f"the state of {first} was saved by another kind of optimizer than "
             f"{type(group.optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
             f"{', '.join(sorted(missing))}"
         )
+    others = {id(saved.groups[name]): name for name in reversed(names)}  # the first of each group
     ours = replaced(options, Tensor, Tensor.tolist)
-    for other, its_options in others:
-        theirs = replaced(its_options, Tensor, Tensor.tolist)
+    for name in reversed(others.values()):
+        theirs = replaced(saved.groups[name]["options"], Tensor, Tensor.tolist)
         for option in sorted(ours.keys() | theirs.keys()):
             if ours.get(option) != theirs.get(option):
                 yield (
-                    f"a group of the optimizer holds {name}, saved with {option} = "
-                    f"{ours.get(option)}, and {other}, saved with {option} = {theirs.get(option)}"
+                    f"a group of the optimizer holds {first}, saved with {option} = "
+                    f"{ours.get(option)}, and {name}, saved with {option} = {theirs.get(option)}"
                 )
 
 
@@ -245,7 +208,7 @@ def load_into(groups: Sequence[Group], saved: SavedOptimizers) -> None:
     for optimizer, its_groups in groupby(groups, lambda group: group.optimizer):
         state, packed = {}, []
         for group in its_groups:
-            known = [saved.groups[name][0] for name in group.parameters if name in saved.groups]
+            known = [saved.groups[name] for name in group.parameters if name in saved.groups]
             if not group.parameters and group.place in saved.of_place:
                 known = [saved.of_place[group.place]]
             packed.append(group.packed | (known[0]["options"] if known else {}))
@@ -263,10 +226,12 @@ def _own(value: Any, parameter: Tensor, now: Any, part: str = "") -> Any:
     ``now`` is what the optimizer has in its place; its memory is used where it fits.
     """
     if isinstance(value, Stored):
+        if sharded.is_sharded(parameter) and value.shape == parameter.shape:
+            return sharded.like(value.get(), parameter).clone()  # not the file's memory
         on = torch.device("cpu") if part == _STEP else parameter.device
         form = torch.Size(value.shape), value.dtype, on
         is_fit = type(now) is Tensor and (now.shape, now.dtype, now.device) == form
-        return sharded.like(value.read(now if is_fit else None, device=on), parameter)
+        return now.copy_(value.get()) if is_fit else value.get().to(on, copy=True)
     if isinstance(value, dict):
         now = now if isinstance(now, dict) else {}
         return {key: _own(item, parameter, now.get(key), key) for key, item in value.items()}

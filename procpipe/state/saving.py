@@ -74,9 +74,7 @@ def save(
         TypeError: lists, on every rank, what ``torch.load(weights_only=True)`` would not load on
             any rank; nothing was written, and the stage can still be used.
         ValueError: a parameter of the optimizer that is not the module's; other names in
-            ``extra``, or other arguments, than on rank 0; other options on two ranks for a
-            parameter that they share, or for a group that is empty on a third; a wrong ``keep`` or
-            ``step``.
+            ``extra``, or other arguments, than on rank 0; a wrong ``keep`` or ``step``.
 
     Source: ``torch.distributed.checkpoint.save``.
     """
@@ -95,9 +93,7 @@ def save(
             "the number of optimizers": len({id(group.optimizer) for group in groups}),
             "asynchronous": bool(asynchronous),
         }
-        options = optimizers.options_of(groups, module)
-        facts = {"asked for": asked_for, "options": options, "faults": faults}
-        faults = agree(facts, _judge)  # 2
+        faults = agree({"asked for": asked_for, "faults": faults}, _judge)  # 2
         if not faults:
             begun, nonce = agree(lambda: _begin(member, place, step), itemgetter(0))  # 3
             versions = {"procpipe": __version__, "torch": str(torch.__version__)}
@@ -129,8 +125,6 @@ def _judge(of_ranks: list[dict[str, Any]]) -> list[str]:
                     f"state.save() was called with other arguments on rank {rank} than on rank 0: "
                     f"{what}: {other!r}, not {one!r}"
                 )
-    if faults := optimizers.disagreements([facts["options"] for facts in of_ranks]):
-        raise ValueError("\n  - ".join(["the saved state could not be loaded:", *faults]))
     return of_all_ranks(of_ranks)
 
 

@@ -89,16 +89,18 @@ class _InShards(Stored):
     """A tensor of which each of several files has a shard."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype, self._copy_shards)
+        super().__init__(shape, dtype, self._whole)
         self.shards: dict[tuple[int, ...], Stored] = {}  # by offsets
 
-    def _copy_shards(self, target: Tensor) -> None:
+    def _whole(self) -> Tensor:
         num_found = sum(math.prod(shard.shape) for shard in self.shards.values())
         if num_found != math.prod(self.shape):
             raise SavedStateError(f"there are {num_found} elements of a tensor {self.shape}")
+        whole = torch.empty(self.shape, dtype=self.dtype)
         for offsets, shard in self.shards.items():
             ends = (at + size for at, size in zip(offsets, shard.shape, strict=True))
-            shard.copy_to(target[tuple(map(slice, offsets, ends))])
+            whole[tuple(map(slice, offsets, ends))] = shard.get()
+        return whole
 
 
 def merged(contents: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
@@ -120,10 +122,8 @@ def _merge(values: Mapping[str, Any], found: dict[str, Any]) -> None:
             found[key] = value
 
 
-def like(value: Any, own: Any) -> Any:
-    """Return this process's part of a whole tensor, if its own is a DTensor of that shape."""
-    if not is_sharded(own) or not isinstance(value, Tensor) or value.shape != own.shape:
-        return value
+def like(value: Tensor, own: Any) -> Any:
+    """Return this process's part of a whole tensor, as its own DTensor of that shape has it."""
     from torch.distributed.tensor import distribute_tensor
 
     # Each process has it whole, so none sends it.

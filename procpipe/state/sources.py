@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from procpipe.errors import SavedStateError
 from procpipe.state import files, sharded
-from procpipe.state.values import Stored, read_safetensors, read_torch, replaced
+from procpipe.state.values import read_safetensors, read_torch
 
 #: How Hugging Face names files of weights, those that are looked for first.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,16 +28,6 @@ class Source:
 
     values: Mapping[str, Any]  # by key; a Stored for each tensor
     is_own: bool = False  # whether ``save`` wrote it, under the model's own keys
-
-    def read(self, into: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Return the values of the keys of ``into``, each in the tensor that it has for it, if any.
-
-        A tensor may be of any dtype and on any device.
-        """
-        return {
-            key: replaced(self.values[key], Stored, partial(Stored.read, into=own))
-            for key, own in into.items()
-        }
 
 
 def open_source(path: Path) -> Source:

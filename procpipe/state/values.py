@@ -1,22 +1,14 @@
-"""What can be saved, known before it is written; and tensors in files, read when they are copied.
-
-Files are mapped into memory. Their pages count as memory of the process as long as they are, so
-those of a tensor are given back once it has been copied: a process holds no more than one tensor
-beside its own.
-"""
+"""What can be saved, known before it is written; and tensors in files, mapped into memory."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -32,9 +24,6 @@ CAN_BE = (
     "What can: numbers, text, bytes, dense tensors, lists, tuples, sets, dicts of these; and "
     "objects whose state_dict() is made of them"
 )
-
-#: Advice for Linux: pages can be dropped; those of a file are read anew when they are used.
-_MADV_DONTNEED = 4
 
 
 # -- to files ------------------------------------------------------------------------------------
@@ -116,22 +105,23 @@ def mapped(value: Any, function: Callable[[Any, str], Any], place: str = "") -> 
 
 
 class Stored:
-    """A tensor in a file, of which ``copy_to`` makes a copy in another tensor's memory."""
+    """A tensor in files that are mapped into memory: ``get`` returns it, to be copied at once.
 
-    def __init__(
-        self, shape: Iterable[int], dtype: torch.dtype, copy_to: Callable[[Tensor], object]
-    ) -> None:
-        self.shape, self.dtype, self.copy_to = tuple(shape), dtype, copy_to
+    Mapped memory is the file's: the system takes it back as it needs it. So a process that loads
+    holds no more than one tensor beside its own.
+    """
 
-    def read(self, into: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
-        """Copy it into a tensor of this shape and any dtype and device, by default a new one.
+    def __init__(self, shape: Iterable[int], dtype: torch.dtype, get: Callable[[], Tensor]) -> None:
+        self.shape, self.dtype, self.get = tuple(shape), dtype, get
 
-        Raises:
-            SavedStateError: a shard is missing.
-        """
-        target = torch.empty(self.shape, dtype=self.dtype, device=device) if into is None else into
-        self.copy_to(target)
-        return target
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """Return a mapped tensor as one."""
+        return cls(tensor.shape, tensor.dtype, lambda: tensor)
+
+    def copy(self) -> Tensor:
+        """Return it in memory of its own, on the CPU."""
+        return self.get().clone()
 
 
 def read_torch(path: Path) -> Any:
@@ -149,7 +139,7 @@ def read_torch(path: Path) -> Any:
         raise SavedStateError(
             f"{path}: it is no whole file of torch.save that weights_only=True reads: {error}"
         ) from None
-    return replaced(found, Tensor, partial(_stored, is_mapped=is_archive))
+    return replaced(found, Tensor, Stored.of)
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -160,27 +150,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         SavedStateError: it is damaged, or of another kind.
     """
     try:
-        opened: Any = safetensors.safe_open(path, "pt")
+        tensors = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise SavedStateError(f"{path}: it is no whole file of safetensors: {error}") from None
-    keys = opened.keys()
-    return {key: _stored(opened.get_tensor(key), is_mapped=True) for key in keys}
-
-
-def _stored(tensor: Tensor, *, is_mapped: bool) -> Stored:
-    def copy_to(target: Tensor) -> None:
-        target.copy_(tensor)
-        if is_mapped:  # memory that is not of a file would lose its values
-            _give_back(tensor)
-
-    return Stored(tensor.shape, tensor.dtype, copy_to)
-
-
-def _give_back(tensor: Tensor) -> None:
-    """Give back the pages of a tensor that has been copied."""
-    storage, page = tensor.untyped_storage(), os.sysconf("SC_PAGESIZE")
-    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    begin, end = -(-begin // page) * page, end // page * page
-    if begin < end:
-        address, length = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
-        ctypes.CDLL(None).madvise(address, length, _MADV_DONTNEED)
+    return {key: Stored.of(tensor) for key, tensor in tensors.items()}

@@ -225,10 +225,12 @@ def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) ->
     with torch.no_grad():
         for key, name in keys.to_read(saved).items():
             own, value = ours[key], saved[name]
-            if isinstance(own, Tensor) and isinstance(value, Stored) and not is_sharded(own):
-                value.read(own)
+            if not isinstance(own, Tensor) or not isinstance(value, Stored):
+                ours[key] = replaced(value, Stored, Stored.copy)
+            elif is_sharded(own):
+                ours[key] = sharded.like(value.get(), own)
             else:
-                ours[key] = sharded.like(replaced(value, Stored, Stored.read), own)
+                own.copy_(value.get())
     module.load_state_dict(ours)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from procpipe import SavedStateError, state
-from procpipe.state.values import read_safetensors, read_torch, saved_form
+from procpipe.state.values import saved_form
 
 
 def is_same(ours, theirs):
@@ -303,18 +303,6 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         module.register_buffer("x", value)
         with pytest.raises(TypeError, match=r"x is a torch.* which safetensors cannot hold"):
             state.export(tmp_path / "x", module)
-
-
-def test_a_tensor_whose_pages_were_given_back_can_be_read_again(tmp_path):
-    """Memory that is not of a mapped file would lose its values."""
-    values = {"a": torch.randn(100_000)}
-    torch.save(values, tmp_path / "x.pt")
-    torch.save(values, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    save_file(values, tmp_path / "x.safetensors")
-    files = read_torch(tmp_path / "x.pt"), read_torch(tmp_path / "old.pt")
-    for found in (*files, read_safetensors(tmp_path / "x.safetensors")):
-        for _ in range(2):
-            assert torch.equal(found["a"].read(), values["a"])
 
 
 @pytest.mark.parametrize("name", ["x.pt", "old.pt", "x.safetensors"])

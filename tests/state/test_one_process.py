@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import SavedStateError, Stage, state
-from procpipe.state.optimizers import SavedOptimizers, disagreements
+from procpipe.state.optimizers import SavedOptimizers
 from procpipe.state.resumable import restore_generators, states_of_generators
 from procpipe.state.values import copied
 from tests.dist.script import run_forked
@@ -212,21 +212,6 @@ def test_an_empty_group_takes_the_options_of_a_rank_with_a_parameter():
     other = {"params": {"a": []}, "options": {"lr": 1}}
     contents = [{"state": {}, "groups": {(0, 0): group}} for group in (empty, other)]
     assert SavedOptimizers(contents).of_place[0, 0]["options"] == {"lr": 1}
-
-
-def test_ranks_agree_on_the_options_of_what_takes_those_of_one_rank():
-    def rank(*groups, shared=()):
-        of_groups = {f"group {g}": of and {"lr": of} for g, of in enumerate(groups)}
-        return {"groups": of_groups, "shared": {name: {"lr": lr} for name, lr in shared}}
-
-    assert disagreements([rank("1", None), rank("1", "2")]) == []
-    assert disagreements([rank("1", "2"), rank("3")]) == []  # groups of their own
-    assert disagreements([rank(None), rank("1"), rank("2")]) == [
-        "group 0 has lr = 1 on rank 1 and lr = 2 on rank 2"
-    ]
-    assert disagreements([rank(shared=[("w", "1")]), rank(), rank(shared=[("w", "2")])]) == [
-        "w has lr = 1 on rank 0 and lr = 2 on rank 2"
-    ]
 
 
 # -- folders -------------------------------------------------------------------------------------
