@@ -83,7 +83,7 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     with Member.of(stage).call("hf.load_adapter") as agree:
         source = source_in(folder, _WEIGHTS)
         keys = FileKeys(_of_adapter(stage, name), {}, str)
-        saved = {key: value for key, value in source.values.items() if not _TWICE.search(key)}
+        saved = {key: value for key, value in source.items() if not _TWICE.search(key)}
         faults = load_values(stage, keys, saved, agree, strict=True)
     raise_faults(f"the adapter in {folder} does not fit", faults)
 

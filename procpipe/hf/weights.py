@@ -19,7 +19,7 @@ from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys, few
 from procpipe.state.member import Member, raise_faults
 from procpipe.state.sharded import is_sharded
-from procpipe.state.sources import Source, open_source
+from procpipe.state.sources import values_in
 from procpipe.state.values import Stored
 from procpipe.state.weights import load_values, write_files
 
@@ -58,7 +58,7 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         source = source_in(folder)
         keys = FileKeys.of(stage, _without_prefix(stage, source, f"{model.base_model_prefix}."))
         own = {key: name for key, name in keys.own.items() if not is_of_adapter(key)}
-        saved = _in_model(model, source.values)
+        saved = _in_model(model, source)
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         for name in saved.keys() - own.values():
             if any(re.search(each, name) for each in ignored):
@@ -131,7 +131,7 @@ def _check_whole(stage: Stage, call: str) -> None:
         )
 
 
-def source_in(folder: Any, name: str = "") -> Source:
+def source_in(folder: Any, name: str = "") -> dict[str, Any]:
     """Return what the files in a folder hold; a name is of the one file that counts.
 
     Raises:
@@ -143,7 +143,7 @@ def source_in(folder: Any, name: str = "") -> Source:
             f"there is no folder {folder}, and nothing is downloaded: if it is an id of the hub, "
             f"give the folder that huggingface_hub.snapshot_download({str(folder)!r}) returns"
         )
-    return open_source(path / name if name and path.is_dir() else path)
+    return values_in(path / name if name and path.is_dir() else path)
 
 
 def is_of_adapter(key: str) -> bool:
@@ -234,10 +234,10 @@ def _to_write(keys: FileKeys, tied: Container[str]) -> Iterator[tuple[str, str]]
             yield key, name
 
 
-def _without_prefix(stage: Stage, source: Source, prefix: str) -> Callable[[str], str]:
+def _without_prefix(stage: Stage, source: Mapping[str, Any], prefix: str) -> Callable[[str], str]:
     """Return the map from a stage's keys to those in files, perhaps of the base model alone."""
     to_file = FileKeys.of(stage, None).to_file
-    if any(key.startswith(prefix) for key in source.values):
+    if any(key.startswith(prefix) for key in source):
         return to_file
     return lambda key: to_file(key).removeprefix(prefix)
 

@@ -32,8 +32,8 @@ from procpipe.state import files
 from procpipe.state.member import Agree, Member
 
 #: The saves in the background that have not been waited for; none in a forked child.
-_unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
-os.register_at_fork(after_in_child=_unfinished.clear)
+unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=unfinished.clear)
 
 
 class Saving:
@@ -55,7 +55,7 @@ class Saving:
             OSError: this rank could not write its part (or any other exception of that).
             RemoteStageError: another rank failed.
         """
-        if _unfinished.get(self._member.module) is not self:
+        if unfinished.get(self._member.module) is not self:
             return
         calls = self._member.calls
         if calls is not None and calls.pipeline is None:  # it was closed, or a call failed
@@ -81,7 +81,7 @@ class Saving:
 
     def start(self, values: dict[str, Any]) -> None:
         """Write values in a thread; they must not change any more."""
-        _unfinished[self._member.module] = self
+        unfinished[self._member.module] = self
         self._written = written = Future[None]()
 
         def run() -> None:
@@ -101,7 +101,7 @@ class Saving:
         assert self._written is not None, "it was started"
         self._written.exception()
         atexit.unregister(self._end_of_script)
-        _unfinished.pop(self._member.module, None)
+        unfinished.pop(self._member.module, None)
         self._written.result()
 
     def _end_of_script(self) -> None:
@@ -109,7 +109,7 @@ class Saving:
 
         A failed save is an error like any other, but it is too late for Python to end with one.
         """
-        if _unfinished.get(self._member.module) is not self:
+        if unfinished.get(self._member.module) is not self:
             return
         calls, error = self._member.calls, error_of_script()
         if error is not None and calls is not None:
@@ -123,10 +123,3 @@ class Saving:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             os._exit(1)
-
-
-def wait_unfinished(module: nn.Module) -> None:
-    """Wait for the save of this module that is still under way, as :meth:`Saving.wait` does."""
-    saving = _unfinished.get(module)
-    if saving is not None:
-        saving.wait()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from procpipe.errors import StageClosedError
 from procpipe.state import extras, files, optimizers
-from procpipe.state.background import Saving, wait_unfinished
+from procpipe.state.background import Saving, unfinished
 from procpipe.state.member import Member, of_all_ranks
 from procpipe.state.resumable import states_of_generators
 from procpipe.state.values import CAN_BE, copied, saved_form
@@ -82,7 +82,8 @@ def save(
     _check(keep, step)
     if member.calls is not None and (why := member.calls.ended):
         raise StageClosedError(f"nothing was saved in {place}: state.save() cannot run: {why}")
-    wait_unfinished(module)  # 1
+    if before := unfinished.get(module):
+        before.wait()  # 1
     with member.call("state.save") as agree:
         member, agree = member.among(agree)
         groups = optimizers.groups_of(module, optimizer)

@@ -2,19 +2,16 @@
 
 model.safetensors  pytorch_model.bin  any file of torch.save    one file
 *.index.json                                                    several, with the keys of each
-a folder with one of these, or with what ``save`` wrote
+a folder with one of these
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from procpipe.errors import SavedStateError
-from procpipe.state import files, sharded
 from procpipe.state.values import read_safetensors, read_torch
 
 #: How Hugging Face names files of weights, those that are looked for first.
@@ -22,44 +19,34 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
-@dataclass(frozen=True)
-class Source:
-    """What a file or folder holds."""
-
-    values: Mapping[str, Any]  # by key; a Stored for each tensor
-    is_own: bool = False  # whether ``save`` wrote it, under the model's own keys
-
-
-def open_source(path: Path) -> Source:
-    """Look into a file or folder of weights.
+def values_in(path: Path) -> dict[str, Any]:
+    """Return what a file or folder of weights holds, by key; a Stored for each tensor.
 
     Raises:
         FileNotFoundError: there is none.
         SavedStateError: it is damaged, or of another kind.
     """
     if path.is_dir():
-        if (saved := files.find(path)) is not None:
-            return Source(sharded.merged(files.read(saved), "model"), is_own=True)
         path_of = (path / name for name in _NAMES if (path / name).is_file())
         if (found := next(path_of, None)) is None:
             raise FileNotFoundError(
-                f"{path} holds neither a saved state nor {SINGLE} nor any of {', '.join(_NAMES)}"
+                f"{path} holds none of {', '.join(_NAMES)} (state.load reads what state.save wrote)"
             )
         path = found
     if path.suffix != ".json":
-        return Source(_values_in(path))
+        return _values_of(path)
     try:
         weight_map = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SavedStateError(f"{path}: it is no index of files of weights: {error}") from None
     values: dict[str, Any] = {}
     for name in sorted(set(map(str, weight_map.values()))):
-        there = _values_in(path.parent / name)
+        there = _values_of(path.parent / name)
         values |= {key: there[key] for key in there if weight_map.get(key) == name}
-    return Source(values)
+    return values
 
 
-def _values_in(path: Path) -> dict[str, Any]:
+def _values_of(path: Path) -> dict[str, Any]:
     """Return the values of one file by key."""
     if path.suffix == ".safetensors":
         return dict(read_safetensors(path))

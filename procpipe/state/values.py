@@ -45,20 +45,13 @@ def saved_form(name: str, value: Any, faults: list[str]) -> Any:
             if type(number) in _PLAIN:
                 return number
         if fault := _fault_of(leaf):
-            refuse(f"{place} {fault}")
+            faults.append(f"{name} cannot be saved so that it can be loaded again: {place} {fault}")
             return None
         tensor = leaf.detach().resolve_conj().resolve_neg()
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
         return tensor.to("cpu", copy=True) if is_view else tensor
 
-    def refuse(fault: str) -> None:
-        faults.append(f"{name} cannot be saved so that it can be loaded again: {fault}")
-
-    try:
-        return mapped(value, form, name)
-    except RecursionError:
-        refuse("it holds itself, or is nested too deeply")
-        return None
+    return mapped(value, form, name)
 
 
 def _fault_of(leaf: Any) -> str:

@@ -23,7 +23,7 @@ from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, collisions, few
 from procpipe.state.member import Agree, Member, of_all_ranks, raise_faults
 from procpipe.state.sharded import is_sharded
-from procpipe.state.sources import INDEX, SINGLE, open_source
+from procpipe.state.sources import INDEX, SINGLE, values_in
 from procpipe.state.values import Stored, replaced
 
 #: How the names of files of ``torch.save`` end.
@@ -50,13 +50,11 @@ def load_weights(
 
     Args:
         path: a state dict that ``torch.save`` wrote; a ``.safetensors`` file; a folder of such, as
-            :func:`export` and Hugging Face make it, or its index (of several files of
-            ``torch.save``, too); or what ``save`` wrote.
+            :func:`export` and Hugging Face make it; or its index, also of files of ``torch.save``.
         module: the stage; or any module with these keys.
         keys: returns for each key of the full model the key in the file. By default the attribute
             ``keys`` of the ``nn.Sequential`` (that the stage was built from), if it has one;
-            ``str`` for the model's own keys. What ``save`` wrote has the model's own keys by
-            default.
+            ``str`` for the model's own keys.
         strict: refuse keys that are missing or left over. A parameter that the model has under
             several names is not missing if the file has one of them.
 
@@ -72,10 +70,7 @@ def load_weights(
     """
     file_keys = FileKeys.of(module, keys)  # before the call, which a mistake would end
     with Member.of(module).call("state.load_weights") as agree:
-        source = open_source(Path(path))
-        if keys is None and source.is_own:
-            file_keys = FileKeys.of(module)
-        faults = load_values(module, file_keys, source.values, agree, strict=strict)
+        faults = load_values(module, file_keys, values_in(Path(path)), agree, strict=strict)
     raise_faults(f"the weights in {path} do not fit", faults)
 
 

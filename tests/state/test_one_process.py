@@ -298,9 +298,8 @@ def test_the_error_of_a_damaged_state_names_the_file(tmp_path):
     whole = file.read_bytes()
     for data in (whole[:2000], b"", b"garbage" * 9, whole[:-1]):
         file.write_bytes(data)
-        for call in (state.load, state.load_weights):
-            with pytest.raises(SavedStateError, match=f"{file}: it is no whole file of torch.sav"):
-                call(tmp_path, model)
+        with pytest.raises(SavedStateError, match=f"{file}: it is no whole file of torch.save"):
+            state.load(tmp_path, model)
 
 
 class Evil:
@@ -316,9 +315,9 @@ def test_no_code_in_a_saved_state_runs(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
     file = state.save(tmp_path / "run", model).path / "stage-0-of-1.pt"
     torch.save(Evil(), file)
-    for call in (state.load, state.load_weights):
+    for load, path in ((state.load, tmp_path / "run"), (state.load_weights, file)):
         with pytest.raises(SavedStateError, match=r"posix.mkdir"):
-            call(tmp_path / "run", model)
+            load(path, model)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -384,7 +383,6 @@ def test_weights_are_loaded_from_every_kind_of_file(tmp_path):
     state.export(tmp_path / "exported", model)
     state.export(tmp_path / "exported.pt", model)
     assert torch.load(tmp_path / "exported.pt", weights_only=True).keys() == expected.keys()
-    state.save(tmp_path / "saved", model)
     assert names(tmp_path / "exported") == ["model.safetensors"]
     (tmp_path / "bin").mkdir()
     index = "bin/pytorch_model.bin.index.json"
@@ -393,8 +391,7 @@ def test_weights_are_loaded_from_every_kind_of_file(tmp_path):
     weight_map = {key: f"{number}.bin" for number, key in enumerate(expected)}
     (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
 
-    own = "saved", "saved/000001"
-    for name in ("plain.pt", "x.safetensors", "exported", "exported.pt", "bin", index, *own):
+    for name in ("plain.pt", "x.safetensors", "exported", "exported.pt", "bin", index):
         loaded: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Tied())
         with torch.no_grad():
             for parameter in loaded.parameters():
@@ -413,9 +410,8 @@ def test_weights_that_cannot_be_loaded_are_refused(tmp_path):
         state.load_weights(tmp_path / "list.pt", model)
     with pytest.raises(FileNotFoundError, match=r"none\.pt"):
         state.load_weights(tmp_path / "none.pt", model)
-    with pytest.raises(
-        FileNotFoundError, match=r"holds neither a saved state nor model.safetensors"
-    ):
+    state.save(tmp_path, model)
+    with pytest.raises(FileNotFoundError, match=r"holds none of model.*state.load reads what"):
         state.load_weights(tmp_path, model)
     with pytest.raises(ValueError, match=r"bias is missing\n.*more is there, but no layer"):
         state.load_weights(tmp_path / "more.pt", model)

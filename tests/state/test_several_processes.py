@@ -244,16 +244,11 @@ def noisy_run(bare, name, folder, *, seed, stop=None, asynchronous=False):
                 progress["seen"] += 1
                 step += 1
                 if step == stop:
-                    state.save(
-                        folder,
-                        stage,
-                        optimizer,
-                        extra=progress,
-                        step=step,
-                        asynchronous=asynchronous,
-                    )
+                    how: Any = {"step": step, "asynchronous": asynchronous}
+                    saving = state.save(folder, stage, optimizer, extra=progress, **how)
         assert progress["seen"].tolist() == [15.0, 15.0]
-        state.background.wait_unfinished(stage)
+        if stop is not None:
+            saving.wait()
         return stage.state_dict()
 
 
@@ -284,7 +279,7 @@ def load_badly(bare, folder):
         before = copy.deepcopy(stage.state_dict())
         for call in (
             lambda: state.load(folder, stage, optimizer, extra={"epoch": 1}),
-            lambda: state.load_weights(folder, stage),
+            lambda: state.load_weights(f"{folder}.pt", stage),
             lambda: state.load(f"{folder}/none", stage),
             lambda: state.load(folder, stage, step=4, missing_ok=True),
         ):
@@ -299,6 +294,7 @@ def load_badly(bare, folder):
 
 def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     folder = saved / "3 stages/adam"
+    torch.save(make_model().state_dict(), f"{folder}.pt")
     first, second = ranks(2).run(load_badly, str(folder), world=False).values()
 
     assert first == second
@@ -506,7 +502,8 @@ def load_big(bare, folder):
         share = [NUM_LAYERS // bare.num_ranks] * bare.num_ranks
         with stage_of(bare, name, big_model(), share) as stage:
             stage.report()
-            peaks[name] = peak_bytes(partial(state.load_weights, f"{folder}/{name}", stage))
+            load = state.load if name == "saved" else state.load_weights
+            peaks[name] = peak_bytes(partial(load, f"{folder}/{name}", stage))
             assert_same_as(stage.state_dict(), expected, name)
             if name == "saved":
                 optimizer = torch.optim.AdamW(stage.parameters())
