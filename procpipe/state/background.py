@@ -68,8 +68,7 @@ class Saving:
 
     def write(self, values: dict[str, Any]) -> None:
         """Write this rank's file."""
-        name = files.name_of(self._member.rank, self._member.num_ranks)
-        files.write(self.path / name, values, values["save"])
+        files.write(self.path, self._member.rank, self._member.num_ranks, values)
 
     def finish(self, agree: Agree, own_part: Callable[[], None]) -> None:
         """Do this rank's part, and return when all ranks have; rank 0 then removes old states."""

@@ -69,38 +69,33 @@ def faults_of(
 
 def _carry_faults(name: str, current: Any, of_ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why a value does not fit another number of stages, if it does not."""
-    first, is_scheduler = of_ranks[0][name], isinstance(current, LRScheduler)
-    what = "other learning rates" if is_scheduler else "other tensors"
-    for rank, theirs in enumerate(of_ranks):
-        found = _difference(first, theirs.get(name, first), may_numbers=not is_scheduler)
-        if found:
-            return [
-                f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0, so it "
-                f"can be loaded only on {len(of_ranks)} stages with the balance they had ({found}"
-                "); leave it out, with strict=False"
-            ]
+    has_rates = isinstance(current, LRScheduler)
+    what = "other learning rates" if has_rates else "other tensors"
+    saved = [of_rank.get(name, of_ranks[0][name]) for of_rank in of_ranks]
+    first, *others = (_parts_of(value, with_numbers=has_rates) for value in saved)
+    for rank, theirs in enumerate(others, 1):
+        for place in first | theirs:
+            if not _is_same(first.get(place), theirs.get(place)):
+                return [
+                    f"extra {name!r} has another form, or {what}, on rank {rank} than on rank 0 "
+                    f"(at {name}{place}), so it can be loaded only on {len(of_ranks)} stages with "
+                    "the balance they had; leave it out, with strict=False"
+                ]
     return []
 
 
-def _difference(ours: Any, theirs: Any, *, may_numbers: bool) -> str:
-    """Return in which form or tensor two values differ, or number if these may not; else ""."""
-    of_ours, of_theirs = _parts_of(ours), _parts_of(theirs)
-    for place in of_ours.keys() ^ of_theirs.keys():
-        return f"{place} is on one only"
-    for place, one in of_ours.items():
-        two = of_theirs[place]
-        if isinstance(one, Stored) and isinstance(two, Stored):
-            if one.dtype != two.dtype or not torch.equal(one.get(), two.get()):
-                return f"{place} is another tensor"
-        elif isinstance(one, Stored) or isinstance(two, Stored):
-            return f"{place} is a tensor on one only"
-        elif not may_numbers and one != two:
-            return f"{place} is {one} on rank 0 and {two} there"
-    return ""
-
-
-def _parts_of(value: Any) -> dict[str, Any]:
-    """Return what is in a nested value by its place there."""
+def _parts_of(value: Any, *, with_numbers: bool) -> dict[str, Any]:
+    """Return what must be equal in a nested value, by its place there."""
     found: dict[str, Any] = {}
-    mapped(value, lambda leaf, place: found.setdefault(place, leaf))
+
+    def add(leaf: Any, place: str) -> None:
+        found[place] = leaf if with_numbers or isinstance(leaf, Stored) else "a value"
+
+    mapped(value, add)
     return found
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, Stored) and isinstance(two, Stored):
+        return one.dtype == two.dtype and torch.equal(one.get(), two.get())
+    return bool(one == two)

@@ -73,7 +73,7 @@ def begin(root: Path, step: int | None) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     earlier = _folders(root)
-    number = max(map(_number, earlier), default=0) + 1
+    number = _number(earlier[-1]) + 1 if earlier else 1
     path = root / (f"{number:06d}" + ("" if step is None else f"-step-{step}"))
     path.mkdir()  # on the disk with the first file in it
     for folder in earlier:
@@ -90,8 +90,7 @@ def remove_old(root: Path, keep: int | None) -> None:
 
 def _folders(root: Path) -> list[Path]:
     found = root.iterdir() if root.is_dir() else ()
-    folders = [path for path in found if _FOLDER.fullmatch(path.name)]
-    return sorted(folders, key=lambda path: (_number(path), path.name))
+    return sorted((path for path in found if _FOLDER.fullmatch(path.name)), key=_number)
 
 
 def _number(folder: Path) -> int:
@@ -101,17 +100,13 @@ def _number(folder: Path) -> int:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def name_of(rank: int, num_ranks: int) -> str:
-    """Return the name of a rank's file."""
-    return f"stage-{rank}-of-{num_ranks}.pt"
-
-
-def write(path: Path, values: dict[str, Any], nonce: str) -> None:
-    """Write a file by ``torch.save``; it has its name when it is on the disk.
+def write(folder: Path, rank: int, num_ranks: int, values: dict[str, Any]) -> None:
+    """Write a rank's file by ``torch.save``; it has its name when it is on the disk.
 
     Raises:
         OSError: it could not be written; the disk is full, say.
     """
+    path, nonce = folder / f"stage-{rank}-of-{num_ranks}.pt", values["save"]
     temporary = path.with_name(f"{path.name}.{nonce}.tmp")
     with open(temporary, "wb") as file:
         try:
@@ -122,8 +117,12 @@ def write(path: Path, values: dict[str, Any], nonce: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path)
-    for folder in (path.parent, path.parent.parent):
-        _sync(folder)
+    for names in (folder, folder.parent):
+        descriptor = os.open(names, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -149,12 +148,3 @@ def _files_of(folder: Path) -> list[Path]:
     number = max((of for _, of in found), default=0)
     ranks = [(rank, number) for rank in range(number)]
     return [found[rank] for rank in ranks] if found.keys() >= set(ranks) else []
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

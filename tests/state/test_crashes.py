@@ -355,13 +355,13 @@ def test_files_of_several_saves_are_no_whole_state(tmp_path):
     """As where the whole folder of a run was removed, and a stopped process goes on."""
     model = nn.Linear(1, 1)
     old = state.save(tmp_path / "old", model, step=1).path
-    contents = torch.load(old / files.name_of(0, 1), weights_only=True)
+    contents = torch.load(old / "stage-0-of-1.pt", weights_only=True)
     for number, nonces in enumerate((("a", "a"), ("b", "c")), 1):
         path = tmp_path / f"run/00000{number}-step-{number}"
         path.mkdir(parents=True)
         for rank, nonce in enumerate(nonces):
             values = contents | {"save": nonce, "about": {"step": number, "num_stages": 2}}
-            files.write(path / files.name_of(rank, 2), values, nonce)
+            files.write(path, rank, 2, values)
 
     saved = state.load(tmp_path / "run", model)
     assert saved is not None
