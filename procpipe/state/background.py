@@ -20,7 +20,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from torch import nn
 
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
+from procpipe.run.coordinator import Agree
 from procpipe.state import files
-from procpipe.state.member import Agree, Member
+from procpipe.state.member import Member
 
 #: The saves in the background that have not been waited for; none in a forked child.
 unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
@@ -46,7 +46,7 @@ class Saving:
     def __init__(self, member: Member, path: Path, keep: int | None) -> None:
         self.path = path
         self._member, self._keep = member, keep
-        self._written: Future[None] | None = None  # in the background
+        self._error: BaseException | None = None  # of the thread
 
     def wait(self) -> None:
         """Wait until it is done on all ranks; every rank calls it. Returns at once if it was.
@@ -81,27 +81,26 @@ class Saving:
     def start(self, values: dict[str, Any]) -> None:
         """Write values in a thread; they must not change any more."""
         unfinished[self._member.module] = self
-        self._written = written = Future[None]()
 
         def run() -> None:
             try:
                 self.write(values)
-                written.set_result(None)
             except BaseException as error:
                 error.add_note(f"procpipe: while saving {self.path} in the background")
-                written.set_exception(error)
+                self._error = error
 
         atexit.register(self._end_of_script)
         # A daemon: the interpreter joins other threads before atexit reports an error to the peers.
-        threading.Thread(target=run, name=SAVING_THREAD, daemon=True).start()
+        self._thread = threading.Thread(target=run, name=SAVING_THREAD, daemon=True)
+        self._thread.start()
 
     def _join(self) -> None:
         """Wait for this rank's thread, and raise what went wrong in it."""
-        assert self._written is not None, "it was started"
-        self._written.exception()
+        self._thread.join()
         atexit.unregister(self._end_of_script)
         unfinished.pop(self._member.module, None)
-        self._written.result()
+        if self._error is not None:
+            raise self._error
 
     def _end_of_script(self) -> None:
         """Wait as the script ends, while the interpreter is whole.

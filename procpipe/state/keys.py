@@ -21,9 +21,6 @@ from procpipe.stage import Stage
 #: From a key of the full model to the key in the files.
 Keys = Callable[[str], str]
 
-#: A message names at most so many keys of a kind.
-MOST_SHOWN = 5
-
 
 @dataclass(frozen=True)
 class FileKeys:
@@ -98,10 +95,10 @@ def collisions(facts: Iterable[list[str]]) -> list[str]:
 
 
 def few(faults: Iterable[str]) -> list[str]:
-    """Return the first faults of a kind, and how many more there are."""
+    """Return the first five faults of a kind, and how many more there are."""
     faults = list(faults)
-    more = len(faults) - MOST_SHOWN
-    return faults[:MOST_SHOWN] + ([f"… and {more} more like this"] if more > 0 else [])
+    more = len(faults) - 5
+    return faults[:5] + ([f"… and {more} more like this"] if more > 0 else [])
 
 
 def _of_model(module: nn.Module) -> Any:

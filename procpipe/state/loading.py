@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,7 @@ def load(
                 )
             is_same_number = len(contents) == member.num_ranks
             own = contents[member.rank if is_same_number else 0]
-            cut = (member.cut or {}).items()
-            is_same_cut = is_same_number and all(own["about"].get(key) == of for key, of in cut)
+            is_same_cut = is_same_number and own["about"].items() >= (member.cut or {}).items()
             model = sharded.merged(contents, "model")
             saved = optimizers.SavedOptimizers([of_rank["optimizer"] for of_rank in contents])
             keys, groups = FileKeys.of(module), optimizers.groups_of(module, optimizer)
@@ -101,10 +101,7 @@ def load(
             if extra is not None and member.rank == 0:
                 of_ranks = [of_rank["extra"] for of_rank in contents]
                 faults += extras.faults_of(extra, of_ranks, strict=strict, is_same_cut=is_same_cut)
-
-            def judge(facts: list[dict[str, Any]]) -> list[str]:
-                return all_faults(facts, model, strict=strict)
-
+            judge = partial(all_faults, saved=model, strict=strict)
             faults = agree({"keys": keys.facts(), "faults": faults}, judge)  # 3
             if not faults:
                 read_weights(module, keys, model)  # 4

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from procpipe.compute.wrappers import is_sharded
 from procpipe.errors import RemoteStageError
-from procpipe.run import coordinator
 from procpipe.run.calls import Calls
+from procpipe.run.coordinator import Agree
 from procpipe.run.faults import in_a_line
 from procpipe.stage import Stage
 from procpipe.state import sharded
-
-#: ``agree(ours, combine)``: see there.
-Agree = coordinator.Agree
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Member:
             )
         if not isinstance(module, Stage):
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-            return cls(module, on, shares=any(map(sharded.is_sharded, module.parameters())))
+            return cls(module, on, shares=is_sharded(module))
         record, num_ranks = module._record(), len(module.devices)
         replicas = module.replica, module.replicas
         place = module.device, module.rank, num_ranks, record.cut, record.calls
@@ -79,9 +77,12 @@ class Member:
             return self, agree
         places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=itemgetter(1)))
         pipeline, number = places
-        rank, num_ranks = pipeline * self.num_ranks + self.rank, number * self.num_ranks
         member = replace(
-            self, rank=rank, num_ranks=num_ranks, pipeline=pipeline, num_pipelines=number
+            self,
+            rank=pipeline * self.num_ranks + self.rank,
+            num_ranks=number * self.num_ranks,
+            pipeline=pipeline,
+            num_pipelines=number,
         )
         return member, partial(member._agree, agree)
 

@@ -26,13 +26,11 @@ from torch.optim import Optimizer
 
 from procpipe.stage import Stage
 from procpipe.state import sharded
+from procpipe.state.keys import few
 from procpipe.state.values import Stored, replaced
 
 #: Entries of a group that identify its parameters, so they are not options of each.
 _NOT_OPTIONS = ("params", "param_names")
-
-#: An entry of a parameter's state that torch leaves on the CPU.
-_STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -152,26 +150,23 @@ def faults_of(groups: Sequence[Group], saved: SavedOptimizers, *, strict: bool) 
         return ["no optimizer was saved, so load without one"] if strict else []
     faults: list[str] = []
     for group in groups:
-        faults += _options_faults(group, saved)
+        faults += few(_options_faults(group, saved))
         for name, parameter in group.parameters.items() if strict else ():
             state, of_it = saved.state.get(name, {}), f"the optimizer's state of {name}"
             if name not in saved.groups:
                 faults.append(f"{of_it} is not in it")
             elif missing := set(saved.groups[name]["params"][name]) - state.keys():
                 faults.append(f"{of_it} lacks {', '.join(sorted(missing))}")
+            # Torch gives tensors of more than one number the parameter's dtype.
             dtype = parameter.tensor.dtype
+            is_torchs = type(group.optimizer).load_state_dict is Optimizer.load_state_dict
+            tensors = {part: value for part, value in state.items() if isinstance(value, Stored)}
             faults += [
                 f"{part} of {of_it} has dtype {value.dtype}, which torch would make {dtype}"
-                for part, value in state.items()
-                if _is_converted(group.optimizer, value) and value.dtype != dtype
+                for part, value in tensors.items()
+                if is_torchs and value.shape and value.dtype != dtype
             ]
     return faults
-
-
-def _is_converted(optimizer: Optimizer, value: Any) -> bool:
-    """Return whether torch gives a saved value its parameter's dtype; not if it is one number."""
-    is_torchs = type(optimizer).load_state_dict is Optimizer.load_state_dict
-    return is_torchs and isinstance(value, Stored) and len(value.shape) > 0
 
 
 def _options_faults(group: Group, saved: SavedOptimizers) -> Iterator[str]:
@@ -188,16 +183,16 @@ def _options_faults(group: Group, saved: SavedOptimizers) -> Iterator[str]:
             f"{type(group.optimizer).__name__}: it has {', '.join(sorted(unknown))}, but not "
             f"{', '.join(sorted(missing))}"
         )
-    others = {id(saved.groups[name]): name for name in reversed(names)}  # the first of each group
     ours = replaced(options, Tensor, Tensor.tolist)
-    for name in reversed(others.values()):
+    for name in names:
         theirs = replaced(saved.groups[name]["options"], Tensor, Tensor.tolist)
-        for option in sorted(ours.keys() | theirs.keys()):
-            if ours.get(option) != theirs.get(option):
-                yield (
-                    f"a group of the optimizer holds {first}, saved with {option} = "
-                    f"{ours.get(option)}, and {name}, saved with {option} = {theirs.get(option)}"
-                )
+        others = [
+            f"{option} ({ours.get(option)} and {theirs.get(option)})"
+            for option in sorted(ours.keys() | theirs.keys())
+            if ours.get(option) != theirs.get(option)
+        ]
+        if others:
+            yield f"a group has {first} and {name}, saved with other {', '.join(others)}"
 
 
 def load_into(groups: Sequence[Group], saved: SavedOptimizers) -> None:
@@ -228,7 +223,7 @@ def _own(value: Any, parameter: Tensor, now: Any, part: str = "") -> Any:
     if isinstance(value, Stored):
         if sharded.is_sharded(parameter) and value.shape == parameter.shape:
             return sharded.like(value.get(), parameter).clone()  # not the file's memory
-        on = torch.device("cpu") if part == _STEP else parameter.device
+        on = torch.device("cpu") if part == "step" else parameter.device  # as torch has it
         form = torch.Size(value.shape), value.dtype, on
         is_fit = type(now) is Tensor and (now.shape, now.dtype, now.device) == form
         return now.copy_(value.get()) if is_fit else value.get().to(on, copy=True)

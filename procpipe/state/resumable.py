@@ -83,38 +83,26 @@ class Resumable:
         """Begin an epoch, or the one that was interrupted, after the items already given."""
         resume, self._resume = self._resume, None
         own = _generators_of(self.loader)
-        if resume is not None and len(resume["now"]) != len(own):
-            raise ValueError(
-                f"the loader's position was saved with {len(resume['now'])} torch.Generators in "
-                f"it, but it has {len(own)} now: build the loader as it was"
-            )
-        self._given = 0 if resume is None else resume["given"]
-        if resume is None or not self._given:
-            if resume is not None:
-                _set_all(own, resume["now"])
-            self._start = states_of_generators()
-            self._start["own"] = [generator.get_state() for generator in own]
-            return iter(self.loader)
-        self._start = start = resume["start"]
+        if resume is not None:
+            _set_all(own, resume["now"])
         now = states_of_generators()
-        restore_generators(start)
-        _set_all(own, start["own"])
-        items = _after(self.loader, self._given)
+        now["own"] = [generator.get_state() for generator in own]
+        self._given, self._start = 0, now
+        if resume is None or not resume["given"]:
+            return iter(self.loader)
+        self._given, self._start = resume["given"], resume["start"]
+        restore_generators(resume["start"])
+        _set_all(own, resume["start"]["own"])
+        items = iter(self.loader)
+        num_passed = sum(1 for _ in islice(items, self._given))
+        if num_passed < self._given:
+            raise ValueError(
+                f"the run was interrupted after {self._given} mini-batches of an epoch, but now "
+                f"the loader ends after {num_passed}: build the loader as it was"
+            )
         restore_generators(now)
-        _set_all(own, resume["now"])
+        _set_all(own, now["own"])
         return items
-
-
-def _after(loader: Iterable[Any], given: int) -> Iterator[Any]:
-    """Begin an epoch of a loader, and skip the items already given."""
-    items = iter(loader)
-    num_passed = sum(1 for _ in islice(items, given))
-    if num_passed < given:
-        raise ValueError(
-            f"the run was interrupted after {given} mini-batches of an epoch, but now the loader "
-            f"ends after {num_passed}: build the loader as it was"
-        )
-    return items
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:
@@ -135,11 +123,7 @@ def _set_all(own: list[torch.Generator], saved: list[torch.Tensor]) -> None:
 
 
 def states_of_generators(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of torch's generators, Python's, and numpy's where it is in use.
-
-    Args:
-        device: whose generator to include besides the CPU's.
-    """
+    """Return the state of torch's generators, of a GPU too, Python's, and numpy's if in use."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device is not None and device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,15 @@ def save(
         groups = optimizers.groups_of(module, optimizer)
         faults: list[str] = []
         values = _gather(member, groups, extra, faults)
-        asked_for = {
-            "the names in extra": sorted(extra or ()),
-            "the number of optimizers": len({id(group.optimizer) for group in groups}),
-            "asynchronous": bool(asynchronous),
-        }
+        num_optimizers = len({id(group.optimizer) for group in groups})
+        asked_for = (
+            f"asynchronous={bool(asynchronous)}, {num_optimizers} optimizers, "
+            f"extra named {sorted(extra or ())}"
+        )
         faults = agree({"asked for": asked_for, "faults": faults}, _judge)  # 2
         if not faults:
-            begun, nonce = agree(lambda: _begin(member, place, step), itemgetter(0))  # 3
+            begin = partial(files.begin, place, step) if member.rank == 0 else str
+            begun, nonce = agree(lambda: [str(begin()), secrets.token_hex(8)], itemgetter(0))  # 3
             versions = {"procpipe": __version__, "torch": str(torch.__version__)}
             run = {"step": step, "num_stages": member.num_ranks}
             values |= {"save": nonce, "about": {**versions, **run, **(member.cut or {})}}
@@ -119,19 +121,14 @@ def _check(keep: int | None, step: int | None) -> None:
 
 def _judge(of_ranks: list[dict[str, Any]]) -> list[str]:
     """Check the calls of all ranks, on rank 0; return what cannot be saved."""
-    for rank, facts in enumerate(of_ranks):
-        for what, other in facts["asked for"].items():
-            if other != (one := of_ranks[0]["asked for"][what]):
-                raise ValueError(
-                    f"state.save() was called with other arguments on rank {rank} than on rank 0: "
-                    f"{what}: {other!r}, not {one!r}"
-                )
+    asked_for = [facts["asked for"] for facts in of_ranks]
+    for rank, other in enumerate(asked_for):
+        if other != asked_for[0]:
+            raise ValueError(
+                f"state.save() was called with other arguments on rank {rank} than on rank 0: "
+                f"with {other}; on rank 0 with {asked_for[0]}"
+            )
     return of_all_ranks(of_ranks)
-
-
-def _begin(member: Member, place: Path, step: int | None) -> list[str]:
-    """Make the folder, on rank 0; return its name and a nonce."""
-    return [str(files.begin(place, step)), secrets.token_hex(8)] if member.rank == 0 else []
 
 
 def _gather(

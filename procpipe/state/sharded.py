@@ -106,20 +106,20 @@ class _InShards(Stored):
 def merged(contents: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
     """Return a part of what all files have, by name; each tensor in shards as one."""
     found: dict[str, Any] = {}
+
+    def merge(values: Mapping[str, Any], into: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and _SHARD in value:
+                whole = into.setdefault(key, _InShards(value[_SHAPE], value[_SHARD].dtype))
+                whole.shards[tuple(value[_OFFSETS])] = value[_SHARD]
+            elif isinstance(value, dict):
+                merge(value, into.setdefault(key, {}))
+            else:
+                into[key] = value
+
     for of_rank in contents:
-        _merge(of_rank[part], found)
+        merge(of_rank[part], found)
     return found
-
-
-def _merge(values: Mapping[str, Any], found: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and _SHARD in value:
-            whole = found.setdefault(key, _InShards(value[_SHAPE], value[_SHARD].dtype))
-            whole.shards[tuple(value[_OFFSETS])] = value[_SHARD]
-        elif isinstance(value, dict):
-            _merge(value, found.setdefault(key, {}))
-        else:
-            found[key] = value
 
 
 def like(value: Tensor, own: Any) -> Any:

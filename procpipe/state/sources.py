@@ -11,8 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+
 from procpipe.errors import SavedStateError
-from procpipe.state.values import read_safetensors, read_torch
+from procpipe.state.values import Stored, read_torch
 
 #: How Hugging Face names files of weights, those that are looked for first.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,7 +51,11 @@ def values_in(path: Path) -> dict[str, Any]:
 def _values_of(path: Path) -> dict[str, Any]:
     """Return the values of one file by key."""
     if path.suffix == ".safetensors":
-        return dict(read_safetensors(path))
+        try:
+            tensors = safetensors.torch.load_file(path)
+        except safetensors.SafetensorError as error:
+            raise SavedStateError(f"{path}: it is no whole file of safetensors: {error}") from None
+        return {key: Stored.of(tensor) for key, tensor in tensors.items()}
     state = read_torch(path)
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise SavedStateError(f"{path} holds a {type(state).__name__}, but no state dict")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -133,17 +132,3 @@ def read_torch(path: Path) -> Any:
             f"{path}: it is no whole file of torch.save that weights_only=True reads: {error}"
         ) from None
     return replaced(found, Tensor, Stored.of)
-
-
-def read_safetensors(path: Path) -> dict[str, Stored]:
-    """Return what a file of safetensors holds.
-
-    Raises:
-        FileNotFoundError: there is none.
-        SavedStateError: it is damaged, or of another kind.
-    """
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise SavedStateError(f"{path}: it is no whole file of safetensors: {error}") from None
-    return {key: Stored.of(tensor) for key, tensor in tensors.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import itemgetter
@@ -19,10 +20,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from procpipe.run.coordinator import Agree
 from procpipe.state import sharded
 from procpipe.state.keys import FileKeys, Keys, collisions, few
-from procpipe.state.member import Agree, Member, of_all_ranks, raise_faults
-from procpipe.state.sharded import is_sharded
+from procpipe.state.member import Member, of_all_ranks, raise_faults
 from procpipe.state.sources import INDEX, SINGLE, values_in
 from procpipe.state.values import Stored, replaced
 
@@ -122,7 +123,9 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
         faults = agree(file_keys.facts(), lambda facts: collisions(chain.from_iterable(facts)))
         if not faults:
             place = Path(agree(str(Path(path).absolute()), itemgetter(0)))
-            agree(lambda: _make(place, member), len)
+            is_one = place.suffix in _ONE_FILE
+            folder = place.with_name(f"{place.name}.tmp") if is_one else place
+            agree(lambda: _make(place, folder) if member.rank == 0 else None, len)
             values = module.state_dict()
             named = {name: values[key] for key, name in file_keys.to_write().items()}
             for key, value in named.items():
@@ -131,38 +134,26 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
                     raise TypeError(f"{key} of the state dict is a {kind}: use state.save")
             tensors = member.own_share(named)
             if member.pipeline == 0:
-                write = _write_one_file if place.suffix in _ONE_FILE else write_files
-                write(place, tensors, in_pipeline, agree_in_pipeline)
+                write_files(folder, tensors, in_pipeline, agree_in_pipeline)
+            if is_one and member.rank == 0:
+                _join(folder, place)
             agree(None, len)
     raise_faults(f"nothing was written to {path}", faults)
 
 
-def _make(place: Path, member: Member) -> None:
+def _make(place: Path, folder: Path) -> None:
     """Make the folder for an export, on rank 0."""
-    if member.rank > 0:
-        return
-    folder = place.parent if place.suffix in _ONE_FILE else place
-    folder.mkdir(parents=True, exist_ok=True)
-    if place.is_file() or (folder == place and any(folder.iterdir())):
+    if place.is_file() or (place.is_dir() and any(place.iterdir())):
         raise FileExistsError(f"{place} is not empty: export to a new place")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write_one_file(path: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
-    """Write a file a rank, which rank 0 then maps and joins."""
-    ours = [path.with_name(f"{path.name}.{rank}.tmp") for rank in range(member.num_ranks)]
-    torch.save({key: value.detach().cpu() for key, value in tensors.items()}, ours[member.rank])
-
-    def join(_: list[Any]) -> None:
-        whole: dict[str, Any] = {}
-        for part in ours:
-            whole |= torch.load(part, mmap=True, weights_only=True)
-        joined = path.with_name(f"{path.name}.tmp")
-        torch.save(whole, joined)
-        os.rename(joined, path)
-        for part in ours:
-            part.unlink()
-
-    agree(None, join)
+def _join(folder: Path, place: Path) -> None:
+    """Make one file of those in a folder, which it removes."""
+    whole = folder / "whole"
+    torch.save({key: value.get() for key, value in values_in(folder).items()}, whole)
+    os.rename(whole, place)
+    shutil.rmtree(folder)
 
 
 def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree: Agree) -> None:
@@ -170,10 +161,24 @@ def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree:
 
     Every rank of a pipeline calls it; returns once all have written. Files of an earlier model in
     the folder are replaced then.
+
+    Raises:
+        TypeError: a tensor is not dense, or has a dtype that the format lacks.
     """
     last = f"{member.num_ranks:05d}.safetensors"
     name = SINGLE if member.num_ranks == 1 else f"model-{member.rank + 1:05d}-of-{last}"
-    write_safetensors(folder / f"{name}.tmp", tensors)
+    seen: set[int] = set()
+    ours: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        if value.layout != torch.strided or value.dtype in _NOT_IN_SAFETENSORS:
+            raise TypeError(
+                f"{key} is a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
+            )
+        own = value.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        ours[key] = own.clone() if storage in seen else own  # the package refuses shared memory
+        seen.add(storage)
+    safetensors.torch.save_file(ours, folder / f"{name}.tmp", metadata={"format": "pt"})
     num_bytes = sum(value.nbytes for value in tensors.values())
 
     def replace_files(parts: list[Any]) -> None:
@@ -194,26 +199,6 @@ def write_files(folder: Path, tensors: dict[str, Tensor], member: Member, agree:
     agree([name, list(tensors), num_bytes], replace_files)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any device to a file.
-
-    Raises:
-        TypeError: one is not dense, or has a dtype that the format lacks.
-    """
-    seen: set[int] = set()
-    ours: dict[str, Tensor] = {}
-    for key, value in tensors.items():
-        if value.layout != torch.strided or value.dtype in _NOT_IN_SAFETENSORS:
-            raise TypeError(
-                f"{key} is a {value.layout} tensor of {value.dtype}, which safetensors cannot hold"
-            )
-        own = value.detach().cpu().contiguous()
-        storage = own.untyped_storage().data_ptr()
-        ours[key] = own.clone() if storage in seen else own  # the package refuses shared memory
-        seen.add(storage)
-    safetensors.torch.save_file(ours, path, metadata={"format": "pt"})
-
-
 def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) -> None:
     """Read a module's values, straight into the memory that its state dict shares."""
     ours = module.state_dict()
@@ -222,7 +207,7 @@ def read_weights(module: nn.Module, keys: FileKeys, saved: Mapping[str, Any]) ->
             own, value = ours[key], saved[name]
             if not isinstance(own, Tensor) or not isinstance(value, Stored):
                 ours[key] = replaced(value, Stored, Stored.copy)
-            elif is_sharded(own):
+            elif sharded.is_sharded(own):
                 ours[key] = sharded.like(value.get(), own)
             else:
                 own.copy_(value.get())
@@ -242,14 +227,12 @@ def weights_faults(
 ) -> list[str]:
     """Return what is missing, of what ``keys`` name, and what has another shape or dtype."""
     classes = {name: type(layer).__qualname__ for name, layer in module.named_children()}
-    to_read = keys.to_read(saved)
+    to_read, state = keys.to_read(saved), module.state_dict()
     missing, unfit = [], []
-    for key, value in module.state_dict().items():
-        if key not in keys.own:
-            continue
+    for key, in_file in keys.own.items():
+        value, name = state[key], to_read.get(key, in_file)
         layer = key.partition(".")[0]
         where = f"layer {layer!r} ({classes[layer]}): " if layer in classes else ""
-        name = to_read.get(key, keys.own[key])
         where += key if name == key else f"{key} ({name} in the file)"
         if isinstance(value, Tensor) and value.is_meta:
             unfit.append(f"{where} is on the meta device: give it memory first (to_empty)")

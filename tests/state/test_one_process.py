@@ -132,7 +132,7 @@ def test_a_position_in_another_loader_is_refused():
         list(short)
     different = state.Resumable(with_generator())
     different.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"saved with 0 torch.Generators in it, but it has 1 now"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         list(different)
 
 
@@ -180,7 +180,7 @@ def test_several_optimizers_and_groups_of_other_forms(tmp_path):
     assert torch.equal(buffer, one.state[model[0].bias]["momentum_buffer"])
 
     everything = torch.optim.SGD(model.parameters(), lr=9.0)
-    with pytest.raises(ValueError, match=r"0.weight, saved with lr = 0.1, and 1.weight, .* = 0.2"):
+    with pytest.raises(ValueError, match=r"0.weight and 1.weight, saved with .*lr \(0.1 and 0.2\)"):
         state.load(tmp_path, model, everything)
 
 

@@ -330,7 +330,9 @@ def test_ranks_that_disagree_save_nothing(ranks, tmp_path):
 
     assert errors[0].is_a("ValueError")
     assert errors[1].is_a("RemoteStageError")
-    expected = "on rank 1 than on rank 0: the names in extra: ['epochs'], not ['epoch']"
+    expected = (
+        "named ['epochs']; on rank 0 with asynchronous=False, 0 optimizers, extra named ['epoch']"
+    )
     assert all(expected in error.text for error in errors)
     assert not folder.exists()
 
