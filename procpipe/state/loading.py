@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
