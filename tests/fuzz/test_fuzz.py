@@ -56,20 +56,32 @@ EXACT = Case(
     loss="classes",
 )
 
-#: One that saves on one stage and resumes on two replicas of two.
+#: One that saves on two stages, of which the first has nothing of one group, and resumes on two
+#: replicas of two, and then on three stages.
 RESUMED = Case(
     seed=4,
-    layers="tied linear tied",
+    layers="tied linear tied linear*",
     runs=(
-        Run(balance=(4,), calls=(("step", (5,)), ("clip", ()), ("update", ()))),
         Run(
-            balance=(3, 1),
+            balance=(4, 1),
+            num_stages=2,
+            calls=(("step", (5,)), ("clip", ()), ("update", ())),
+        ),
+        Run(
+            balance=(3, 2),
             num_stages=2,
             replicas=2,
             chunks=2,
             calls=(("loop", (3, 4, 5, 2)), ("update", ())),
         ),
+        Run(
+            balance=(1, 3, 1),
+            num_stages=3,
+            calls=(("step", (4,)), ("update", ())),
+        ),
     ),
+    optimizer="adamw",
+    groups="both",
     scheduler="steps",
     scale=8.0,
 )
