@@ -63,7 +63,7 @@ RESUMED = Case(
     layers="tied linear tied linear*",
     runs=(
         Run(
-            balance=(4, 1),
+            balance=(2, 3),
             num_stages=2,
             calls=(("step", (5,)), ("clip", ()), ("update", ())),
         ),
