@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from procpipe import Stage, state
-from procpipe.state.keys import collisions
 from tests.dist.stages import assert_same, stage_of
 
 #: What a language model's keys may be in files; lm_head may share the embedding's weight.
@@ -156,20 +155,6 @@ def test_a_map_that_is_none_is_refused(tmp_path):
             with pytest.raises(TypeError, match=match):
                 call(tmp_path / "x.safetensors", stage, keys=keys)
     state.export(tmp_path / "out", stage)  # it can still be used
-
-
-def test_few_keys_are_named(tmp_path):
-    linears = nn.Sequential(*[nn.Linear(1, 1) for _ in range(100)])
-    torch.save(
-        {f"model.x{key}": value for key, value in linears.state_dict().items()}, tmp_path / "x"
-    )
-    with pytest.raises(ValueError, match="weight is missing") as caught:
-        state.load_weights(tmp_path / "x", linears)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 1 + 2 * 6
-    assert lines[6] == lines[12] == "  - … and 195 more like this"
-    collided = collisions([str(i), "a" if i % 2 else "b", str(i)] for i in range(100))
-    assert collided[0].startswith("0 and 2 and 4 are different tensors")
 
 
 # -- several processes ---------------------------------------------------------------------------
