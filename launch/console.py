@@ -12,16 +12,11 @@ from rich.table import Table as RichTable
 from procpipe.words import column_widths, text_table
 
 
-def positive(text: str, least: int = 1) -> int:
+def positive(text: str) -> int:
     """Read a whole number of at least 1 from the command line."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of at least {least}")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1")
     return int(text)
-
-
-def natural(text: str) -> int:
-    """Read a whole number of at least 0 from the command line."""
-    return positive(text, 0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.run.hosts import Host, Job, free_port, loopback_addresses
+from tests.launch.started import Job, free_port, loopback_addresses
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -89,24 +89,23 @@ def sbatch(job, *words, srun=SRUN):
     """Run the batch script as Slurm does on the first of two nodes."""
     job.write("train.py", SCRIPT)
     path = with_commands(job, srun=srun, scontrol=SCONTROL)
-    with loopback_addresses(2) as hosts:
-        slurm = {
-            "PATH": path,
-            "SLURM_JOB_ID": str(free_port()),  # the port is derived from it
-            "SLURM_JOB_NAME": "procpipe",
-            "SLURM_JOB_NODELIST": ",".join(host.address for host in hosts),
-            "SLURM_NNODES": "2",
-        }
-        return job.start(Host("127.0.0.1"), ["bash", SBATCH, *words], **slurm), slurm
+    slurm = {
+        "PATH": path,
+        "SLURM_JOB_ID": str(free_port()),  # the port is derived from it
+        "SLURM_JOB_NAME": "procpipe",
+        "SLURM_JOB_NODELIST": ",".join(host.address for host in loopback_addresses(2)),
+        "SLURM_NNODES": "2",
+    }
+    return job.start(["bash", SBATCH, *words], **slurm), slurm
 
 
 def test_slurm_starts_one_torchrun_a_node_and_queues_again_before_the_time_limit():
     with Job() as job:
         batch, slurm = sbatch(job, "train.py", "--wait", "two words")
-        job.wait_until(lambda: have_started(job))
+        batch.wait_until(lambda: have_started(job))
         batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
-        batch.wait_output("time limit is near: queued again")
-        job.wait_until((job.path / "scontrol.log").exists)
+        batch.wait_until(lambda: "time limit is near: queued again" in batch.output)
+        batch.wait_until((job.path / "scontrol.log").exists)
         assert batch.popen.poll() is None  # the job runs until Slurm ends it
         job.write("stop", "")
         assert batch.wait_end() == 0, batch.output
@@ -208,7 +207,8 @@ def test_kubernetes_command_starts_a_torchrun_a_pod():
     pod = spec["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert [v["name"] for v in container["env"] if "value" not in v] == ["POD_IP"]
-    with loopback_addresses(2) as hosts, Job() as job:
+    hosts = loopback_addresses(2)
+    with Job() as job:
         job.write("train.py", SCRIPT)
         variables = environment(pod) | {
             "PATH": with_commands(job),
@@ -218,8 +218,8 @@ def test_kubernetes_command_starts_a_torchrun_a_pod():
         }
         pods = [
             job.start(
-                host,
                 [*container["command"], *container["args"]],
+                host,
                 **variables | {"POD_IP": host.address, "JOB_COMPLETION_INDEX": str(index)},
             )
             for index, host in enumerate(hosts)

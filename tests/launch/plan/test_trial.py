@@ -19,7 +19,7 @@ from procpipe.planner.simulation import simulate
 from procpipe.timeline.usual import Usual
 from tests.cases import for_each
 from tests.dist.script import run_forked
-from tests.launch.forked import start_as_forks
+from tests.launch.started import start_as_forks
 
 MYMODEL = """
 import os

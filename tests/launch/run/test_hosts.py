@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
+from tests.launch.started import TORCHRUN, Job, free_port, loopback_addresses, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
@@ -78,6 +77,7 @@ def torchrun(hosts, number, nproc=1, nnodes="2", port=29400, conf="", **options)
     conf = f"is_host={int(number == 0)}{conf and ','}{conf}"
     extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     return [
+        *TORCHRUN,
         f"--nnodes={nnodes}",
         f"--nproc-per-node={nproc}",
         "--rdzv-backend=c10d",
@@ -140,31 +140,19 @@ def start_two(hosts, job, script, nproc=(1, 2), attempts=(1, 1), port=29400, **o
     """Start torchrun on two hosts; ``attempts``: how often each starts its ranks."""
     job.write("train.py", TRAIN + script)
     return [
-        job.start_torchrun(
-            host,
+        job.start(
             torchrun(hosts, number, nproc=nproc[number], port=port, **options),
+            host,
             num_ranks=nproc[number] * attempts[number],
         )
         for number, host in enumerate(hosts)
     ]
 
 
-@contextlib.contextmanager
-def two_hosts():
-    """Yield network namespaces, or addresses of the loopback where they cannot be made."""
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(network_namespaces(2))
-        except pytest.skip.Exception as reason:
-            print(f"on the loopback: {reason}")
-            hosts = stack.enter_context(loopback_addresses(2))
-        yield hosts
-
-
 def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
     with two_hosts() as hosts, Job() as job:
         agents = start_two(hosts, job, MEET_STRANGERS, port=free_port())
-        job.wait_until(lambda: len(reports(*agents)) == 3)
+        agents[0].wait_until(lambda: len(reports(*agents)) == 3)
         ranks = {report["rank"]: report for report in reports(*agents)}
         host_of = {report["rank"]: host for host in (0, 1) for report in reports(agents[host])}
         (victim,) = reports(agents[0])
@@ -219,13 +207,14 @@ def test_training_continues_without_a_lost_host_and_with_it_after_its_return(mon
     def reports_of(size, *agents):
         return [r for r in reports(*agents) if r["size"] == size and "loss" in r]
 
-    with loopback_addresses(2) as hosts, Job() as job:
+    hosts = loopback_addresses(2)
+    with Job() as job:
         first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), attempts=(3, 1), **options)
-        job.wait_until(lambda: reports_of(2, first) and reports_of(2, lost))
+        first.wait_until(lambda: reports_of(2, first) and reports_of(2, lost))
         lost.kill_all()
-        job.wait_until(lambda: reports_of(1, first))
-        back = job.start_torchrun(hosts[1], torchrun(hosts, 1, **options), num_ranks=1)
-        job.wait_until(lambda: len(reports_of(2, first)) == 2 and reports_of(2, back))
+        first.wait_until(lambda: reports_of(1, first))
+        back = job.start(torchrun(hosts, 1, **options), hosts[1], num_ranks=1)
+        first.wait_until(lambda: len(reports_of(2, first)) == 2 and reports_of(2, back))
         job.write("stop", "")
 
         assert first.wait_end() == 0, first.output

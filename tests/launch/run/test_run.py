@@ -37,7 +37,7 @@ stage = Stage(
 x = torch.ones(8, 4)
 for step in range(NUM_STEPS):
     loss = stage.step(x, x)
-    print(f"rank {RANK}, step {step}, {os.environ['OMP_NUM_THREADS']} threads", flush=True)
+    print(f"rank {RANK}, step {step}", flush=True)
 print(f"rank {RANK} says goodbye", file=sys.stderr)
 """
 
@@ -74,14 +74,13 @@ def plain(code):
 
 def test_a_successful_run_without_a_terminal():
     """Rank 1 is a new process, not a fork."""
-    with started("-n", "2", "--threads", "3", script=training(3), num_forked=1) as run:
+    with started("-n", "2", script=training(3), num_forked=1) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
-    assert ended.out == "".join(f"rank 0, step {k}, 3 threads\n" for k in range(3))
-    lines = [line for line in ended.err.splitlines() if not line.startswith("procpipe: 0:")]
-    first, last = lines
+    assert ended.out == "".join(f"rank 0, step {k}\n" for k in range(3))
+    first, *_, last = ended.err.splitlines()  # on a slow machine, with a table between
     assert first == "rank 0 says goodbye"
     assert last.startswith("procpipe: done in ")
     assert ", 3 steps, " in last
@@ -97,22 +96,22 @@ def test_a_successful_run_on_a_terminal():
         "-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5), num_forked=3
     ) as run:
         run.wait_to_match("bar 2")  # until the first line overwrites it
-        (run.folder / "seen").touch()
+        (run.job.path / "seen").touch()
         run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
         run.wait_to_match(r"waits \d+ s for activation from stage 1 ")
         run.wait_to_match(r"F0 '1' \(Layer\) for \d+ s")
-        (run.folder / "go").touch()
+        (run.job.path / "go").touch()
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
-    assert re.search(r"stage +device +cores +step +m-batch +samples/s", ended.out)
-    assert re.search(r"1 +cpu +[-\d,]+ +1 +1/2 .* MiB", ended.out)
+    assert re.search(r"rank +stage +device +step +samples/s +busy +bubble +memory +now", ended.out)
+    assert re.search(r"1 +1 +cpu +1 +\S.* MiB", ended.out)
     # Each report of a stall is seen once, whichever rank makes it.
     logs = "".join(text for path, text in ended.logs.items() if path.endswith("stderr.log"))
     assert ended.out.count("procpipe: no progress") == logs.count("procpipe: no progress") > 0
     assert "stage 1 (rank 1): in F0, layer '1' (Layer), for " in ended.out
-    assert "rank 0, step 2, 1 threads\n" in ended.out
+    assert "rank 0, step 2\n" in ended.out
     assert "rank 1, step" not in ended.out
     *_, left_behind, done, nothing = ended.out.split("\n")
     left_behind = left_behind.lstrip("\r")
@@ -130,13 +129,13 @@ def test_an_exception_in_a_layer_is_reported_once():
 
     assert ended.code == 1, ended
     assert ended.left == ()
-    output, _, report = ended.out.partition("procpipe: the run failed")
+    output, start, report = ended.out.partition("procpipe: stage 1 (rank 1) failed")
     assert "rank 0, step 0" in output
     assert "Traceback" not in output
     assert "ends, because" not in report
     lines = report.splitlines()
     place = "F0, layer '1' (Layer)"
-    assert lines[1] == f"procpipe: stage 1 (rank 1) failed in {place}: KeyError: 'boom'"
+    assert lines[0] == f" in {place}: KeyError: 'boom'"
     assert report.count("Traceback") == 1
     assert report.count("KeyError: 'boom'") == 2
     assert "    loss = stage.step(x, x)\n" in report
@@ -146,14 +145,14 @@ def test_an_exception_in_a_layer_is_reported_once():
     assert "\n  stage 2 (rank 2) was in " in report
     assert f"Logs: procpipe-logs/{ended.name}/attempt_0/ (rank_1/stderr.log" in report
     assert lines[-1].startswith("Exit code 1 after ")
-    assert "\n".join(lines[1:3]) in f"procpipe: {ended.logs['report.txt']}"
+    assert ended.logs["report.txt"].startswith(start + lines[0])
     assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "torch's own report"
 
 
 def test_a_killed_launcher_leaves_no_ranks():
     with started("-n", "2", script=training(10**9), num_forked=2) as run:
         run.wait_for("step 2")
-        run.process.send_signal(signal.SIGKILL)
+        run.popen.send_signal(signal.SIGKILL)
         ended = run.wait(end_timeout_s=30.0)
 
     assert ended.code == -signal.SIGKILL
@@ -172,8 +171,8 @@ def test_ctrl_c_ends_all_processes():
     assert ended.code == 128 + signal.SIGINT, ended
     assert ended.left == ()
     assert "Traceback" not in ended.out
-    assert ended.out.count("procpipe: Ctrl-C: ending all processes; again to kill them") == 1
-    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+    assert ended.out.count("procpipe: SIGINT: ending all processes; again to kill them") == 1
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
     # Either its own signal comes first, or the message that rank 0 was interrupted.
     errors = ended.logs["attempt_0/rank_1/stderr.log"]
     assert re.search(r"rank 1 was interrupted|rank 0 failed in step\(\): KeyboardInterrupt", errors)
@@ -192,20 +191,20 @@ def test_ctrl_c_twice_kills_all_processes():
     assert ended.code == 128 + signal.SIGINT, ended
     assert ended.left == ()
     assert "procpipe: killing all processes" in ended.out
-    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
 
 
 def ready(run):
-    paths = run.folder.glob("procpipe-logs/*/attempt_0/*/stdout.log")
+    paths = run.job.path.glob("procpipe-logs/*/attempt_0/*/stdout.log")
     return [path for path in paths if "ready" in path.read_text()]
 
 
 def test_sigterm_ends_ranks_that_ignore_it():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(1000)"
-    with started("-n", "2", "--view", "off", grace_s=1, script=plain(ignore)) as run:
+    with started("-n", "2", "--quiet", grace_s=1, script=plain(ignore)) as run:
         run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
         signalled_s = time.monotonic()
-        run.process.send_signal(signal.SIGTERM)
+        run.popen.send_signal(signal.SIGTERM)
         ended = run.wait()
         took_s = time.monotonic() - signalled_s
 
@@ -223,46 +222,33 @@ if ATTEMPT == 1:
     raise ValueError("the same on all")
 print("attempt", ATTEMPT, "goes well")
 """
-    with started("-n", "2", "--max-restarts", "2", "--view", "off", script=plain(code)) as run:
+    with started("-n", "2", "--max-restarts", "2", "--quiet", script=plain(code)) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
     assert "attempt 2 goes well" in ended.out
     first, second = [line for line in ended.err.splitlines() if "procpipe: " in line]
-    assert first == "procpipe: restart 1 of 2, because rank 1 was killed by SIGKILL"
-    because = (
-        r"procpipe: restart 2 of 2, because rank ([01]) ended with exit code 1: "
-        r"ValueError: the same on all"
-    )
-    named = re.fullmatch(because, second)
-    assert named, second
-    # The other rank may have been ended before it wrote anything.
-    assert "the same on all" in ended.logs[f"attempt_1/rank_{named[1]}/stderr.log"]
+    assert first == "procpipe: restart 1 of 2, with 2 ranks, because a rank failed"
+    assert second == "procpipe: restart 2 of 2, with 2 ranks, because a rank failed"
     assert ended.logs["attempt_2/rank_1/stdout.log"] == "attempt 2 goes well\n"
 
 
-def test_a_rank_that_fails_while_another_ignores_sigterm():
+def test_the_rank_that_fails_is_reported_and_the_other_ended():
     code = """
 if RANK == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open("go", "w").close()
     time.sleep(1000)
-while not os.path.exists("go"):
-    time.sleep(0.01)
 print("no data", file=sys.stderr)
 sys.exit(3)
 """
-    with started("-n", "2", grace_s=1, script=plain(code)) as run:
+    with started("-n", "2", script=plain(code)) as run:
         ended = run.wait()
-        took_s = time.time() - (run.folder / "go").stat().st_mtime
 
     assert ended.code == 3, ended
     assert ended.left == ()
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
     assert "Its last lines on standard error:\n  no data\n" in ended.err
-    assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
-    assert 1 <= took_s < TORCHS_GRACE_S / 2
+    assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
 
 
 def test_a_failure_is_reported_if_the_script_removed_its_logs():
