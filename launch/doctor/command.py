@@ -1,9 +1,7 @@
 """``procpipe doctor``: checks what a run on this host needs, and measures the channels.
 
-ok       cores         2 cores; each process has 1 of its own
-warning  memory        0.4 GiB left of the 4.0 GiB that this control group may use, for 2 …
-                       -> free some, raise the container's limit or start fewer processes …
-ok       stages 0 - 1  35 us for 8 B, 1.90 GB/s
+Judges the host (checks.py), then starts as many processes as a run would, which measure the
+channels between them (probe.py). The exit code is 1 if something keeps a run from working.
 """
 
 from __future__ import annotations
@@ -65,11 +63,9 @@ def main(argv: Sequence[str]) -> int:
 
 def table_of(found: Mapping[str, Verdict]) -> Table:
     """Lay out a row for each check, with the advice below what was found."""
-    table = Table.grid(padding=(0, 2))
-    for name in ("status", "name"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("found", overflow="fold")
+    table = Table.grid("status", "name", "found", padding=(0, 2))
     for name, verdict in found.items():
+        status = Text(verdict.status, _STYLES[verdict.status])
         text = verdict.found + (f"\n-> {verdict.advice}" if verdict.advice else "")
-        table.add_row(Text(verdict.status, _STYLES[verdict.status]), name, Text(text))
+        table.add_row(status, name, Text(text, overflow="fold"))
     return table

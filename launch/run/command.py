@@ -35,16 +35,10 @@ def main(argv: Sequence[str]) -> int:
     if not options.module and not Path(options.script).is_file():
         parser.error(f"there is no file {options.script} (seen from {Path.cwd()})")
     if options.nnodes[1] > 1 and not options.rdzv_endpoint:
-        parser.error(
-            "several hosts need --rdzv-endpoint HOST:PORT: a host that all others reach, and a "
-            "free port there"
-        )
+        parser.error("several hosts need --rdzv-endpoint HOST:PORT, which all of them reach")
     options.nproc = options.nproc or torch.cuda.device_count()
     if options.nproc == 0:
-        parser.error(
-            "there is no GPU that torch can use here: give the number of processes by -n, for "
-            "example -n 2"
-        )
+        parser.error("torch can use no GPU here: give the number of processes by -n, as in -n 2")
     os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads(options.nproc)))
     os.environ.setdefault(*_GRACE)
     try:

@@ -35,8 +35,7 @@ from procpipe.launch.run.ranks import Rank, find
 from procpipe.words import bytes_text
 
 _TICK_S = 0.1
-_LOOK_S = 0.3
-_REFRESH_S = 0.5
+_REFRESH_S = 0.3
 
 #: Without a terminal: when the first table is written, and after what time at most the next one.
 _FIRST_S, _LATER_S = 10.0, 600.0
@@ -63,13 +62,14 @@ class View:
         self._console = Console(
             stderr=True, highlight=False, markup=False, emoji=False, width=width
         )
-        self._can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
+        is_smart = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._can_draw = is_smart and not is_quiet
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._newest, self._caption, self._is_quiet = newest, caption, is_quiet
+        self._newest, self._caption = newest, caption
         self._began_s = time.monotonic()
-        self._next_s, self._next_print_s = self._began_s, self._began_s + _FIRST_S
+        self._next_s = 0.0
+        self._next_print_s = float("inf") if is_quiet else self._began_s + _FIRST_S
         self._lines: deque[str] = deque()
-        self._next_look_s = 0.0
         self._rows = Rows([])
         self._tails: list[_Tail] = []
         self._reported_ns = 0
@@ -127,9 +127,6 @@ class View:
                 if ranks[0].number == 0:
                     self._tails.append(_Tail(ranks[0].stdout.open("rb"), 1))
                     self._tails.append(_Tail(ranks[0].stderr.open("rb"), 2))
-        if time.monotonic() >= self._next_look_s:
-            find(ranks)
-            self._next_look_s = time.monotonic() + _LOOK_S
         self._copy_output()
         while self._lines:
             self._console.print(Text(self._lines.popleft()), soft_wrap=True)
@@ -162,9 +159,10 @@ class View:
 
     def _draw(self) -> None:
         now_s = time.monotonic()
-        if self._is_quiet or not self._rows.ranks or now_s < self._next_s:
+        if not self._rows.ranks or now_s < self._next_s:
             return
         self._next_s = now_s + _REFRESH_S
+        find(self._rows.ranks)
         table = self._rows.table()
         caption = Text(f"{self.time_text()}  {self._caption}", "dim", no_wrap=True)
         if self._can_draw:

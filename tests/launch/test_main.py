@@ -16,7 +16,10 @@ MISTAKES = [
     (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
     (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
     (["-n", "2", "--nnodes", "two", "train.py"], "argument --nnodes: invalid "),
-    (["-n", "2", "--nnodes", "2", "train.py"], "several hosts need --rdzv-endpoint HOST:PORT"),
+    (
+        ["-n", "2", "--nnodes", "2", "train.py"],
+        "several hosts need --rdzv-endpoint HOST:PORT, which all of them reach",
+    ),
     (["-n", "2", "--log-dir", "train.py/x", "train.py"], "the logs cannot be written: "),
     (["-n", "2"], "the following arguments are required: train.py"),
     pytest.param(
