@@ -172,6 +172,7 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
         """Handle a signal: the first ends the run, the second kills."""
         if self._signal is None and not self._is_over:
             self._signal = signal.Signals(number)
+            self._view.shows_errors = False  # tracebacks of KeyboardInterrupt
             again = "; again to kill them" if number == signal.SIGINT else ""
             self._view.print(f"procpipe: {self._signal.name}: ending all processes{again}")
             # The agent passes it on to the ranks.

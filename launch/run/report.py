@@ -66,11 +66,12 @@ def report_on(ranks: Sequence[Rank], failed: Sequence[Rank], *, num_oom_kills: i
         headline, code = _headline(first), first.code
     else:
         first, headline, code = None, "a rank failed", 1
+    folder = (first or ranks[0]).folder
     body = (
         _last_lines(first),
         _hint(first, num_oom_kills),
         _meanwhile([rank for rank in ranks if rank is not first]),
-        _logs(first or ranks[0]),
+        f"Logs: {short_path(folder.parent)}/ ({folder.name}/stderr.log, and the other ranks')",
     )
     return Report(headline, "\n\n".join(filter(None, body)), 128 - code if code < 0 else code)
 
@@ -126,22 +127,15 @@ def _hint(first: Rank | None, num_oom_kills: int) -> str:
         return ""
     hint = f"{_signal_name(first.code)}: {_HINTS.get(-first.code, 'some process sent it')}."
     if first.code == -signal.SIGKILL and num_oom_kills:
-        hint += (
-            f" Meanwhile the kernel has killed {num_oom_kills} of this control group's processes, "
-            "as memory ran out."
-        )
+        hint += f" The kernel counted {num_oom_kills} out-of-memory kills here during the run."
     return hint
 
 
 def _meanwhile(others: Sequence[Rank]) -> str:
-    readings = [(rank, rank.read()) for rank in others]
-    lines = [
-        f"{rank.name} " + ("had made no Stage yet" if read is None else f"was {read.where()}")
-        for rank, read in readings
-    ]
-    return "\n  ".join(["The others in the end:", *lines]) if lines else ""
-
-
-def _logs(first: Rank) -> str:
-    folder = first.folder
-    return f"Logs: {short_path(folder.parent)}/ ({folder.name}/stderr.log, and the other ranks')"
+    lines = ["The others in the end:"]
+    for rank in others:
+        page = rank.read()
+        lines.append(
+            f"{rank.name} {'had made no Stage yet' if page is None else f'was {page.where()}'}"
+        )
+    return "\n  ".join(lines) if others else ""

@@ -65,6 +65,7 @@ class View:
         is_smart = self._console.is_terminal and not self._console.is_dumb_terminal
         self._can_draw = is_smart and not is_quiet
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self.shows_errors = True  # of rank 0, from its standard error
         self._newest, self._caption = newest, caption
         self._began_s = time.monotonic()
         self._next_s = 0.0
@@ -145,6 +146,8 @@ class View:
     def _copy_output(self, *, is_last: bool = False) -> None:
         for tail in self._tails:
             data = tail.file.read()
+            if tail.descriptor == 2 and not self.shows_errors:
+                continue
             if not (self._live.is_started and os.isatty(tail.descriptor)):
                 while data:
                     data = data[os.write(tail.descriptor, data) :]
@@ -225,7 +228,7 @@ class Rows:
         with contextlib.suppress(psutil.Error):  # it has ended
             if rank.process is not None and not num_bytes:
                 num_bytes = rank.process.memory_info().rss
-        steps, memory = f"{page.num_steps:,}", bytes_text(num_bytes)
+        steps, memory = f"{page.num_steps:,}", bytes_text(num_bytes) if num_bytes else ""
         return [stage, page.device, steps, *self._rates(rank, page), memory]
 
     def _rates(self, rank: Rank, page: Page) -> tuple[str, str, str]:

@@ -30,9 +30,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import psutil
 import pytest
@@ -51,19 +50,12 @@ _POLL_S = 0.02
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
-@dataclass(frozen=True)
-class Host:
-    """A place to start processes at.
+class Host(NamedTuple):
+    """A place to start processes at."""
 
-    Attributes:
-        address: its address for the other hosts.
-        network: the name of its network namespace; "" for that of this process.
-        environment: variables that its processes need.
-    """
-
-    address: str = "127.0.0.1"
-    network: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    address: str = "127.0.0.1"  # for the other hosts
+    network: str = ""  # the name of its network namespace; "" for that of this process
+    environment: Mapping[str, str] = {}  # variables that its processes need
 
 
 def loopback_addresses(num_hosts: int) -> list[Host]:
@@ -119,30 +111,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended.
+class Ended(NamedTuple):
+    """How a run ended."""
 
-    Attributes:
-        code: the launcher's exit code; negative if a signal ended it.
-        out: what came to standard output, or on the terminal: without escape sequences.
-        err: what came to standard error, where that is no terminal.
-        raw: as ``out``, with escape sequences.
-        left: command lines of the processes that were alive when the launcher had ended.
-        name: of the run's folder of logs.
-        logs: what is in that folder, by path: "attempt_0/rank_1/stderr.log".
-    """
-
-    code: int
-    out: str
-    err: str
-    raw: str
-    left: tuple[str, ...]
-    name: str
-    logs: dict[str, str]
-
-    def __str__(self) -> str:
-        return f"exit code {self.code}\n--- out\n{self.out}\n--- err\n{self.err}\n--- {self.left}"
+    code: int  # the launcher's exit code; negative if a signal ended it
+    out: str  # what came to standard output, or on the terminal: without escape sequences
+    err: str  # what came to standard error, where that is no terminal
+    raw: str  # as ``out``, with escape sequences
+    left: tuple[str, ...]  # command lines of the processes that outlived the launcher
+    name: str  # of the run's folder of logs
+    logs: dict[str, str]  # what is in that folder, by path: "attempt_0/rank_1/stderr.log"
 
 
 class Process:
@@ -188,10 +166,7 @@ class Process:
             assert time.monotonic() < deadline_s, f"no {what} in time\n{self.output}"
             time.sleep(_POLL_S)
 
-    def wait_for(self, text: str) -> None:
-        self.wait_until(lambda: text in self.text(), repr(text))
-
-    def wait_to_match(self, pattern: str) -> None:
+    def wait_for(self, pattern: str) -> None:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
 
     def rank(self, number: int) -> psutil.Process:
@@ -217,12 +192,9 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end in time\n{self.output}") from None
 
-    def wait(self, end_timeout_s: float = 0.0) -> Ended:
-        """Wait for the launcher's end, and then a while for all other processes."""
-        code = self.wait_end()
-        deadline_s = time.monotonic() + end_timeout_s
-        while (left := self.job.survivors()) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+    def wait(self) -> Ended:
+        """Wait for the launcher's end."""
+        code, left = self.wait_end(), self.job.survivors()
         kill_job(self.job.token)
         if self._reader is not None:
             self._reader.join(TIMEOUT_S)
@@ -260,11 +232,9 @@ class Job:
             process.popen.wait()
         self._folder.cleanup()
 
-    def write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str) -> None:
         """Write a file into the job's folder."""
-        path = self.path / name
-        path.write_text(text)
-        return path
+        (self.path / name).write_text(text)
 
     def start(
         self,
@@ -291,12 +261,14 @@ class Job:
             base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | host.environment | extra
         )
         name = f"log{len(self._processes)}"
-        with contextlib.ExitStack() as stack:
-            stdin, *logs = (stack.enter_context(file) for file in self._files(name))
-            files = (stdin.fileno(), *(log.fileno() for log in logs))
+        with (
+            open(os.devnull) as stdin,
+            (self.path / f"{name}.out").open("w") as out,
+            (self.path / f"{name}.err").open("w") as err,
+        ):
+            files = (stdin.fileno(), out.fileno(), err.fileno())
             if on_terminal:
                 ours, theirs = os.openpty()
-                stack.callback(os.close, theirs)
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
                 files = (stdin.fileno(), theirs, theirs)
             popen: subprocess.Popen[bytes] | Forked
@@ -306,24 +278,16 @@ class Job:
                     preexec_fn=end_with_parent,  # noqa: PLW1509 - one call of C
                 )  # fmt: skip
             else:
-                number = 0 if is_on_gpus() else num_ranks
                 popen = fork_server().start(
-                    words,
-                    env=env,
-                    cwd=self.path,
-                    files=files,
-                    num_ranks=number,
-                    network=host.network,
-                )
+                    words, env=env, cwd=self.path, files=files, network=host.network,
+                    num_ranks=0 if is_on_gpus() else num_ranks,
+                )  # fmt: skip
         process = Process(self, popen, name)
         if on_terminal:
+            os.close(theirs)
             process.read_from(ours)
         self._processes.append(process)
         return process
-
-    def _files(self, name: str) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-        out, err = (self.path / f"{name}.{stream}" for stream in ("out", "err"))
-        return open(os.devnull, "rb"), out.open("wb"), err.open("wb")
 
     def survivors(self) -> list[str]:
         """Return the command lines of processes that still run."""

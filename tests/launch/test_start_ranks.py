@@ -22,12 +22,6 @@ if os.environ["RANK"] == "1":
 Stage(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1])
 """
 
-WRITES = """
-import os, sys
-with open(f"{sys.argv[2]}.{os.environ['RANK']}", "w") as file:
-    file.write(os.environ["RANK"])
-"""
-
 
 def result_of(code, timeout_s, tmp_path, monkeypatch):
     """Run a script on two ranks; no process may be left."""
@@ -38,10 +32,6 @@ def result_of(code, timeout_s, tmp_path, monkeypatch):
     result = start_ranks(2, [str(script)], timeout_s)
     assert not [process.cmdline() for process in job_of(str(tmp_path))]
     return result
-
-
-def test_the_results_of_ranks_are_read(tmp_path, monkeypatch):
-    assert result_of(WRITES, 90.0, tmp_path, monkeypatch).value == [0, 1]
 
 
 def test_the_reason_is_the_report_of_a_rank_that_fails(tmp_path, monkeypatch):

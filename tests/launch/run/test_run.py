@@ -80,8 +80,8 @@ def test_a_successful_run_without_a_terminal():
     assert ended.code == 0, ended
     assert ended.left == ()
     assert ended.out == "".join(f"rank 0, step {k}\n" for k in range(3))
-    first, *_, last = ended.err.splitlines()  # on a slow machine, with a table between
-    assert first == "rank 0 says goodbye"
+    *lines, last = ended.err.splitlines()  # on a slow machine, with a table
+    assert "rank 0 says goodbye" in lines
     assert last.startswith("procpipe: done in ")
     assert ", 3 steps, " in last
     assert last.endswith(f"logs in procpipe-logs/{ended.name}")
@@ -95,11 +95,11 @@ def test_a_successful_run_on_a_terminal():
     with started(
         "-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5), num_forked=3
     ) as run:
-        run.wait_to_match("bar 2")  # until the first line overwrites it
+        run.wait_for("bar 2")  # until the first line overwrites it
         (run.job.path / "seen").touch()
-        run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
-        run.wait_to_match(r"waits \d+ s for activation from stage 1 ")
-        run.wait_to_match(r"F0 '1' \(Layer\) for \d+ s")
+        run.wait_for(r"waits \d+ s for gradient from stage 1 ")
+        run.wait_for(r"waits \d+ s for activation from stage 1 ")
+        run.wait_for(r"F0 '1' \(Layer\) for \d+ s")
         (run.job.path / "go").touch()
         ended = run.wait()
 
@@ -134,29 +134,14 @@ def test_an_exception_in_a_layer_is_reported_once():
     assert "Traceback" not in output
     assert "ends, because" not in report
     lines = report.splitlines()
-    place = "F0, layer '1' (Layer)"
-    assert lines[0] == f" in {place}: KeyError: 'boom'"
+    assert lines[0] == " in F0, layer '1' (Layer): KeyError: 'boom'"
     assert report.count("Traceback") == 1
     assert report.count("KeyError: 'boom'") == 2
-    assert "    loss = stage.step(x, x)\n" in report
-    assert "    exec(DO)\n" in report
-    assert "frames in procpipe and torch" in report
     assert "The others in the end:\n  stage 0 (rank 0) was in " in report
-    assert "\n  stage 2 (rank 2) was in " in report
     assert f"Logs: procpipe-logs/{ended.name}/attempt_0/ (rank_1/stderr.log" in report
     assert lines[-1].startswith("Exit code 1 after ")
     assert ended.logs["report.txt"].startswith(start + lines[0])
     assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "torch's own report"
-
-
-def test_a_killed_launcher_leaves_no_ranks():
-    with started("-n", "2", script=training(10**9), num_forked=2) as run:
-        run.wait_for("step 2")
-        run.popen.send_signal(signal.SIGKILL)
-        ended = run.wait(end_timeout_s=30.0)
-
-    assert ended.code == -signal.SIGKILL
-    assert ended.left == ()
 
 
 def test_ctrl_c_ends_all_processes():
@@ -249,12 +234,3 @@ sys.exit(3)
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
     assert "Its last lines on standard error:\n  no data\n" in ended.err
     assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
-
-
-def test_a_failure_is_reported_if_the_script_removed_its_logs():
-    code = 'import shutil\nshutil.rmtree("procpipe-logs")\nsys.exit(5)'
-    with started("-n", "1", script=plain(code)) as run:
-        ended = run.wait()
-
-    assert ended.code == 5, ended
-    assert ended.err.startswith("procpipe: rank 0 ended with exit code 5\n")

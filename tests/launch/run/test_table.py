@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 from procpipe.job.board import Board
 from procpipe.launch.run.ranks import Rank
@@ -28,19 +27,10 @@ def ranks_of(*boards):
 
 def shown(rows):
     """Return what is in each column, by rank."""
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(rows.table())
-    heading, *lines = capture.get().splitlines()
-    names = heading.split()
-    # Text starts at the left end of its heading, and numbers end at the right one.
-    ends = [heading.index(name) + len(name) for name in names]
-    starts = [heading.index(name) for name in names[:3]] + ends[2:-1]
-    stops = [*starts[1:3], ends[2], *ends[3:-1], None]
-    return [
-        {name: line[a:b].strip() for name, a, b in zip(names, starts, stops, strict=True)}
-        for line in lines
-    ]
+    columns = rows.table().columns
+    cells = zip(*(column.cells for column in columns), strict=True)
+    names = [str(column.header) for column in columns]
+    return [dict(zip(names, map(str, row), strict=True)) for row in cells]
 
 
 def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
