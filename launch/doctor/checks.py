@@ -6,8 +6,10 @@ from ending well; a warning makes it slower or fail later.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import platform
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +59,8 @@ class Host(NamedTuple):
 
 
 def _check_torch(host: Host) -> Verdict:
-    cuda = torch.version.cuda
-    return Verdict(OK, f"{torch.__version__}, for {f'CUDA {cuda}' if cuda else 'CPUs only'}")
+    what = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    return Verdict(OK, f"{torch.__version__}, for {what}; Python {platform.python_version()}")
 
 
 def _check_gpus(host: Host) -> Verdict:
@@ -80,9 +82,8 @@ def _check_gpus(host: Host) -> Verdict:
             "CUDA_VISIBLE_DEVICES",
         )
     if host.gpus:
-        return Verdict(
-            OK, f"{found}, at least {bytes_text(min(g.free_bytes for g in host.gpus))} free"
-        )
+        least = min(gpu.free_bytes for gpu in host.gpus)
+        return Verdict(OK, f"{found}, at least {bytes_text(least)} free")
     if unused := [*(host.root / "proc/driver/nvidia/gpus").glob("*")]:
         cuda, visible = torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         return Verdict(
@@ -115,13 +116,16 @@ def _check_nccl(host: Host) -> Verdict | None:
     settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if "NCCL_" in name]
     if not settings and not torch.version.cuda:
         return None
-    return Verdict(OK, ", ".join(settings) or "no settings in the environment")
+    found = settings or ["no settings in the environment"]
+    with contextlib.suppress(AttributeError):  # this torch is built without NCCL
+        found = [".".join(map(str, torch.cuda.nccl.version())), *found]
+    return Verdict(OK, ", ".join(found))
 
 
 def _check_cores(host: Host) -> Verdict:
-    num_processes, cores = host.num_processes, cores_of_host()
+    num_processes = host.num_processes
     shared = [len(share) for share in shares(num_processes, [gpu.pci for gpu in host.gpus])]
-    found, quota = counted(len(cores), "core"), cpu_quota(host.root)
+    found, quota = counted(len(cores_of_host()), "core"), cpu_quota(host.root)
     if quota < num_processes:
         return Verdict(
             WARNING,

@@ -50,11 +50,10 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     nproc = parser.parse_args(argv).nproc
     console = Console()
-    with console.status("looking at this host …"):
+    with console.status("looking at this host, and measuring its channels …"):
         gpus, error = find_gpus()
         host = Host(nproc or len(gpus) or max(2, min(4, len(cores_of_host()))), gpus, error)
         found = {name: verdict for name, check in CHECKS.items() if (verdict := check(host))}
-    with console.status(f"measuring between {host.num_processes} processes …"):
         result = start_ranks(host.num_processes, _PROBE, _TIMEOUT_S)
         found |= check_channels(result, host.num_processes)
     console.print(table_of(found))

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         parser.error(f"the logs cannot be written: {error}; choose another --log-dir")
     words = (*(["-m"] if options.module else []), options.script, *options.script_args)
-    return Launcher(_config(options, folder), words, folder, is_quiet=options.quiet).run()
+    return int(Launcher(_config(options, folder), words, folder, is_quiet=options.quiet).run())
 
 
 def _num_threads(num_processes: int) -> int:

@@ -192,7 +192,7 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
             (self._folder / "report.txt").write_text(text, encoding="utf-8")
         time_text = self._view.time_text()
         self._view.print_last(f"{text}\nExit code {report.exit_code} after {time_text}")
-        return report.exit_code
+        return int(report.exit_code)
 
 
 def end_descendants(grace_s: float) -> list[str]:

@@ -59,13 +59,11 @@ class View:
 
     def __init__(self, newest: Callable[[], list[Rank]], caption: str, *, is_quiet: bool) -> None:
         width = None if sys.stderr.isatty() else _WIDTH
-        self._console = Console(
-            stderr=True, highlight=False, markup=False, emoji=False, width=width
-        )
+        self._console = Console(stderr=True, width=width)
         is_smart = self._console.is_terminal and not self._console.is_dumb_terminal
         self._can_draw = is_smart and not is_quiet
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self.shows_errors = True  # of rank 0, from its standard error
+        self.shows_errors = True  # what rank 0 writes to standard error
         self._newest, self._caption = newest, caption
         self._began_s = time.monotonic()
         self._next_s = 0.0

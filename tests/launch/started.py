@@ -1,4 +1,4 @@
-"""Starts launchers as a user would, on a terminal or not, on one host or several; reads the output.
+"""Starts jobs as a user would, on a terminal or not, on one host or several; reads the output.
 
     with started("-n", "2", script=(CODE,), on_terminal=True) as run:      # procpipe run
         run.wait_for("step 3")
@@ -6,7 +6,7 @@
         ended = run.wait()
 
     with two_hosts() as hosts, Job() as job:
-        agents = [job.start([*TORCHRUN, "--nnodes=2", ...], host, num_ranks=1) for host in hosts]
+        agents = [job.start([*RUN, "--nnodes", 2, ...], host, num_ranks=1) for host in hosts]
         agents[0].wait_end()
 
 Launchers, and the first of their ranks, are forks of a process that has imported torch
@@ -29,7 +29,7 @@ import termios
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -42,7 +42,7 @@ from tests.dist.forks import Forked, end_with_parent, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.script import TOKEN, job_of, kill_job
 
-TORCHRUN = ("-m", "torch.distributed.run")
+RUN = ("-m", "procpipe.launch", "run")
 
 #: How long a test of a few seconds may take on a machine that is busy with others.
 TIMEOUT_S = 90.0
@@ -53,15 +53,13 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 class Host(NamedTuple):
     """A place to start processes at."""
 
-    address: str = "127.0.0.1"  # for the other hosts
+    address: str  # for the other hosts
     network: str = ""  # the name of its network namespace; "" for that of this process
-    environment: Mapping[str, str] = {}  # variables that its processes need
 
 
 def loopback_addresses(num_hosts: int) -> list[Host]:
     """Return addresses of this host; ranks with different ones use TCP, as on several hosts."""
-    addresses = [f"127.0.0.{number}" for number in range(2, 2 + num_hosts)]
-    return [Host(address, "", {"PROCPIPE_ADDRESS": address}) for address in addresses]
+    return [Host(f"127.0.0.{number}") for number in range(2, 2 + num_hosts)]
 
 
 @contextlib.contextmanager
@@ -255,11 +253,11 @@ class Job:
             on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
             extra: environment variables.
         """
-        host, words = host or Host(), [*map(str, argv)]
+        words = [*map(str, argv)]
         base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env = (
-            base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | host.environment | extra
-        )
+        env = base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | extra
+        if host is not None and not host.network:
+            env["PROCPIPE_ADDRESS"] = host.address
         name = f"log{len(self._processes)}"
         with (
             open(os.devnull) as stdin,
@@ -279,8 +277,9 @@ class Job:
                 )  # fmt: skip
             else:
                 popen = fork_server().start(
-                    words, env=env, cwd=self.path, files=files, network=host.network,
+                    words, env=env, cwd=self.path, files=files,
                     num_ranks=0 if is_on_gpus() else num_ranks,
+                    network=host.network if host is not None else "",
                 )  # fmt: skip
         process = Process(self, popen, name)
         if on_terminal:
@@ -318,7 +317,7 @@ def started(
     with Job() as job:
         job.write("script.py", script[0])
         yield job.start(
-            ["-m", "procpipe.launch", "run", *options, "script.py", *script[1:]],
+            [*RUN, *options, "script.py", *script[1:]],
             num_ranks=num_forked,
             on_terminal=on_terminal,
             TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(grace_s),
