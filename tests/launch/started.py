@@ -327,12 +327,12 @@ def started(
 def start_as_forks(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     """Let ``procpipe doctor`` and ``plan`` start their ranks, and the launcher, as forks."""
 
+    server = fork_server()  # at once, before a test sets variables for its processes
+
     def start(words: Sequence[str], log: IO[str]) -> Forked:
         with open(os.devnull) as stdin:
             files = (stdin.fileno(), log.fileno(), log.fileno())
             env = {"OMP_NUM_THREADS": "1", **os.environ}
-            return fork_server().start(
-                words, env=env, cwd=Path.cwd(), files=files, num_ranks=num_ranks
-            )
+            return server.start(words, env=env, cwd=Path.cwd(), files=files, num_ranks=num_ranks)
 
     monkeypatch.setattr(start_ranks, "_start", start)

@@ -85,12 +85,14 @@ def test_a_successful_run_without_a_terminal():
 
 
 def test_a_successful_run_on_a_terminal():
-    bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
-    start = bar + LEAVE_SLEEPERS
+    bar = "print('bar 1', end='\\rbar 2', flush=True)\n" + UNTIL_GO.replace("go", "seen")
+    start = UNTIL_GO.replace("go", "drawn") + bar + "print(' and 3')\n" + LEAVE_SLEEPERS
     with started(
         "-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5), num_forked=3
     ) as run:
-        run.wait_for("bar 2")  # until the first line overwrites it
+        run.wait_for("no Stage yet")
+        (run.job.path / "drawn").touch()
+        run.wait_for("bar 2")
         (run.job.path / "seen").touch()
         run.wait_for(r"waits \d+ s for gradient from stage 1 ")
         run.wait_for(r"waits \d+ s for activation from stage 1 ")
@@ -102,6 +104,7 @@ def test_a_successful_run_on_a_terminal():
     assert ended.left == ()
     assert re.search(r"rank +stage +device +step +samples/s +busy +bubble +memory +now", ended.out)
     assert re.search(r"1 +1 +cpu +1 +\S.* MiB", ended.out)
+    assert "bar 2 and 3\n" in ended.out
     # Each report of a stall is seen once, whichever rank makes it.
     logs = "".join(text for path, text in ended.logs.items() if path.endswith("stderr.log"))
     assert ended.out.count("procpipe: no progress") == logs.count("procpipe: no progress") > 0

@@ -56,6 +56,9 @@ def test_rates_are_of_the_time_between_readings():
     assert row["memory"].endswith("iB")
     clock.now_s += 1.0  # within the next step: the rates stay those of whole steps
     assert shown(rows)[0]["samples/s"] == "10"
+    board = rows.ranks[0].board = Board.create(0, 1)  # of another Stage
+    do_steps(board, 2, samples=10)
+    assert shown(rows)[0]["samples/s"] == ""
 
 
 @pytest.mark.parametrize("rates", [(1000, 10), (10, 1000)])
