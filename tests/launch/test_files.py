@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.launch.started import Job, free_port, loopback_addresses
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 POD = ROOT / "launch" / "kubernetes" / "job.yaml"
-PAGE = ROOT / "docs" / "several_nodes.md"
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -197,18 +195,6 @@ def test_kubernetes_command_starts_a_torchrun_a_pod():
 
 
 # -- all -----------------------------------------------------------------------------------------
-
-
-def test_files_are_found_as_the_documentation_says():
-    line = next(
-        line for line in PAGE.read_text().splitlines() if "procpipe.launch.__file__" in line
-    )
-    command = line.strip().replace("python ", f"{sys.executable} ", 1)
-    done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True)
-
-    for path in (SBATCH, POD):
-        found = Path(done.stdout.strip()) / path.relative_to(ROOT / "launch")
-        assert found.read_text() == path.read_text()
 
 
 def test_files_are_installed_with_the_launcher():
