@@ -201,10 +201,9 @@ def _judge(pair: Mapping[str, Any], best: float) -> Verdict:
     latency_s, bytes_per_s, is_cpu = pair["latency_s"], pair["bytes_per_s"], pair["device"] == "cpu"
     found = f"{latency_s * 1e6:.0f} us for 8 B, {bytes_per_s / 1e9:.2f} GB/s"
     usual = _SLOW_CPU_BYTES_PER_S if is_cpu else _SLOW_GPU_BYTES_PER_S
-    is_slow = bytes_per_s < usual
-    if latency_s > _SLOW_LATENCY_S or (is_slow and is_cpu):
+    if latency_s > _SLOW_LATENCY_S or (is_cpu and bytes_per_s < usual):
         advice = "see what else runs on this host (top), and whether its CPU time is limited"
-    elif is_slow:
+    elif bytes_per_s < usual:
         advice = (
             "run once with NCCL_DEBUG=INFO: 'via SHM' or 'via NET' means that these GPUs cannot "
             "reach one another directly; is NCCL_P2P_DISABLE or NCCL_SHM_DISABLE set?"

@@ -190,8 +190,9 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
         text = f"procpipe: {report.headline}\n\n{report.body}\n"
         with contextlib.suppress(OSError):
             (self._folder / "report.txt").write_text(text, encoding="utf-8")
-        time_text = self._view.time_text()
-        self._view.print_last(f"{text}\nExit code {report.exit_code} after {time_text}")
+        self._view.print_last(f"procpipe: {report.headline}", "bold red")
+        end = f"Exit code {report.exit_code} after {self._view.time_text()}"
+        self._view.print_last(f"\n{report.body}\n\n{end}")
         return int(report.exit_code)
 
 

@@ -85,10 +85,10 @@ class View:
         self._is_over.set()
         self._thread.join()
 
-    def print_last(self, text: str) -> None:
+    def print_last(self, text: str, style: str = "") -> None:
         """Write after ``stop``; if that fails, the exit code must still be right."""
         with contextlib.suppress(OSError):
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(text, style), soft_wrap=True)
 
     def summary(self) -> str:
         """Return how long the run took, what it did, and where its logs are."""
