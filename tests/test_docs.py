@@ -22,7 +22,7 @@ from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.text import render_text
 from procpipe.torch_versions import release_of
 from tests.dist.script import run_forked
-from tests.launch.forked import start_as_forks
+from tests.launch.started import start_as_forks
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"

@@ -69,7 +69,6 @@ NAMES = {
     "FakeTensorMode": (lambda: importlib.import_module("torch._subclasses"), TESTED),
     "SUPPORTED_NODES": (lambda: torch.utils._pytree, TESTED),
     "SUPPORTED_SERIALIZED_TYPES": (lambda: torch.utils._pytree, TESTED),
-    "shutdown_timeout": (lambda: launch_config(), ((2, 13), (2, 15))),
 }
 
 
@@ -90,12 +89,6 @@ def state_of_fsdp() -> Any:
         return layer._get_fsdp_state()
     finally:
         torch.distributed.destroy_process_group()
-
-
-def launch_config() -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig
 
 
 @pytest.mark.parametrize("name", NAMES)

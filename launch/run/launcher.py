@@ -22,13 +22,10 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
@@ -37,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from procpipe.job.endings import LAUNCHER
-from procpipe.launch.run.ranks import Attempt, Rank
+from procpipe.launch.run.ranks import Rank
 from procpipe.launch.run.report import Report, report_on, short_path
 from procpipe.launch.run.table import View
 
@@ -48,15 +45,155 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: How long processes that ranks left behind may take to end after SIGTERM.
 _LEFTOVER_GRACE_S = 2.0
 
-#: The logger in which torch notes that it ends processes, before it waits for their end.
-_OF_PROCESSES = "torch.distributed.elastic.multiprocessing.api"
+#: How long a killed process may take: one that waits for a broken driver never ends.
+_KILL_S = 30.0
 
 
-class Stopped(SignalException):
-    """The launcher got a signal to end; the agent passes the signal on to the ranks."""
+class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
+    """One run from start to end, in the main thread of its process.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"the launcher got signal {number}", signal.Signals(number))
+    torch's agent asks it, when an attempt begins, where the output of each rank goes.
+
+    Args:
+        config: for that agent.
+        words: what Python runs: ("train.py", …) or ("-m", "package.train", …).
+        folder: where the logs go; it exists.
+        is_quiet: whether to show rank 0's output and failures only.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, words: Sequence[str], folder: Path, *, is_quiet: bool
+    ) -> None:
+        super().__init__(str(folder))
+        self._config, self._words, self._folder = config, words, folder
+        self._is_quiet = is_quiet
+        self._ranks: list[Rank] = []  # of the newest attempt
+        self._num_attempts = self._num_restarts = 0
+        self._num_oom_kills = out_of_memory_kills()  # of earlier runs
+        self._signal: signal.Signals | None = None
+        self._is_over = False
+        caption = f"logs in {short_path(folder)}"
+        self._view = View(lambda: self._ranks, caption, is_quiet=is_quiet)
+
+    def run(self) -> int:
+        """Run and report; return the exit code."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        for number in _ENDING:
+            signal.signal(number, self._stop)
+        failed: list[Rank] = []
+        error = ""
+        try:
+            failed = self._run_agent()
+            self._is_over = True  # a signal that comes just before is caught below
+        except SignalException as stopped:  # SIGQUIT is handled by the agent itself
+            self._signal = self._signal or stopped.sigval
+        except Exception as failure:  # no store, no room for logs, a missing host, …
+            self._is_over = True
+            logging.getLogger("torch.distributed").exception("the agent failed")
+            failed, error = self._noted(), f"{type(failure).__name__}: {failure}"
+        self._is_over = True
+        leftovers = end_descendants(_LEFTOVER_GRACE_S if self._signal is None else 0.0)
+        self._view.stop()
+        if self._signal is not None:
+            name, summary = self._signal.name, self._view.summary()
+            self._view.print_last(f"procpipe: ended by {name} after {summary}")
+            return 128 + self._signal
+        if failed or error:
+            return self._report(failed, error)
+        if leftovers:
+            text = f"procpipe: ended what the run had left behind: {', '.join(leftovers)}"
+            self._view.print_last(text)
+        if not self._is_quiet:
+            self._view.print_last(f"procpipe: done in {self._view.summary()}")
+        return 0
+
+    def _run_agent(self) -> list[Rank]:
+        """Run torch's agent; return this host's ranks that failed, in that order."""
+        # Opened at once: a script may remove the folder.
+        handler = logging.FileHandler(self._folder / "launcher.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("torch.distributed").handlers = [handler]
+        self._config.logs_specs = self
+        if self._config.max_nodes > 1:
+            # Else a host that comes back never finds the store.
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        try:
+            launch_agent(self._config, sys.executable, ["-u", *self._words])
+        except ChildFailedError as error:
+            failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            by_number = {rank.number: rank for rank in self._ranks}
+            for number, failure in failures:
+                by_number[number].code = failure.exitcode
+            return [by_number[number] for number, _ in failures]
+        return []
+
+    def _noted(self) -> list[Rank]:
+        """Return this host's ranks that have noted a failure, their own or that of another."""
+        return [rank for rank in self._ranks if rank.exception() or rank.note()]
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the logs."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Begin an attempt, and make the folders of its ranks: ``attempt_0/rank_2/stdout.log``.
+
+        ``envs`` holds the environment variables of each rank of this host.
+        """
+        folder, ranks = self._folder / f"attempt_{self._num_attempts}", []
+        for variables in envs.values():
+            number = int(variables["RANK"])
+            rank = Rank(number, folder / f"rank_{number}")
+            rank.folder.mkdir(parents=True)
+            rank.stdout.touch()
+            rank.stderr.touch()
+            variables["TORCHELASTIC_ERROR_FILE"] = str(rank.error)
+            variables[LAUNCHER] = f"{os.getpid()} {variables['TORCHELASTIC_RUN_ID']}"
+            ranks.append(rank)
+        num_restarts = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        if self._ranks:
+            failed = self._noted()
+            why = "the set of hosts has changed"
+            if failed or num_restarts > self._num_restarts:
+                why = report_on(self._ranks, failed).headline.partition(";")[0]
+            text = f"restart {num_restarts} of {self._config.max_restarts}"
+            text += f", with {envs[0]['WORLD_SIZE']} ranks, because {why}"
+            self._view.print(f"procpipe: {text}")
+        self._ranks, self._num_restarts = ranks, num_restarts
+        self._num_attempts += 1
+        return LogsDest(
+            stdouts={local: str(rank.stdout) for local, rank in enumerate(ranks)},
+            stderrs={local: str(rank.stderr) for local, rank in enumerate(ranks)},
+            error_files={local: str(rank.error) for local, rank in enumerate(ranks)},
+        )
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first ends the run, the second kills."""
+        if self._signal is None and not self._is_over:
+            self._signal = signal.Signals(number)
+            self._view.shows_errors = False  # tracebacks of KeyboardInterrupt
+            again = "; again to kill them" if number == signal.SIGINT else ""
+            self._view.print(f"procpipe: {self._signal.name}: ending all processes{again}")
+            # The agent passes it on to the ranks.
+            raise SignalException(f"the launcher got signal {number}", self._signal)
+        self._view.print("procpipe: killing all processes")
+        end_descendants(0.0)  # the agent waits for them, so this ends its wait
+
+    def _report(self, failed: list[Rank], error: str) -> int:
+        """Write the report of a failure, also into the run's folder; return the exit code."""
+        where = f"Logs: {short_path(self._folder)}/launcher.log"
+        report = Report(f"torch's agent could not run the ranks: {error}", where, 1)
+        if failed:
+            num_oom_kills = out_of_memory_kills() - self._num_oom_kills
+            report = report_on(self._ranks, failed, num_oom_kills=num_oom_kills)
+        text = f"procpipe: {report.headline}\n\n{report.body}\n"
+        with contextlib.suppress(OSError):
+            (self._folder / "report.txt").write_text(text, encoding="utf-8")
+        self._view.print_last(f"procpipe: {report.headline}", "bold red")
+        end = f"Exit code {report.exit_code} after {self._view.time_text()}"
+        self._view.print_last(f"\n{report.body}\n\n{end}")
+        return int(report.exit_code)
 
 
 def end_descendants(grace_s: float) -> list[str]:
@@ -66,236 +203,28 @@ def end_descendants(grace_s: float) -> list[str]:
     """
     found: dict[psutil.Process, str] = {}
     deadline_s = time.monotonic() + grace_s
-    while living := _descendants():
-        is_late = time.monotonic() >= deadline_s
-        for process in living:
+    while time.monotonic() < deadline_s + _KILL_S:
+        is_late, any_lives = time.monotonic() >= deadline_s, False
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                any_lives = True
                 if is_late:
                     process.kill()
                 elif process not in found:
                     process.terminate()
                 found.setdefault(process, f"{process.name()} (process {process.pid})")
+        if not any_lives:
+            break
         time.sleep(0.02)
     return list(found.values())
 
 
-def _descendants() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
-@dataclass
-class Job:
-    """What is to be run, and how it is shown."""
-
-    config: LaunchConfig  # for torch's agent
-    command: tuple[str, ...]  # what Python runs: ("train.py", …) or ("-m", "package.train", …)
-    folder: Path  # where the logs go; it exists
-    grace_s: int  # how long ranks may take to end after a signal, or a failure of another one
-    view: str  # see ``table.View``
-
-
-class Launcher:
-    """One run from start to end, in the main thread of its process."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._attempt: Attempt | None = None
-        self._num_attempts = 0
-        self._num_oom_kills = out_of_memory_kills()  # of earlier runs
-        self._signal: signal.Signals | None = None
-        self._is_over = False
-        self._laggards = threading.Timer(0.0, lambda: None)
-        self._view = View(lambda: self._attempt, job.view, f"logs in {short_path(job.folder)}")
-
-    def run(self) -> int:
-        """Run and report; return the exit code."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in _ENDING:
-            signal.signal(number, self._stop)
-        failures: dict[int, int] = {}
-        error = ""
-        try:
-            failures = self._run_agent()
-            self._is_over = True  # a signal that comes just before is caught below
-        except SignalException as stopped:  # SIGQUIT is handled by the agent itself
-            self._signal = self._signal or stopped.sigval
-        except Exception as failed:  # no store, no room for logs, a missing host, …
-            self._is_over = True
-            logging.getLogger("torch.distributed.elastic").exception("the agent failed")
-            error = f"{type(failed).__name__}: {failed}"
-        self._is_over = True
-        self._laggards.cancel()
-        leftovers = end_descendants(_LEFTOVER_GRACE_S if self._signal is None else 0.0)
-        self._view.stop()
-        if self._signal is not None:
-            name = "Ctrl-C" if self._signal is signal.SIGINT else self._signal.name
-            self._view.print_last(f"procpipe: ended by {name} after {self._view.summary()}")
-            return 128 + self._signal
-        if failures or error:
-            return self._report(failures, error)
-        if leftovers:
-            text = f"procpipe: ended what the run had left behind: {', '.join(leftovers)}"
-            self._view.print_last(text)
-        if self._job.view != "off":
-            self._view.print_last(f"procpipe: done in {self._view.summary()}")
-        return 0
-
-    def _run_agent(self) -> dict[int, int]:
-        """Run torch's agent; return the exit codes of this host's ranks that failed, in order."""
-        self._log_to(self._job.folder / "launcher.log")
-        self._job.config.logs_specs = _LogFolders(str(self._job.folder), self._begin)
-        if self._job.config.max_nodes > 1:
-            # Else a host that comes back never finds the store.
-            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        try:
-            launch_agent(self._job.config, sys.executable, ["-u", *self._job.command])
-        except ChildFailedError as error:
-            failed = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-            return {rank: failure.exitcode for rank, failure in failed}
-        return {}
-
-    def _begin(self, envs: dict[int, dict[str, str]]) -> Attempt:
-        """Begin an attempt, whose ranks have these variables; say why, if it is not the first."""
-        folder = self._job.folder / f"attempt_{self._num_attempts}"
-        numbers = [int(variables["RANK"]) for variables in envs.values()]
-        ranks = [Rank(number, folder / f"rank_{number}") for number in numbers]
-        num_ranks = int(envs[0]["WORLD_SIZE"])
-        attempt = Attempt(num_ranks, ranks, int(envs[0]["TORCHELASTIC_RESTART_COUNT"]))
-        if (last := self._attempt) is not None:
-            why = f"restart with {num_ranks} ranks, because the set of hosts has changed"
-            if last.failed or attempt.num_restarts > last.num_restarts:
-                headline = report_on(last.ranks, last.failed).headline
-                most = self._job.config.max_restarts
-                why = f"restart {attempt.num_restarts} of {most}, because {headline}"
-            self._view.print(f"procpipe: {why}")
-        self._num_attempts += 1
-        self._laggards.cancel()
-        self._attempt = attempt
-        return attempt
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first ends the run, the second kills."""
-        if self._signal is None and not self._is_over:
-            self._signal = signal.Signals(number)
-            self._view.is_quiet = True
-            name = "Ctrl-C" if self._signal is signal.SIGINT else self._signal.name
-            again = "; again to kill them" if self._signal is signal.SIGINT else ""
-            self._view.print(f"procpipe: {name}: ending all processes{again}")
-            self._expect_ends()
-            raise Stopped(number)
-        self._view.print("procpipe: killing all processes")
-        for process in _descendants():
-            with contextlib.suppress(psutil.Error):
-                process.kill()  # the agent waits for them, so this ends its wait
-
-    def _log_to(self, path: Path) -> None:
-        """Write the agent's log to a file only, and learn from it when it ends ranks."""
-        handler = _AgentLog(path, self._ends_ranks)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        for name in ("elastic", "launcher", "run"):
-            logger = logging.getLogger(f"torch.distributed.{name}")
-            logger.addHandler(handler)
-            logger.propagate = False
-
-    def _ends_ranks(self, record: logging.LogRecord) -> None:
-        """The agent has noted that it ends ranks, or which one failed first."""
-        attempt = self._attempt
-        if attempt is None:
-            return
-        self._expect_ends()
-        if record.levelno == logging.ERROR and isinstance(record.args, tuple):
-            code, local_rank, *_ = record.args
-            if isinstance(code, int) and isinstance(local_rank, int):
-                attempt.failed[attempt.ranks[local_rank].number] = code
-
-    def _expect_ends(self) -> None:
-        """Kill ranks that do not end within the grace; the agent would wait for 30 s."""
-        if self._attempt is None or self._laggards.is_alive():
-            return
-        self._attempt.look()
-        processes = [rank.process for rank in self._attempt.ranks if rank.process is not None]
-        self._laggards = threading.Timer(self._job.grace_s, _kill, [processes])
-        self._laggards.daemon = True
-        self._laggards.start()
-
-    def _report(self, failures: dict[int, int], error: str) -> int:
-        """Write the report of a failure, also into the run's folder; return the exit code."""
-        if error or self._attempt is None:
-            where = f"Logs: {short_path(self._job.folder)}/launcher.log"
-            report = Report(f"torch's agent could not run the ranks: {error}", where, 1)
-        else:
-            num_oom_kills = out_of_memory_kills() - self._num_oom_kills
-            ranks = self._attempt.ranks
-            report = report_on(ranks, failures, num_oom_kills=num_oom_kills, shown=0)
-            whole = report_on(ranks, failures, num_oom_kills=num_oom_kills)
-            with contextlib.suppress(OSError):
-                path = self._job.folder / "report.txt"
-                path.write_text(f"{whole.headline}\n\n{whole.body}\n", encoding="utf-8")
-        self._view.print_failure(f"procpipe: {report.headline}", report.body)
-        self._view.print_last(f"\nExit code {report.exit_code} after {self._view.time_text()}")
-        code: int = report.exit_code
-        return code
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
 def out_of_memory_kills() -> int:
     """Return the out-of-memory kills in this process's control group; 0 if they are unknown."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        folder = next(line.partition("::")[2] for line in lines if "::" in line)
-        events = Path("/sys/fs/cgroup", folder.lstrip("/"), "memory.events").read_text().split()
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::/")[2]
+        events = Path("/sys/fs/cgroup", group, "memory.events").read_text().split()
         return int(events[events.index("oom_kill") + 1])
-    except (OSError, ValueError, StopIteration, IndexError):
-        return 0
-
-
-class _LogFolders(LogsSpecs):  # type: ignore[misc, unused-ignore]
-    """Gives each rank of each attempt a folder: ``attempt_0/rank_2/stdout.log``.
-
-    torch's agent calls it when an attempt begins, which is how the launcher notices that.
-    """
-
-    def __init__(self, folder: str, begin: Callable[[dict[int, dict[str, str]]], Attempt]) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._begin = begin
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt that begins; ``envs`` is each rank's environment."""
-        ranks = dict(zip(envs, self._begin(envs).ranks, strict=True))
-        for local, rank in ranks.items():
-            rank.folder.mkdir(parents=True)
-            envs[local]["TORCHELASTIC_ERROR_FILE"] = str(rank.error)
-            envs[local][LAUNCHER] = f"{os.getpid()} {envs[local]['TORCHELASTIC_RUN_ID']}"
-        return LogsDest(
-            stdouts={local: str(rank.stdout) for local, rank in ranks.items()},
-            stderrs={local: str(rank.stderr) for local, rank in ranks.items()},
-            error_files={local: str(rank.error) for local, rank in ranks.items()},
-        )
-
-
-class _AgentLog(logging.FileHandler):
-    """The agent's log, opened at once: a script may remove the folder."""
-
-    def __init__(self, path: Path, on_end: Callable[[logging.LogRecord], Any]) -> None:
-        super().__init__(path)
-        self._on_end = on_end
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if record.name == _OF_PROCESSES and record.levelno >= logging.WARNING:
-            self._on_end(record)
+    return 0

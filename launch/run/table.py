@@ -1,9 +1,9 @@
-"""What the user sees during a run: rank 0's output, and the progress of every stage.
+"""What the user sees during a run: rank 0's output, and a table of all stages.
 
     rank 0's logs ───────────┐
-    ranks' boards ─ rows.py ─┼─> the view's thread ──> rank 0's output, scrolling
+    ranks' boards ─ Rows ────┼─> the view's thread ──> rank 0's output, scrolling
     launcher ─── print() ────┘                         the live table below it        (terminal)
-                                                       or a plain line at intervals   (elsewhere)
+                                                       or the table now and then      (elsewhere)
 
 One thread writes everything in order, and the launcher's main thread and its signal handlers never
 wait for a slow terminal. An error here ends the view, never the run.
@@ -13,296 +13,176 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from io import TextIOWrapper
-from itertools import pairwise
-from pathlib import Path
-from typing import BinaryIO, TextIO
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import BinaryIO
 
-from rich.console import Console, Group, RenderableType
+import psutil
+from rich.console import Console, Group
 from rich.live import Live
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from procpipe.job.board import Page
 from procpipe.job.grid import Grid
-from procpipe.launch.run.ranks import Attempt
-from procpipe.launch.run.rows import Row, RowReader, plain_line, summary
+from procpipe.launch.run.ranks import Rank, find
+from procpipe.words import bytes_text
 
 _TICK_S = 0.1
-_REFRESH_S = 0.5
+_REFRESH_S = 0.3
 
-#: When plain lines are written: two soon after the start, then one every minute.
-_PLAIN_TIMES_S = (10, 30)
-_PLAIN_EVERY_S = 60
+#: Without a terminal: when the first table is written, and after what time at most the next one.
+_FIRST_S, _LATER_S = 10.0, 600.0
+_WIDTH = 120
 
-#: The live table: the space between columns, the least width of "now", and the columns that a
-#: narrow terminal leaves out, the first ones first.
-_GAP = 2
-_MIN_NOW = 6
-_COLUMNS = (
-    *("rank", "replica", "stage", "device", "cores", "step", "m-batch", "samples/s", "busy"),
-    *("bubble", "memory", "GPU"),
-)
-_DISPENSABLE = ("cores", "m-batch", "device", "bubble", "memory", "GPU", "busy", "samples/s")
+#: Rates are of about so many seconds.
+_WINDOW_S = 5.0
+
+#: From when on a wait's or a task's seconds are shown.
+_LONG_S = 1.0
 
 
 class View:
-    """The screen of a run, written by a thread of its own; the caption is below the table.
+    """The screen of a run, written by a thread of its own.
 
-    The mode is "live", "plain", "off", or "auto": live on a terminal and plain elsewhere.
-
-    Attributes:
-        is_quiet: whether to show no more of what ranks write to standard error.
+    Args:
+        newest: returns the ranks of the newest attempt.
+        caption: is below the table.
+        is_quiet: whether there is no table.
     """
 
-    def __init__(self, attempt: Callable[[], Attempt | None], mode: str, caption: str) -> None:
-        sys.stdout, sys.stderr = _writable(sys.stdout), _writable(sys.stderr)
-        to_stdout = sys.stdout.isatty() and not sys.stderr.isatty()
-        is_forced = True if mode == "live" else None
-        self._console = Console(
-            stderr=not to_stdout,
-            highlight=False,
-            markup=False,
-            emoji=False,
-            force_terminal=is_forced,
-        )
-        if mode == "auto":
-            can_draw = self._console.is_terminal and not self._console.is_dumb_terminal
-            mode = "live" if can_draw else "plain"
-        self.is_quiet = False
-        self._newest = attempt
-        self._mode = mode
-        self._caption = caption
+    def __init__(self, newest: Callable[[], list[Rank]], caption: str, *, is_quiet: bool) -> None:
+        width = None if sys.stderr.isatty() else _WIDTH
+        self._console = Console(stderr=True, width=width)
+        is_smart = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._can_draw = is_smart and not is_quiet
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self.shows_errors = True  # what rank 0 writes to standard error
+        self._newest, self._caption = newest, caption
         self._began_s = time.monotonic()
-        self._live: Live | None = None
-        self._messages: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._attempt: Attempt | None = None
-        self._reader: RowReader | None = None
+        self._next_s = 0.0
+        self._next_print_s = float("inf") if is_quiet else self._began_s + _FIRST_S
+        self._lines: deque[str] = deque()
+        self._rows = Rows([])
         self._tails: list[_Tail] = []
-        self._reported_ns: dict[int, int] = {}
-        self._drawn_s = 0.0
-        self._next_plain_s: float = _PLAIN_TIMES_S[0]
+        self._reported_ns = 0
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="procpipe view", daemon=True)
         self._thread.start()
 
-    def print(self, text: str) -> None:
-        """Show a line; safe in a signal handler."""
-        self._messages.put(text)
+    def print(self, line: str) -> None:
+        """Show a line soon; safe in a signal handler."""
+        self._lines.append(line)
 
     def stop(self) -> None:
         """Show what was written so far, and end."""
-        self._messages.put(None)
+        self._is_over.set()
         self._thread.join()
 
-    def print_last(self, text: str | Text | Rule) -> None:
+    def print_last(self, text: str, style: str = "") -> None:
         """Write after ``stop``; if that fails, the exit code must still be right."""
         with contextlib.suppress(OSError):
-            if self._console.is_terminal:
-                self._console.print(text, soft_wrap=True)
-            else:
-                print(text, file=sys.stderr, flush=True)
-
-    def print_failure(self, headline: str, body: str) -> None:
-        """Write a report after ``stop``."""
-        if self._console.is_terminal:
-            self.print_last(Rule("procpipe: the run failed", style="red"))
-        self.print_last(Text(headline, style="bold red"))
-        self.print_last(f"\n{body}")
+            self._console.print(Text(text, style), soft_wrap=True)
 
     def summary(self) -> str:
         """Return how long the run took, what it did, and where its logs are."""
-        steps = summary(self._attempt) if self._attempt is not None else ""
-        return ", ".join(part for part in (self.time_text(), steps, self._caption) if part)
+        page = next((page for rank in self._rows.ranks if (page := rank.read())), None)
+        steps = f", {page.num_steps:,} steps" if page is not None and page.num_steps else ""
+        return f"{self.time_text()}{steps}, {self._caption}"
 
     def time_text(self) -> str:
-        """Return how long the run has taken: "2.3 s", "2:05", "1:02:05"."""
-        seconds = time.monotonic() - self._began_s
-        return f"{seconds:.1f} s" if seconds < 60 else _clock(seconds)
+        """Return how long the run has taken: "0:02:05"."""
+        return str(timedelta(seconds=int(time.monotonic() - self._began_s)))
 
     # -- the view's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._show_messages():
-                self._follow()
-                self._copy_output()
+            while not self._is_over.wait(_TICK_S):
+                self._show()
                 self._draw()
-            self._follow()
+            self._show()
             self._copy_output(is_last=True)
         except Exception as error:  # a closed terminal, or a bug here: the run goes on
-            self._stop_live()
-            with contextlib.suppress(Exception):
-                text = f"procpipe: nothing more is shown ({type(error).__name__}: {error})"
-                print(text, file=sys.stderr)
+            self.print_last(f"procpipe: nothing more is shown ({type(error).__name__}: {error})")
         finally:
-            self._stop_live()
+            with contextlib.suppress(Exception):
+                self._live.stop()
 
-    def _show_messages(self) -> bool:
-        """Show the launcher's lines, waiting a moment for them; return whether to go on."""
-        timeout_s = _TICK_S
-        while True:
-            try:
-                text = self._messages.get(timeout=timeout_s)
-            except queue.Empty:
-                return True
-            if text is None:
-                return False
-            self._copy_output()
-            self._write_line(text)
-            timeout_s = 0.001
-
-    def _follow(self) -> None:
-        """Look for the processes and boards of the newest attempt."""
-        newest = self._newest()
-        if newest is None:
-            return
-        is_new = newest is not self._attempt
-        if is_new:
+    def _show(self) -> None:
+        """Show what is new: an attempt, rank 0's output, the launcher's lines, a stall."""
+        ranks = self._newest()
+        if ranks and ranks is not self._rows.ranks:
             self._copy_output(is_last=True)
-            self._attempt, self._reader = newest, RowReader(newest)
-            first = [rank for rank in newest.ranks if rank.number == 0]
-            self._tails = [_Tail(rank.stdout, sys.stdout) for rank in first]
-            self._tails += [_Tail(rank.stderr, sys.stderr) for rank in first]
-        newest.look()
-        self._show_stalls(newest)
+            self._rows = Rows(ranks)
+            self._tails = []
+            with contextlib.suppress(FileNotFoundError):  # the script has removed them
+                if ranks[0].number == 0:
+                    self._tails.append(_Tail(ranks[0].stdout.open("rb"), 1))
+                    self._tails.append(_Tail(ranks[0].stderr.open("rb"), 2))
+        self._copy_output()
+        while self._lines:
+            self._console.print(Text(self._lines.popleft()), soft_wrap=True)
+        self._show_stall(ranks)
 
-    def _show_stalls(self, attempt: Attempt) -> None:
+    def _show_stall(self, ranks: Sequence[Rank]) -> None:
         """Show the report of a stall that another rank than 0 has written into its log."""
-        for rank in attempt.ranks:
-            reading = rank.board.read() if rank.board is not None and rank.number else None
-            if reading is None or reading.reported_ns <= self._reported_ns.get(rank.number, 0):
-                continue
-            self._reported_ns[rank.number] = reading.reported_ns
-            lines = [
-                f"procpipe: no progress for {reading.waited_s:.1f} s, reported by rank "
-                f"{rank.number}"
-            ]
-            readings = [each.read() for each in attempt.ranks]
-            lines += [
-                f"  {Grid.of(read).name_of(read.place)}: {read.where()}"
-                for read in readings
-                if read
-            ]
-            self._write_line("\n".join(lines))
+        readings = [(rank, page) for rank in ranks if (page := rank.read()) is not None]
+        for rank, page in readings:
+            if rank.number and page.reported_ns > self._reported_ns:
+                self._reported_ns = page.reported_ns
+                head = f"no progress for {page.waited_s:.1f} s, reported by rank {rank.number}"
+                lines = [f"  {each.name}: {now.where()}" for each, now in readings]
+                self._console.print(Text("\n".join([f"procpipe: {head}", *lines])), soft_wrap=True)
 
     def _copy_output(self, *, is_last: bool = False) -> None:
         for tail in self._tails:
-            if not (self.is_quiet and tail.stream is sys.stderr):
-                self._write(tail, tail.read(), is_last=is_last)
-
-    def _write(self, tail: _Tail, data: bytes, *, is_last: bool) -> None:
-        is_ours = tail.stream.isatty() or tail.stream is self._console.file
-        if self._live is None or not is_ours:
-            _write_raw(tail.stream, data)
-            return
-        *lines, tail.partial = (tail.partial + data).split(b"\n")
-        if is_last and tail.partial:
-            lines.append(tail.partial)
-            tail.partial = b""
-        if lines:
-            texts = [Text.from_ansi(_last_state(line)) for line in lines]
-            self._console.print(Text("\n").join(texts), soft_wrap=True)
-
-    def _write_line(self, text: str) -> None:
-        if self._live is not None:
-            self._console.print(Text(text), soft_wrap=True)
-        else:
-            _write_raw(sys.stderr, f"{text}\n".encode())
+            data = tail.file.read()
+            if tail.descriptor == 2 and not self.shows_errors:
+                continue
+            if not (self._live.is_started and os.isatty(tail.descriptor)):
+                while data:
+                    data = data[os.write(tail.descriptor, data) :]
+                continue
+            *lines, tail.partial = (tail.partial + data).split(b"\n")
+            if is_last and tail.partial:
+                lines.append(tail.partial)
+                tail.partial = b""
+            if lines:
+                text = Text("\n").join(Text.from_ansi(_last_state(line)) for line in lines)
+                self._console.print(text, soft_wrap=True)
 
     def _draw(self) -> None:
         now_s = time.monotonic()
-        if self._reader is None or self._mode == "off" or now_s < self._drawn_s + _REFRESH_S:
+        if not self._rows.ranks or now_s < self._next_s:
             return
-        self._drawn_s = now_s
-        rows = self._reader.rows()
-        elapsed_s = now_s - self._began_s
-        if self._mode == "live":
-            if self._live is None:
-                self._live = Live(
-                    console=self._console,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
-                self._live.start()
-            self._live.update(self._frame(rows, elapsed_s), refresh=True)
-        elif elapsed_s >= self._next_plain_s:
-            times_s = (*_PLAIN_TIMES_S, (elapsed_s // _PLAIN_EVERY_S + 1) * _PLAIN_EVERY_S)
-            self._next_plain_s = min(later_s for later_s in times_s if later_s > elapsed_s)
-            self._write_line(f"procpipe: {plain_line(rows, _clock(elapsed_s))}")
-
-    def _frame(self, rows: list[Row], elapsed_s: float) -> RenderableType:
-        unfinished = [_last_state(tail.partial) for tail in self._tails if tail.partial]
-        caption = f"{_clock(elapsed_s)}  {self._caption}"
-        return Group(
-            *(Text.from_ansi(line) for line in unfinished),
-            Rule(style="dim"),
-            live_table(rows, self._console.width),
-            Text(caption, style="dim", no_wrap=True, overflow="ellipsis"),
-        )
-
-    def _stop_live(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            with contextlib.suppress(Exception):
-                live.stop()
+        self._next_s = now_s + _REFRESH_S
+        find(self._rows.ranks)
+        table = self._rows.table()
+        caption = Text(f"{self.time_text()}  {self._caption}", "dim", no_wrap=True)
+        if self._can_draw:
+            unfinished = [_last_state(tail.partial) for tail in self._tails if tail.partial]
+            texts = (Text.from_ansi(line) for line in unfinished)
+            self._live.start()
+            self._live.update(Group(*texts, Rule(style="dim"), table, caption), refresh=True)
+        elif now_s >= self._next_print_s:
+            self._next_print_s = now_s + min(now_s - self._began_s, _LATER_S)
+            self._console.print(Group(caption, table))
 
 
+@dataclass
 class _Tail:
-    """What is appended to a log file, which may not exist yet, and the stream that it goes to."""
+    """A log file that grows, and the descriptor of this process that it goes to."""
 
-    def __init__(self, path: Path, stream: TextIO) -> None:
-        self.stream = stream
-        self.partial = b""  # an unfinished line
-        self._path = path
-        self._file: BinaryIO | None = None
-
-    def read(self) -> bytes:
-        """Return what is new."""
-        if self._file is None:
-            try:
-                self._file = self._path.open("rb")
-            except FileNotFoundError:
-                return b""
-        return self._file.read()
-
-
-def live_table(rows: list[Row], width: int) -> Table:
-    """Return the live table; columns are left out if the terminal's ``width`` is too small."""
-    columns = {name: [row.cells[name] for row in rows] for name in _COLUMNS}
-    for name in ("rank", "replica", "GPU"):  # not needed in every run
-        if not any(columns[name]):
-            del columns[name]
-    if replicas := columns.get("replica"):  # only in the first of a replica's rows
-        columns["replica"] = ["" if one == last else one for last, one in pairwise(["", *replicas])]
-    widths = {name: max(map(len, [name, *cells])) + _GAP for name, cells in columns.items()}
-    for name in _DISPENSABLE:
-        if sum(widths.values()) + _MIN_NOW > width and name in columns:
-            del columns[name], widths[name]
-    table = Table(
-        box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", expand=True
-    )
-    for name in columns:
-        is_text = name in ("rank", "replica", "stage", "device", "cores")
-        table.add_column(name, no_wrap=True, justify="left" if is_text else "right")
-    table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row, *cells in zip(rows, *columns.values(), strict=True):
-        style = "yellow" if row.is_stuck else ""
-        table.add_row(*cells, Text(row.now, style=style, overflow="ellipsis"))
-    return table
-
-
-def _clock(seconds: float) -> str:
-    """Write a time like a clock: "2:05" or "1:02:05"."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    file: BinaryIO
+    descriptor: int
+    partial: bytes = b""  # an unfinished line
 
 
 def _last_state(line: bytes) -> str:
@@ -311,23 +191,84 @@ def _last_state(line: bytes) -> str:
     return states[-1] if states else ""
 
 
-def _writable(stream: TextIO | None) -> TextIO:
-    """Return the stream, made to accept any text; /dev/null if it was closed at the start."""
-    if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    return stream
+class Rows:
+    """The table: a row for each stage, computed from its board.
+
+    A board has counters that only grow. Rates come from two readings, each taken just after the end
+    of a step, some seconds apart:
+
+        busy    seconds in tasks              divided by the seconds between the readings
+        bubble  seconds in steps, less busy   likewise; the rest is the user's own code
+    """
+
+    def __init__(self, ranks: list[Rank], clock: Callable[[], float] = time.monotonic) -> None:
+        self.ranks = ranks
+        self._clock = clock
+        self._readings: defaultdict[Rank, deque[tuple[float, Page]]] = defaultdict(deque)
+
+    def table(self) -> Table:
+        """Read all boards, and lay out the table."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for name in ("rank", "stage", "device"):
+            table.add_column(name, no_wrap=True)
+        for name in ("step", "samples/s", "busy", "bubble", "memory"):
+            table.add_column(name, no_wrap=True, justify="right")
+        table.add_column("now", no_wrap=True, overflow="ellipsis")
+        for rank in self.ranks:
+            page = rank.read()
+            cells = self._cells(rank, page) if page is not None else [""] * 7
+            table.add_row(str(rank.number), *cells, _now(rank, page))
+        return table
+
+    def _cells(self, rank: Rank, page: Page) -> list[str]:
+        stage = Grid.of(page).stage_name(page.place).removeprefix("stage ")
+        num_bytes = page.device_bytes
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if rank.process is not None and not num_bytes:
+                num_bytes = rank.process.memory_info().rss
+        steps, memory = f"{page.num_steps:,}", bytes_text(num_bytes) if num_bytes else ""
+        return [stage, page.device, steps, *self._rates(rank, page), memory]
+
+    def _rates(self, rank: Rank, page: Page) -> tuple[str, str, str]:
+        """Return samples a second, and the shares of busy and bubble."""
+        if not page.num_steps:  # the first step is slower
+            return "", "", ""
+        now_s, past = self._clock(), self._readings[rank]
+        if past and page.num_steps < past[-1][1].num_steps:  # another Stage, another board
+            past.clear()
+        if not past or page.num_steps > past[-1][1].num_steps:
+            past.append((now_s, page))
+        while len(past) > 2 and past[1][0] < now_s - _WINDOW_S:
+            past.popleft()
+        (first_s, old), (last_s, new) = past[0], past[-1]
+        if last_s <= first_s:
+            return "", "", ""
+        seconds = last_s - first_s
+        rate = (new.num_samples - old.num_samples) / seconds
+        busy = min(1.0, (new.busy_s - old.busy_s) / seconds)
+        in_steps = min(1.0, (new.step_s - old.step_s) / seconds)
+        rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        return rate_text, f"{busy:.0%}", f"{max(0.0, in_steps - busy):.0%}"
 
 
-def _write_raw(stream: TextIO, data: bytes) -> None:
-    """Pass bytes on unchanged; to a stream that fails, nothing more is written."""
-    if data:
-        try:
-            stream.flush()
-            stream.buffer.write(data)
-            stream.buffer.flush()
-        except OSError:  # closed, or no space left: what is in the buffer is dropped
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+def _now(rank: Rank, page: Page | None) -> Text:
+    """Return what a stage does, in words; in yellow if it has done so for long."""
+    if rank.process is None or page is None:
+        return Text("no Stage yet")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if rank.process.status() != psutil.STATUS_ZOMBIE:
+            return _activity(page)
+    return Text("ended")
+
+
+def _activity(page: Page) -> Text:
+    if page.waits_for and page.waited_s >= _LONG_S:
+        return Text(f"waits {page.waited_s:.0f} s for {page.waits_for}", "yellow")
+    if page.task and not page.waits_for:
+        is_long = page.task_s >= _LONG_S
+        layer = f" {page.layer.removeprefix('layer ')}" if page.layer else ""
+        since = f" for {page.task_s:.0f} s" if is_long else ""
+        return Text(f"{page.task}{layer}{since}", "yellow" if is_long else "")
+    if page.call:
+        return Text(f"{page.call}()")
+    return Text("user's code" + (f" for {page.heard_s:.0f} s" if page.heard_s >= _LONG_S else ""))

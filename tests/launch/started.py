@@ -1,14 +1,18 @@
-"""Starts ``procpipe run`` as a user would, on a terminal or not, and reads its output.
+"""Starts jobs as a user would, on a terminal or not, on one host or several; reads the output.
 
-    with started("-n", "2", script=CODE, on_terminal=True) as run:
+    with started("-n", "2", script=(CODE,), on_terminal=True) as run:      # procpipe run
         run.wait_for("step 3")
         run.press("\\x03")
         ended = run.wait()
 
-The launcher is a fork of a process that has imported torch (tests/dist/forks.py), which saves
-seconds. The terminal is a real pseudo-terminal, which the launcher controls: Ctrl-C comes as a
-signal. All other processes have a token in their environment; ``wait`` lists those that were alive
-when the launcher ended, and all of them end with the ``with`` block.
+    with two_hosts() as hosts, Job() as job:
+        agents = [job.start([*RUN, "--nnodes", 2, ...], host, num_ranks=1) for host in hosts]
+        agents[0].wait_end()
+
+Launchers, and the first of their ranks, are forks of a process that has imported torch
+(tests/dist/forks.py), which saves seconds. The terminal is a real pseudo-terminal, which the
+launcher controls: Ctrl-C comes as a signal. All other processes have a token in their environment,
+and end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import contextlib
 import fcntl
 import os
 import re
+import socket
 import struct
 import subprocess
 import tempfile
@@ -24,144 +29,272 @@ import termios
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import psutil
+import pytest
 
+from procpipe.launch import start_ranks
 from tests.dist.devices import is_on_gpus
-from tests.dist.forks import Forked, fork_server
+from tests.dist.forks import Forked, end_with_parent, fork_server
 from tests.dist.pool import job_environment
-from tests.dist.script import KILL_TIMEOUT_S, TOKEN, job_of, kill_job
+from tests.dist.script import TOKEN, job_of, kill_job
 
+RUN = ("-m", "procpipe.launch", "run")
+
+#: How long a test of a few seconds may take on a machine that is busy with others.
 TIMEOUT_S = 90.0
 _POLL_S = 0.02
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended.
+class Host(NamedTuple):
+    """A place to start processes at."""
 
-    Attributes:
-        code: the launcher's exit code; negative if a signal ended it.
-        out: what came to standard output, or on the terminal: without escape sequences.
-        err: what came to standard error, where that is no terminal.
-        raw: as ``out``, with escape sequences.
-        left: command lines of the processes that were alive when the launcher had ended.
-        name: of the run's folder of logs.
-        logs: what is in that folder, by path: "attempt_0/rank_1/stderr.log".
-    """
-
-    code: int
-    out: str
-    err: str
-    raw: str
-    left: tuple[str, ...]
-    name: str
-    logs: dict[str, str]
-
-    def __str__(self) -> str:
-        return f"exit code {self.code}\n--- out\n{self.out}\n--- err\n{self.err}\n--- {self.left}"
+    address: str  # for the other hosts
+    network: str = ""  # the name of its network namespace; "" for that of this process
 
 
-class Started:
-    """A run under way."""
+def loopback_addresses(num_hosts: int) -> list[Host]:
+    """Return addresses of this host; ranks with different ones use TCP, as on several hosts."""
+    return [Host(f"127.0.0.{number}") for number in range(2, 2 + num_hosts)]
 
-    def __init__(self, process: Forked, token: str, folder: Path) -> None:
-        self.process = process
-        self.token = token
-        self.folder = folder
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Yield network namespaces with a cable between them; addresses where that cannot be made."""
+    names = [f"pp{os.getpid()}n{number}" for number in range(2)]
+    hosts = [Host(f"10.231.77.{number}", name) for number, name in enumerate(names, start=1)]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "cable",
+            "type",
+            "veth",
+            "peer",
+            "cable",
+            "netns",
+            names[1],
+        )
+        for host in hosts:
+            _ip("-n", host.network, "address", "add", f"{host.address}/24", "dev", "cable")
+            _ip("-n", host.network, "link", "set", "cable", "up")
+            _ip("-n", host.network, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"on the loopback: {getattr(error, 'stderr', error)}")
+        hosts = loopback_addresses(2)
+    try:
+        yield hosts
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    code: int  # the launcher's exit code; negative if a signal ended it
+    out: str  # what came to standard output, or on the terminal: without escape sequences
+    err: str  # what came to standard error, where that is no terminal
+    raw: str  # as ``out``, with escape sequences
+    left: tuple[str, ...]  # command lines of the processes that outlived the launcher
+    name: str  # of the run's folder of logs
+    logs: dict[str, str]  # what is in that folder, by path: "attempt_0/rank_1/stderr.log"
+
+
+class Process:
+    """One command of a job, with all its output and its children's."""
+
+    def __init__(self, job: Job, popen: subprocess.Popen[bytes] | Forked, name: str) -> None:
+        self.job, self.popen = job, popen
+        self._logs = {stream: job.path / f"{name}.{stream}" for stream in ("out", "err")}
         self.terminal: int | None = None
-        self.texts = {"out": b"", "err": b""}
-        self.readers: list[threading.Thread] = []
+        self._reader: threading.Thread | None = None
 
-    def read_from(self, name: str, descriptor: int) -> None:
-        """Collect all output from a descriptor."""
+    def read_from(self, terminal: int) -> None:
+        """Collect all that comes on a terminal."""
 
         def collect() -> None:
-            with contextlib.suppress(OSError):  # the end of a terminal
-                while data := os.read(descriptor, 1 << 16):
-                    self.texts[name] += data
-            os.close(descriptor)
+            with contextlib.suppress(OSError), self._logs["out"].open("ab", 0) as log:
+                while data := os.read(terminal, 1 << 16):
+                    log.write(data)
+            os.close(terminal)
 
-        self.readers.append(threading.Thread(target=collect, daemon=True))
-        self.readers[-1].start()
+        self.terminal, self._reader = terminal, threading.Thread(target=collect, daemon=True)
+        self._reader.start()
 
-    def text(self, name: str = "out") -> str:
-        return _ESCAPES.sub("", self.raw(name)).replace("\r\n", "\n")
+    def raw(self, stream: str = "out") -> str:
+        return self._logs[stream].read_bytes().decode(errors="replace")
 
-    def raw(self, name: str = "out") -> str:
-        return self.texts[name].decode(errors="replace")
+    def text(self, stream: str = "out") -> str:
+        return _ESCAPES.sub("", self.raw(stream)).replace("\r\n", "\n")
 
-    def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait until there is a value, and return it."""
+    @property
+    def output(self) -> str:
+        """All that was written so far, standard output and error."""
+        return self.raw("out") + self.raw("err")
+
+    def wait_until(self, condition: Callable[[], Any], what: str = "the condition") -> Any:
+        """Wait until there is a value, and return it; the process must not end before."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
-            has_ended = self.process.poll() is not None
-            found = condition()
-            if found:
+            has_ended = self.popen.poll() is not None
+            if found := condition():
                 return found
-            assert not has_ended, f"the run ended before {what}\n{self}"
-            assert time.monotonic() < deadline_s, f"no {what} in time\n{self}"
+            assert not has_ended, f"it ended before {what}\n{self.output}"
+            assert time.monotonic() < deadline_s, f"no {what} in time\n{self.output}"
             time.sleep(_POLL_S)
 
-    def wait_for(self, text: str, name: str = "out") -> None:
-        self.wait_until(lambda: text in self.text(name), repr(text))
-
-    def wait_to_match(self, pattern: str) -> None:
+    def wait_for(self, pattern: str) -> None:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
-
-    def processes(self) -> list[psutil.Process]:
-        return list(job_of(self.token))
 
     def rank(self, number: int) -> psutil.Process:
         """Find the process of a rank."""
 
-        def find() -> list[psutil.Process]:
-            found = []
-            for process in self.processes():
+        def find() -> psutil.Process | None:
+            for process in psutil.Process(self.popen.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    is_rank = process.environ().get("RANK") == str(number)
-                    if is_rank and process.ppid() == self.process.pid:
-                        found.append(process)
-            return found
+                    if process.environ().get("RANK") == str(number):
+                        return process
+            return None
 
-        return self.wait_until(find, f"process of rank {number}")[0]
+        return self.wait_until(find, f"process of rank {number}")
 
     def press(self, key: str) -> None:
         assert self.terminal is not None
         os.write(self.terminal, key.encode())
 
-    def wait(self, end_timeout_s: float = 0.0) -> Ended:
-        """Wait for the launcher's end, and then a while for all other processes."""
+    def wait_end(self) -> int:
+        """Wait for the end of the command, and return its exit code."""
         try:
-            code = self.process.wait(TIMEOUT_S)
+            return self.popen.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end in time\n{self}") from None
-        deadline_s = time.monotonic() + end_timeout_s
-        while self.processes() and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        left = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                left.append(" ".join(process.cmdline()))
-        self.end_all()
-        for reader in self.readers:
-            reader.join(TIMEOUT_S)
-        root = next(self.folder.glob("procpipe-logs/*"), self.folder / "none")
+            raise AssertionError(f"it did not end in time\n{self.output}") from None
+
+    def wait(self) -> Ended:
+        """Wait for the launcher's end."""
+        code, left = self.wait_end(), self.job.survivors()
+        kill_job(self.job.token)
+        if self._reader is not None:
+            self._reader.join(TIMEOUT_S)
+        root = next(self.job.path.glob("procpipe-logs/*"), self.job.path / "none")
         files = [path for path in root.rglob("*") if path.is_file()]
         logs = {str(path.relative_to(root)): path.read_text() for path in files}
-        texts = self.text("out"), self.text("err"), self.raw("out")
-        return Ended(code, *texts, tuple(left), root.name, logs)
+        return Ended(code, self.text(), self.text("err"), self.raw(), tuple(left), root.name, logs)
 
-    def end_all(self) -> None:
+    def kill_all(self) -> None:
+        """Kill the command and all its descendants at once, as if the host lost power."""
+        processes = [psutil.Process(self.popen.pid)]
+        processes += processes[0].children(recursive=True)
+        for process in processes:
+            process.suspend()  # so that none sees another end
+        for process in processes:
+            process.kill()
+        self.popen.wait(TIMEOUT_S)
+
+
+class Job:
+    """Commands that belong together, in a folder of their own; all their processes end with it."""
+
+    def __init__(self) -> None:
+        self.token = uuid.uuid4().hex
+        self._processes: list[Process] = []
+
+    def __enter__(self) -> Job:
+        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-launch-")
+        self.path = Path(self._folder.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         kill_job(self.token)
+        for process in self._processes:
+            process.popen.wait()
+        self._folder.cleanup()
 
-    def __str__(self) -> str:
-        return f"--- out\n{self.text('out')}\n--- err\n{self.text('err')}"
+    def write(self, name: str, text: str) -> None:
+        """Write a file into the job's folder."""
+        (self.path / name).write_text(text)
+
+    def start(
+        self,
+        argv: Sequence[object],
+        host: Host | None = None,
+        *,
+        num_ranks: int | None = None,
+        on_terminal: bool = False,
+        **extra: str,
+    ) -> Process:
+        """Start a command: what Python runs, as a fork, if ``num_ranks`` is given.
+
+        Args:
+            argv: the words.
+            host: where; not in a network namespace, unless it is a fork.
+            num_ranks: how many ranks of a launcher are forks, the first ones; at most as many as it
+                starts, as it would report those that are left.
+            on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
+            extra: environment variables.
+        """
+        words = [*map(str, argv)]
+        base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        env = base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | extra
+        if host is not None and not host.network:
+            env["PROCPIPE_ADDRESS"] = host.address
+        name = f"log{len(self._processes)}"
+        with (
+            open(os.devnull) as stdin,
+            (self.path / f"{name}.out").open("w") as out,
+            (self.path / f"{name}.err").open("w") as err,
+        ):
+            files = (stdin.fileno(), out.fileno(), err.fileno())
+            if on_terminal:
+                ours, theirs = os.openpty()
+                fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
+                files = (stdin.fileno(), theirs, theirs)
+            popen: subprocess.Popen[bytes] | Forked
+            if num_ranks is None:
+                popen = subprocess.Popen(
+                    words, cwd=self.path, env=env, stdin=files[0], stdout=files[1], stderr=files[2],
+                    preexec_fn=end_with_parent,  # noqa: PLW1509 - one call of C
+                )  # fmt: skip
+            else:
+                popen = fork_server().start(
+                    words, env=env, cwd=self.path, files=files,
+                    num_ranks=0 if is_on_gpus() else num_ranks,
+                    network=host.network if host is not None else "",
+                )  # fmt: skip
+        process = Process(self, popen, name)
+        if on_terminal:
+            os.close(theirs)
+            process.read_from(ours)
+        self._processes.append(process)
+        return process
+
+    def survivors(self) -> list[str]:
+        """Return the command lines of processes that still run."""
+        found = []
+        for process in job_of(self.token):
+            with contextlib.suppress(psutil.Error):
+                found.append(" ".join(process.cmdline()))
+        return found
 
 
 @contextlib.contextmanager
@@ -169,52 +302,37 @@ def started(
     *options: str,
     script: tuple[str, ...],
     on_terminal: bool = False,
-    grace_s: int | None = None,
+    grace_s: int = 5,
     num_forked: int = 0,
-) -> Iterator[Started]:
+) -> Iterator[Process]:
     """Start ``procpipe run <options> script.py <args>`` in an empty folder.
 
     Args:
         options: of ``procpipe run``.
         script: the code of the script, and its arguments.
-        on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
-        grace_s: how long ranks may take to end after SIGTERM.
-        num_forked: how many ranks are forks, the first ones; at most as many as the run starts, as
-            it would report those that are left.
+        on_terminal: as for ``Job.start``.
+        grace_s: how long ranks may take to end after a signal.
+        num_forked: how many ranks are forks.
     """
-    token = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="procpipe-launch-") as name:
-        folder = Path(name)
-        (folder / "script.py").write_text(script[0])
-        argv = ["-m", "procpipe.launch", "run", *options, "script.py", *script[1:]]
-        environment = job_environment({TOKEN: token, "TERM": "xterm"})
-        if grace_s is not None:
-            environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_s)
-        if on_terminal:
-            ours, theirs = os.openpty()
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
-            outputs = {"out": ours}
-            streams = (theirs, theirs)
-        else:
-            out, out_end = os.pipe()
-            err, err_end = os.pipe()
-            outputs = {"out": out, "err": err}
-            streams = (out_end, err_end)
-        num_ranks = 0 if is_on_gpus() else num_forked
+    with Job() as job:
+        job.write("script.py", script[0])
+        yield job.start(
+            [*RUN, *options, "script.py", *script[1:]],
+            num_ranks=num_forked,
+            on_terminal=on_terminal,
+            TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(grace_s),
+        )
+
+
+def start_as_forks(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Let ``procpipe doctor`` and ``plan`` start their ranks, and the launcher, as forks."""
+
+    server = fork_server()  # at once, before a test sets variables for its processes
+
+    def start(words: Sequence[str], log: IO[str]) -> Forked:
         with open(os.devnull) as stdin:
-            files = (stdin.fileno(), *streams)
-            process = fork_server().start(
-                argv, env=environment, cwd=folder, files=files, num_ranks=num_ranks
-            )
-        for descriptor in set(streams):
-            os.close(descriptor)
-        run = Started(process, token, folder)
-        run.terminal = outputs["out"] if on_terminal else None
-        for name, descriptor in outputs.items():
-            run.read_from(name, descriptor)
-        try:
-            yield run
-        finally:
-            run.end_all()
-            process.kill()
-            process.wait(KILL_TIMEOUT_S)
+            files = (stdin.fileno(), log.fileno(), log.fileno())
+            env = {"OMP_NUM_THREADS": "1", **os.environ}
+            return server.start(words, env=env, cwd=Path.cwd(), files=files, num_ranks=num_ranks)
+
+    monkeypatch.setattr(start_ranks, "_start", start)

@@ -1,375 +1,209 @@
-"""What the doctor finds, advises and measures: checks on made-up facts, the rest on this host."""
+"""What the doctor finds, advises and measures: checks on made-up hosts, the rest on this one."""
 
 from __future__ import annotations
 
-import io
-import json
-from dataclasses import replace
+import re
+import resource
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 from rich.console import Console
 
 from procpipe.job.pin import shares
 from procpipe.launch.doctor import command as doctor
-from procpipe.launch.doctor.checks import Check, Status, check_channels, check_host
-from procpipe.launch.doctor.facts import (
-    Facts,
-    GroupLimits,
-    TorchBuild,
-    VisibleGpu,
-    limits_of,
+from procpipe.launch.doctor.checks import (
+    CHECKS,
+    FAILURE,
+    OK,
+    WARNING,
+    Host,
+    Verdict,
+    check_channels,
+    cpu_quota,
+    memory_left,
 )
+from procpipe.launch.doctor.gpus import Gpu
 from procpipe.launch.start_ranks import Result
-from tests.launch.forked import start_as_forks
+from tests.launch.started import start_as_forks
 
 GIB = 1 << 30
 
-GOOD = Facts(
-    num_processes=2,
-    python="3.12.1",
-    torch=TorchBuild("2.13.0+cpu"),
-    num_nvidia_devices=0,
-    gpus=(),
-    gpu_error="",
-    cores="8 cores",
-    cores_of=(4, 4),
-    limits=GroupLimits(),
-    available_bytes=16 * GIB,
-    max_files=(65536, 65536),
-    interfaces=("lo", "eth0"),
-    environment={},
-)
+
+def gpus(num_gpus, free_bytes=80 * GIB, peers=(0, 1)):
+    return [Gpu("H200", f"0000:{k}:00.0", free_bytes, 80 * GIB, peers) for k in range(num_gpus)]
 
 
-def gpus(num_gpus, free_bytes=80 * GIB, peers=None):
-    return tuple(
-        VisibleGpu(
-            "H200",
-            f"0000:{k:02x}:00.0",
-            free_bytes,
-            80 * GIB,
-            tuple(range(num_gpus)) if peers is None else peers,
-        )
-        for k in range(num_gpus)
-    )
+def write(root, **files):
+    """Write files of the kernel: ``proc_self_cgroup="0::/"`` is proc/self/cgroup."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
 
 
-WITH_GPUS = {"torch": TorchBuild("2.13.0+cu130", True, "13.0", (2, 28, 9)), "num_nvidia_devices": 2}
+@pytest.fixture
+def verdict(monkeypatch, tmp_path):
+    """Return what a check says of a host on which all is well, but for what is given."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GIB))
+    for name in ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "PROCPIPE_PIN"):
+        monkeypatch.delenv(name, raising=False)
+
+    def judge(check, *, cuda=None, files=(65536, 65536), kernel=None, environment=None, **given):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(resource, "getrlimit", lambda _: files)
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
+        write(tmp_path, **(kernel or {}))
+        return CHECKS[check](Host(**{"num_processes": 1, "root": tmp_path} | given))
+
+    return judge
 
 
-def test_a_good_host_passes_all_checks():
-    checks = {check.name: check for check in check_host(replace(GOOD, gpus=gpus(2), **WITH_GPUS))}
-
-    for check in (*check_host(GOOD), *checks.values()):
-        assert (check.status, check.advice) == (Status.OK, "")
-    assert checks["torch"].found == "2.13.0+cu130, for CUDA 13.0"
-    assert checks["NCCL"].found == "2.28.9, no settings in the environment"
-    assert checks["GPUs"].found == "2 GPUs (H200), at least 80.0 GiB free on each"
-    assert checks["peer access"].found == "between all neighbours"
+def quota(text):
+    return {"proc__self__cgroup": "0::/job", "sys__fs__cgroup__job__cpu.max": text}
 
 
+NEIGHBOURS = {"num_processes": 2, "gpus": gpus(2)}
+UNPINNED = {"num_processes": 999, "environment": {"PROCPIPE_PIN": "0"}}
+UNUSED = {
+    "kernel": {"proc__driver__nvidia__gpus__0": "", "proc__driver__nvidia__gpus__1": ""},
+    "environment": {"CUDA_VISIBLE_DEVICES": "7"},
+}
+
+#: A check, the host, and what is found.
+GOOD = [
+    ("torch", {"cuda": "13.0"}, "for CUDA 13.0"),
+    ("GPUs", {}, "none: stages run on CPUs"),
+    ("GPUs", {"gpus": gpus(2)}, "2 GPUs (H200), at least 80 GiB free"),
+    ("peer access", NEIGHBOURS, "between all neighbours"),
+    ("NCCL", {"cuda": "13.0"}, "no settings in the environment"),
+    ("NCCL", {"environment": {"NCCL_DEBUG": "WARN"}}, "NCCL_DEBUG=WARN"),
+    ("cores", {"kernel": quota("max 100000")}, "of its own"),
+    ("cores", UNPINNED, "no process is pinned, because of PROCPIPE_PIN=0"),
+    ("memory", {}, "16 GiB available"),
+    ("open files", {"files": (9, resource.RLIM_INFINITY)}, "no limit"),
+]
+
+#: A check, the host, how bad it is, what is found, and the advice.
 BAD = [
-    ({"python": "3.10.9"}, "Python: failure", "3.10.9", "needs Python 3.11 or newer"),
-    (
-        {"torch": TorchBuild("2.11.0", False)},
-        "torch: failure",
-        "without torch.distributed",
-        "build",
-    ),
-    (
-        {"torch": TorchBuild("2.11.0", True, "12.4")},
-        "torch: failure",
-        "without NCCL",
-        "GPUs need NCCL",
-    ),
-    ({"gpu_error": "E 999"}, "GPUs: failure", "torch cannot ask for them: E 999", "nvidia-smi"),
-    (
-        {"num_nvidia_devices": 4},
-        "GPUs: warning",
-        "4 GPUs in this host, none that torch can use",
-        "this torch is built for CPUs only: install one that is built for CUDA",
-    ),
-    (
-        {**WITH_GPUS, "environment": {"CUDA_VISIBLE_DEVICES": ""}},
-        "GPUs: warning",
-        "2 GPUs in this host, none",
-        "CUDA_VISIBLE_DEVICES='' hides them: unset it",
-    ),
-    (WITH_GPUS, "GPUs: warning", "none that torch can use", "may be too old for CUDA 13.0"),
-    (
-        {**WITH_GPUS, "gpus": gpus(2, free_bytes=GIB)},
-        "GPUs: warning",
-        "in use already: GPU 0, 1.0 GiB of 80.0 GiB free, GPU 1",
-        "choose others by CUDA_VISIBLE_DEVICES",
-    ),
-    (
-        {**WITH_GPUS, "gpus": gpus(2, peers=())},
-        "peer access: warning",
-        "cannot reach one another's memory: GPUs 0-1",
-        "nvidia-smi topo -p2p r",
-    ),
-    (
-        {**WITH_GPUS, "gpus": gpus(2), "environment": {"NCCL_P2P_DISABLE": "1"}},
-        "NCCL: warning",
-        "NCCL_P2P_DISABLE turns off direct access",
-        "unset NCCL_P2P_DISABLE",
-    ),
-    (
-        {"limits": GroupLimits(num_cpus=1.5)},
-        "cores: warning",
-        "8 cores, but CPU time of 1.5 CPUs only, for 2 processes",
-        "docker run --cpus",
-    ),
-    (
-        {"cores_of": (0, 0)},
-        "cores: warning",
-        "for 2 processes: none is pinned",
-        "start fewer processes",
-    ),
-    (
-        {"available_bytes": GIB // 2},
-        "memory: warning",
-        "0.5 GiB available, for 2 processes",
-        "one that finds none is killed",
-    ),
-    (
-        {"limits": GroupLimits(None, 4 * GIB, 7 * GIB // 2)},
-        "memory: warning",
-        "0.5 GiB left of the 4.0 GiB that this control group may use",
-        "raise the container's limit",
-    ),
-    (
-        {"max_files": (40, 65536)},
-        "open files: failure",
-        "40 a process, of which 48 are",
-        "ulimit -n 65536",
-    ),
-    (
-        {"max_files": (256, 4096)},
-        "open files: warning",
-        "256 a process, which a loader's workers may use up",
-        "ulimit -n 4096, or have root allow more (limits.conf,",
-    ),
-    (
-        {"max_files": (256, 256)},
-        "open files: warning",
-        "256 a process",
-        "have root allow more",
-    ),
-    (
-        {"environment": {"NCCL_SOCKET_IFNAME": "=ib0,bond"}},
-        "NCCL: failure",
-        "NCCL_SOCKET_IFNAME names =ib0,bond, and this host has lo, eth0",
-        "unset it, or name an interface",
-    ),
+    ("GPUs", {"gpu_error": "E 999"}, FAILURE, "torch cannot ask for them: E 999", "nvidia-smi"),
+    ("GPUs", UNUSED, WARNING, "2 GPUs in this host, none", "is for CPUs only"),
+    ("GPUs", UNUSED, WARNING, "none that torch can use", "unset CUDA_VISIBLE_DEVICES (it is 7)"),
+    ("GPUs", {"gpus": gpus(2, GIB)}, WARNING, "GPU 0, 1 GiB of 80 GiB free", "choose others"),
+    ("peer access", NEIGHBOURS | {"gpus": gpus(2, peers=())}, WARNING, "GPUs 0-1", "topo -p2p r"),
+    ("cores", {"kernel": quota("50000 100000")}, WARNING, "0.5 CPUs only, for 1", "--cpus"),
+    ("cores", {"num_processes": 999}, WARNING, "none is pinned", "start fewer processes"),
+    ("memory", {"num_processes": 99}, WARNING, "16 GiB available, for 99 processes", "is killed"),
+    ("open files", {"files": (9, 256)}, WARNING, "256 a process", "have root allow more"),
 ]
 
 
-def test_each_fault_is_found_with_advice():
-    for changes, what, found, advice in BAD:
-        (fault,) = [check for check in check_host(replace(GOOD, **changes)) if check.status != "ok"]
+@pytest.mark.parametrize(("check", "host", "found"), GOOD)
+def test_what_is_good_is_found_without_advice(verdict, check, host, found):
+    result = verdict(check, **host)
 
-        assert f"{fault.name}: {fault.status}" == what, changes
-        assert found in fault.found, changes
-        assert advice in fault.advice, changes
-
-
-def test_interfaces_are_named_as_nccl_reads_them():
-    for named in ("eth0", "eth", "=eth0", "^docker0", "ib0,eth0", "eth0:23", ""):
-        facts = replace(GOOD, environment={"NCCL_SOCKET_IFNAME": named})
-
-        assert {check.status for check in check_host(facts)} == {Status.OK}, named
+    assert (result.status, result.advice) == (OK, "")
+    assert found in result.found
 
 
-def test_settings_of_nccl_are_shown():
-    settings = {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1", "OTHER": "1"}
-    checks = check_host(replace(GOOD, environment=settings))
+@pytest.mark.parametrize(("check", "host", "status", "found", "advice"), BAD)
+def test_each_fault_is_found_with_advice(verdict, check, host, status, found, advice):
+    result = verdict(check, **host)
 
-    found = [(check.status, check.found) for check in checks if check.name == "NCCL"]
-    assert [status for status, _ in found] == [Status.WARNING, Status.OK]
-    assert found[1][1] == "none, NCCL_DEBUG=WARN, NCCL_P2P_DISABLE=1"
+    assert result.status == status
+    assert found in result.found
+    assert advice in result.advice
 
 
-def test_pinning_that_was_turned_off_is_no_warning():
-    facts = replace(GOOD, cores_of=(0, 0), environment={"PROCPIPE_PIN": "0"})
+def test_the_narrowest_control_group_counts(verdict, tmp_path):
+    assert cpu_quota(tmp_path) == float("inf")
+    assert memory_left(tmp_path) == []
+    write(
+        tmp_path,
+        proc__self__cgroup="0::/jobs/one",
+        **{
+            "sys__fs__cgroup__jobs__cpu.max": "200000 100000",
+            "sys__fs__cgroup__jobs__one__cpu.max": "400000 100000",
+            "sys__fs__cgroup__jobs__memory.max": "9000",
+            "sys__fs__cgroup__jobs__memory.current": "8900",
+            "sys__fs__cgroup__jobs__memory.stat": "anon 400\ninactive_file 400\nslab 3",
+            "sys__fs__cgroup__jobs__one__memory.max": "2000",
+            "sys__fs__cgroup__jobs__one__memory.current": "10",
+        },
+    )
 
-    (cores,) = (check for check in check_host(facts) if check.name == "cores")
-    assert cores.status == "ok"
-    assert cores.found.endswith("no process is pinned, because of PROCPIPE_PIN=0")
+    assert cpu_quota(tmp_path) == 2.0
+    assert memory_left(tmp_path) == [(1990, 2000), (500, 9000)]
+    found = verdict("memory").found
+    assert found == "500 B left of the 8.79 KiB that this control group may use, for 1 process"
 
 
 # -- what is measured ----------------------------------------------------------------------------
 
 
-def measured(*gb_per_s, small_s=4e-5, device="cpu"):
+def measured(*gb_per_s, latency_s=4e-5, device="cpu"):
     pairs = [
-        {
-            "lower": lower,
-            "small_latency_s": small_s,
-            "middle_latency_s": small_s,
-            "down_bytes_per_s": speed * 1e9,
-            "up_bytes_per_s": 2 * speed * 1e9,
-        }
-        for lower, speed in enumerate(gb_per_s)
+        {"device": device, "latency_s": latency_s, "bytes_per_s": speed * 1e9} for speed in gb_per_s
     ]
-    of_ranks = [[pair] for pair in pairs] + [[]]
-    return [{"device": device, "pairs": of_rank} for of_rank in of_ranks]
+    return [*pairs, {"device": device}]
 
 
 def test_the_measured_channels_are_judged():
-    good = "40 us for 8 B, 40 us for 64 KiB; 2.00 GB/s down, 4.00 GB/s up"
     cases = [
-        (measured(2, 1.5), ["ok", "ok"], good, ""),
-        (measured(2, 0.1), ["ok", "warning"], "where 0.25 GB/s and much more is usual", "top"),
-        (measured(2, device="cuda:0"), ["warning"], "where 5.00 GB/s", "NCCL_DEBUG=INFO"),
-        (
-            measured(100, 20, device="cuda:0"),
-            ["ok", "warning"],
-            "where others reach 100.00 GB/s",
-            "nvidia-smi topo -m",
-        ),
-        (measured(2, small_s=0.004), ["warning"], "4000 us for 8 B", "a core of its own"),
+        (measured(2, 1.5), [OK, OK], "40 us for 8 B, 2.00 GB/s", ""),
+        (measured(2, 0.1), [OK, WARNING], "0.10 GB/s", "top"),
+        (measured(2, latency_s=0.004), [WARNING], "4000 us for 8 B", "top"),
+        (measured(2, device="cuda"), [WARNING], "2.00 GB/s", "NCCL_DEBUG=INFO"),
+        (measured(99, 20, device="cuda"), [OK, WARNING], "others reach 99.00 GB/s", "topo -m"),
         (measured(), [], "", ""),
     ]
     for report, statuses, found, advice in cases:
-        start, *checks = check_channels(Result(report, "", 4.0), 2)
+        verdicts = check_channels(Result(report, "", 4.0), 2)
 
-        assert start.status == "ok"
-        assert [check.status for check in checks] == statuses
-        assert [check.name for check in checks] == ["stages 0 - 1", "stages 1 - 2"][: len(statuses)]
-        assert any(found in check.found for check in checks) or not checks
-        assert any(advice in check.advice for check in checks) or not checks
-
-
-# -- how it is printed ---------------------------------------------------------------------------
-
-CHECKS = [
-    Check("torch", Status.OK, "2.13"),
-    Check("memory", Status.WARNING, "0.1 GiB available", "free some"),
-    Check("start", Status.FAILURE, "exit code 1\n  rank 1: ValueError: [no markup]", "mend it"),
-]
+        assert verdicts.pop("start") == Verdict(
+            OK, "2 processes started, connected and ended in 4.0 s"
+        )
+        assert list(verdicts) == ["stages 0 - 1", "stages 1 - 2"][: len(statuses)]
+        assert [each.status for each in verdicts.values()] == statuses
+        assert found in str(verdicts)
+        assert advice in str(verdicts)
 
 
-def test_there_is_a_line_a_check_and_its_advice(capsys):
-    doctor.print_table(Console(), CHECKS)
+def test_ranks_that_could_not_measure_are_a_failure():
+    (verdict,) = check_channels(Result(None, "rank 1 failed", 4.0), 2).values()
 
-    assert capsys.readouterr().out.splitlines() == [
-        "ok       torch   2.13",
-        "warning  memory  0.1 GiB available",
-        "                 -> free some",
-        "failure  start   exit code 1",
-        "                   rank 1: ValueError: [no markup]",
-        "                 -> mend it",
+    assert verdict.status == FAILURE
+    assert verdict.found.endswith("could not measure the channels between them: rank 1 failed")
+
+
+def test_there_is_a_row_a_check_with_its_advice_below(capsys):
+    found = {
+        "torch": Verdict(OK, "2.13"),
+        "start": Verdict(FAILURE, "exit code 1\n  ValueError: [no markup]", "mend it"),
+    }
+
+    Console(width=44).print(doctor.table_of(found))
+
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "ok       torch  2.13",
+        "failure  start  exit code 1",
+        "                  ValueError: [no markup]",
+        "                -> mend it",
     ]
-
-
-def test_a_terminal_shows_all_checks():
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=True, width=40, color_system=None)
-
-    doctor.print_table(console, CHECKS)
-
-    for words in ("ok", "free some", "[no markup]"):
-        assert words in written.getvalue()
-    assert all(len(line) <= 40 for line in written.getvalue().splitlines())
-
-
-def test_with_fewer_gpus_than_processes_nothing_is_measured(capsys):
-    facts = replace(GOOD, gpus=gpus(1), **WITH_GPUS)
-
-    code = doctor._examine(facts, Console(), doctor._parser().parse_args([]))
-
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0
-    assert lines[-2].split(maxsplit=2) == [
-        *("warning", "start"),
-        "not tried: 2 processes for 1 GPU",
-    ]
-    assert lines[-1].endswith("procpipe doctor -n 1 measures")
-
-
-# -- this host -----------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
 def test_the_doctor_examines_this_host(capsys, monkeypatch):
     start_as_forks(monkeypatch, 2)
-    code = doctor.main(["-n", "2", "--json"])
+    code = doctor.main(["-n", "2"])
 
-    report = json.loads(capsys.readouterr().out)
-    by_name = {check["name"]: check for check in report["checks"]}
-    assert by_name["start"]["status"] == "ok", by_name["start"]["found"]
-    assert by_name["start"]["found"].startswith("2 processes started, connected and ended in ")
-    (pair,) = report["pairs"]
-    assert pair["lower"] == 0
-    assert all(1e-6 < pair[f"{size}_latency_s"] < 1 for size in ("small", "middle"))
-    assert all(1e6 < pair[f"{way}_bytes_per_s"] < 1e12 for way in ("down", "up"))
-    assert report["is_good"] == (code == 0)
-    assert {"Python", "torch", "GPUs", "cores", "memory", "open files"} <= set(by_name)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert code == int("failure" in printed)
+    assert "ok start 2 processes started, connected and ended in " in printed
+    assert re.search(r"stages 0 - 1 \d+ us for 8 B, [\d.]+ GB/s", printed)
+    for name in ("torch", "GPUs", "cores", "memory", "open files"):
+        assert re.search(f"(ok|warning) {name} ", printed)
     if shares(2)[0]:
-        assert "of its own" in by_name["cores"]["found"] or "CPU time" in by_name["cores"]["found"]
-
-
-# -- limits --------------------------------------------------------------------------------------
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, GroupLimits()),
-        (
-            {
-                "proc/self/cgroup": "0::/",
-                "sys/fs/cgroup/cpu.max": "150000 100000",
-                "sys/fs/cgroup/memory.max": "1000",
-                "sys/fs/cgroup/memory.current": "700",
-                "sys/fs/cgroup/memory.stat": "anon 400\ninactive_file 200\nslab 3",
-            },
-            GroupLimits(1.5, 1000, 500),
-        ),
-        (
-            {  # the narrowest of the groups around this process
-                "proc/self/cgroup": "0::/jobs/job-1/task",
-                "sys/fs/cgroup/jobs/cpu.max": "200000 100000",
-                "sys/fs/cgroup/jobs/job-1/cpu.max": "400000 100000",
-                "sys/fs/cgroup/jobs/job-1/task/cpu.max": "max 100000",
-                "sys/fs/cgroup/jobs/memory.max": "9000",
-                "sys/fs/cgroup/jobs/memory.current": "8500",
-                "sys/fs/cgroup/jobs/job-1/memory.max": "2000",
-                "sys/fs/cgroup/jobs/job-1/memory.current": "10",
-            },
-            GroupLimits(2.0, 9000, 8500),
-        ),
-        (
-            {  # version 1, in a container that sees its own group as the root
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/1\n3:memory:/docker/1\n1:name=x:/",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000",
-                "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 1000",
-            },
-            GroupLimits(0.5, 4000, 2000),
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/\n3:memory:/",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-            },
-            GroupLimits(),
-        ),
-    ],
-    ids=["nothing", "version 2", "nested", "version 1", "version 1 without"],
-)
-def test_the_limits_of_control_groups(tmp_path, files, expected):
-    assert limits_of(write(tmp_path, files)) == expected
+        assert "of its own" in printed or "CPU time" in printed

@@ -329,17 +329,12 @@ def test_planning_from_costs_of_a_gpu_needs_no_gpu() -> None:
     assert main(["plan", "--costs", "costs.json", "-n", "2", "--device", "cuda"]) == 0
 
 
-@pytest.mark.parametrize(("width", "is_drawn"), [(28, True), (27, False)])
-def test_a_table_is_never_cut(
-    width: int, is_drawn: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     table = TextTable("a title", [("schedule", "step"), ("zb-h1 and more", "1.23 ms")])
 
-    table.print(Console(width=width, force_terminal=True))
+    table.print(Console(width=10, force_terminal=True))
 
-    printed = capsys.readouterr().out
-    assert "zb-h1 and more" in printed
-    assert ("│" in printed) == is_drawn
+    assert "  zb-h1 and more  1.23 ms\n" in capsys.readouterr().out
 
 
 def test_a_run_is_compared_with_its_prediction() -> None:

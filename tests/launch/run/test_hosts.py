@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.launch.run.hosts import Job, free_port, loopback_addresses, network_namespaces
+from tests.launch.started import RUN, Job, free_port, loopback_addresses, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
@@ -29,7 +27,8 @@ from procpipe import Stage
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def report(**words):
-    os.write(1, (json.dumps({"rank": RANK, "size": SIZE, **words}) + "\\n").encode())
+    found = {"rank": RANK, "size": SIZE, "place": os.environ["PLACE"], **words}
+    os.write(1, (json.dumps(found) + "\\n").encode())
 
 def model():
     torch.manual_seed(1)
@@ -73,27 +72,21 @@ def plain_losses(steps):
     return losses
 
 
-def torchrun(hosts, number, nproc=1, nnodes="2", port=29400, conf="", **options):
-    """Return torchrun's arguments on one host; the first has the meeting point."""
-    conf = f"is_host={int(number == 0)}{conf and ','}{conf}"
-    extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    return [
-        f"--nnodes={nnodes}",
-        f"--nproc-per-node={nproc}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={hosts[0].address}:{port}",
-        "--rdzv-id=test",
-        f"--rdzv-conf={conf}",
-        f"--local-addr={hosts[number].address}",
-        *extra,
-        "train.py",
-    ]
+def start(job, hosts, port, place, num_ranks, options, conf="", attempts=1):
+    """Start ``procpipe run`` on a host, at most so many times; the meeting point is the first."""
+    host = hosts[place != "first"]
+    words = [*RUN, "-n", num_ranks, "--local-addr", host.address, "--rdzv-id", "test", *options]
+    words += ["--rdzv-endpoint", f"{hosts[0].address}:{port}"]
+    words += ["--rdzv-conf", f"is_host={int(place == 'first')},{conf}", "train.py"]
+    return job.start(words, host, num_ranks=num_ranks * attempts, PLACE=place)
 
 
-def reports(*processes):
-    """Return the ranks' reports, in the order of each host's output."""
-    lines = [line for process in processes for line in process.output.splitlines()]
-    return [json.loads(line) for line in lines if line.startswith('{"rank"')]
+def reports(job, **expected):
+    """Return the reports of all ranks with these values, by place and time."""
+    logs = sorted(job.path.glob("procpipe-logs/*/attempt_*/rank_*/stdout.log"))
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    found = [json.loads(line) for line in lines if line.startswith('{"rank"')]
+    return [each for each in found if expected.items() <= each.items()]
 
 
 # -- one job -------------------------------------------------------------------------------------
@@ -136,58 +129,36 @@ while True:
 """
 
 
-def start_two(hosts, job, script, nproc=(1, 2), attempts=(1, 1), port=29400, **options):
-    """Start torchrun on two hosts; ``attempts``: how often each starts its ranks."""
-    job.write("train.py", TRAIN + script)
-    return [
-        job.start_torchrun(
-            host,
-            torchrun(hosts, number, nproc=nproc[number], port=port, **options),
-            num_ranks=nproc[number] * attempts[number],
-        )
-        for number, host in enumerate(hosts)
-    ]
-
-
-@contextlib.contextmanager
-def two_hosts():
-    """Yield network namespaces, or addresses of the loopback where they cannot be made."""
-    with contextlib.ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(network_namespaces(2))
-        except pytest.skip.Exception as reason:
-            print(f"on the loopback: {reason}")
-            hosts = stack.enter_context(loopback_addresses(2))
-        yield hosts
-
-
 def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
     with two_hosts() as hosts, Job() as job:
-        agents = start_two(hosts, job, MEET_STRANGERS, port=free_port())
-        job.wait_until(lambda: len(reports(*agents)) == 3)
-        ranks = {report["rank"]: report for report in reports(*agents)}
-        host_of = {report["rank"]: host for host in (0, 1) for report in reports(agents[host])}
-        (victim,) = reports(agents[0])
-        killed_s = time.monotonic()
+        job.write("train.py", TRAIN + MEET_STRANGERS)
+        port = free_port()
+        first = start(job, hosts, port, "first", 1, ["--nnodes", 2])
+        second = start(job, hosts, port, "second", 2, ["--nnodes", 2])
+        first.wait_until(lambda: len(reports(job)) == 3)
+        ranks = {report["rank"]: report for report in reports(job)}
+        (victim,) = reports(job, place="first")
         os.kill(victim["pid"], signal.SIGKILL)
 
-        assert [agent.wait_end() for agent in agents] == [1, 1]
-        assert time.monotonic() - killed_s < 30.0
+        assert first.wait_end() == 128 + signal.SIGKILL, first.output
+        assert second.wait_end() == 1, second.output
         assert sorted(ranks) == [0, 1, 2]
-        assert sorted(host_of.values()) == [0, 1, 1]
+        assert len(reports(job, place="second")) == 2
         for rank, report in ranks.items():
             assert report["losses"] == pytest.approx(plain_losses(3), abs=1e-12)
-            address = hosts[host_of[rank]].address
+            address = hosts[report["place"] == "second"].address
             assert report["listened"] == [address]  # the sockets between ranks
-            assert set(report["listens"]) <= {address}
+            assert set(report["listens"]) - ({"::"} if rank == 0 else set()) <= {address}  # a store
             assert report["links"] == {
-                str(peer): "AF_UNIX" if host_of[peer] == host_of[rank] else "AF_INET"
-                for peer in ranks
+                str(peer): "AF_UNIX" if other["place"] == report["place"] else "AF_INET"
+                for peer, other in ranks.items()
                 if peer != rank
             }
-        expected = rf"rank \d ends, because rank {victim['rank']} ended without a message"
-        assert len(re.findall(expected, agents[1].output)) == 2, agents[1].output
-        assert "or its host or network failed" in agents[1].output
+        name = f"stage {victim['rank']} (rank {victim['rank']})"
+        assert f"procpipe: {name} was killed by SIGKILL" in first.output
+        line = f"^procpipe: rank {victim['rank']} ended without a message.*on another host, whose"
+        assert re.search(line, second.output, re.M), second.output
+        assert "or its host or network failed" in second.output
         assert not job.survivors()
 
 
@@ -204,35 +175,34 @@ for step, (input, target) in enumerate(stage.batches(until_stopped())):
     loss = stage.step(input, target).item()
     if step == 0:
         report(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
-report(ended=True)
 """
 
 #: A host counts as lost after six silent seconds; a late one is waited for one second.
 SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
-def test_training_continues_without_a_lost_host_and_with_it_after_its_return(monkeypatch):
+def test_training_continues_without_a_lost_host_and_with_it_after_its_return():
     """The returned host counts its restarts from 0 again; the other host counts from 1."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    options = {"nnodes": "1:2", "port": free_port(), "conf": SOON, "max_restarts": 3}
-
-    def reports_of(size, *agents):
-        return [r for r in reports(*agents) if r["size"] == size and "loss" in r]
-
-    with loopback_addresses(2) as hosts, Job() as job:
-        first, lost = start_two(hosts, job, ELASTIC, nproc=(1, 1), attempts=(3, 1), **options)
-        job.wait_until(lambda: reports_of(2, first) and reports_of(2, lost))
+    hosts, port = loopback_addresses(2), free_port()
+    options = ["--nnodes", "1:2", "--max-restarts", 3]
+    with Job() as job:
+        job.write("train.py", TRAIN + ELASTIC)
+        first = start(job, hosts, port, "first", 1, options, SOON, attempts=3)
+        lost = start(job, hosts, port, "second", 1, options, SOON)
+        first.wait_until(lambda: len(reports(job, size=2)) == 2)
         lost.kill_all()
-        job.wait_until(lambda: reports_of(1, first))
-        back = job.start_torchrun(hosts[1], torchrun(hosts, 1, **options), num_ranks=1)
-        job.wait_until(lambda: len(reports_of(2, first)) == 2 and reports_of(2, back))
+        first.wait_until(lambda: reports(job, size=1))
+        back = start(job, hosts, port, "back", 1, options, SOON)
+        first.wait_until(lambda: len(reports(job, size=2)) == 4)
         job.write("stop", "")
 
         assert first.wait_end() == 0, first.output
         assert back.wait_end() == 0, back.output
-        for report in [*reports_of(1, first), *reports_of(2, first, lost, back)]:
+        for report in reports(job):
             assert report["loss"] == pytest.approx(plain_losses(1)[0], abs=1e-12)
-        assert [report["attempt"] for report in reports_of(2, first, back)] == ["0", "1", "0"]
-        assert {*reports_of(2, back)[0]["links"].values()} == {"AF_INET"}
-        assert " ended without a message" in first.output
+        (returned,) = reports(job, place="back", size=2, attempt="0")
+        assert {*returned["links"].values()} == {"AF_INET"}
+        assert [r["attempt"] for r in reports(job, place="first", size=2)] == ["0", "1"]
+        assert "restart 1 of 3, with 1 ranks, because rank " in first.output
+        assert "restart 1 of 3, with 2 ranks, because the set of hosts has changed" in first.output
         assert not job.survivors()

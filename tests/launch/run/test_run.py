@@ -37,7 +37,7 @@ stage = Stage(
 x = torch.ones(8, 4)
 for step in range(NUM_STEPS):
     loss = stage.step(x, x)
-    print(f"rank {RANK}, step {step}, {os.environ['OMP_NUM_THREADS']} threads", flush=True)
+    print(f"rank {RANK}, step {step}", flush=True)
 print(f"rank {RANK} says goodbye", file=sys.stderr)
 """
 
@@ -47,11 +47,6 @@ import os, signal, subprocess, sys, time
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 exec(sys.argv[1])
 """
-
-#: How long torch's agent waits by default for ranks to end: after a failure, and in torch 2.11
-#: after a signal. A run that ends in half of that did not wait for it. These tests allow ranks 1 s,
-#: which leaves 14 s to a loaded machine.
-TORCHS_GRACE_S = 30
 
 #: Grandchildren in sessions of their own.
 LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
@@ -74,15 +69,14 @@ def plain(code):
 
 def test_a_successful_run_without_a_terminal():
     """Rank 1 is a new process, not a fork."""
-    with started("-n", "2", "--threads", "3", script=training(3), num_forked=1) as run:
+    with started("-n", "2", script=training(3), num_forked=1) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
-    assert ended.out == "".join(f"rank 0, step {k}, 3 threads\n" for k in range(3))
-    lines = [line for line in ended.err.splitlines() if not line.startswith("procpipe: 0:")]
-    first, last = lines
-    assert first == "rank 0 says goodbye"
+    assert ended.out == "".join(f"rank 0, step {k}\n" for k in range(3))
+    *lines, last = ended.err.splitlines()  # on a slow machine, with a table
+    assert "rank 0 says goodbye" in lines
     assert last.startswith("procpipe: done in ")
     assert ", 3 steps, " in last
     assert last.endswith(f"logs in procpipe-logs/{ended.name}")
@@ -91,28 +85,31 @@ def test_a_successful_run_without_a_terminal():
 
 
 def test_a_successful_run_on_a_terminal():
-    bar = "print('bar 1', end='\\rbar 2\\r', flush=True)\n" + UNTIL_GO.replace("go", "seen")
-    start = bar + LEAVE_SLEEPERS
+    bar = "print('bar 1', end='\\rbar 2', flush=True)\n" + UNTIL_GO.replace("go", "seen")
+    start = UNTIL_GO.replace("go", "drawn") + bar + "print(' and 3')\n" + LEAVE_SLEEPERS
     with started(
         "-n", "3", on_terminal=True, script=training(3, start, UNTIL_GO, 0.5), num_forked=3
     ) as run:
-        run.wait_to_match("bar 2")  # until the first line overwrites it
-        (run.folder / "seen").touch()
-        run.wait_to_match(r"waits \d+ s for gradient from stage 1 ")
-        run.wait_to_match(r"waits \d+ s for activation from stage 1 ")
-        run.wait_to_match(r"F0 '1' \(Layer\) for \d+ s")
-        (run.folder / "go").touch()
+        run.wait_for("no Stage yet")
+        (run.job.path / "drawn").touch()
+        run.wait_for("bar 2")
+        (run.job.path / "seen").touch()
+        run.wait_for(r"waits \d+ s for gradient from stage 1 ")
+        run.wait_for(r"waits \d+ s for activation from stage 1 ")
+        run.wait_for(r"F0 '1' \(Layer\) for \d+ s")
+        (run.job.path / "go").touch()
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
-    assert re.search(r"stage +device +cores +step +m-batch +samples/s", ended.out)
-    assert re.search(r"1 +cpu +[-\d,]+ +1 +1/2 .* MiB", ended.out)
+    assert re.search(r"rank +stage +device +step +samples/s +busy +bubble +memory +now", ended.out)
+    assert re.search(r"1 +1 +cpu +1 +\S.* MiB", ended.out)
+    assert "bar 2 and 3\n" in ended.out
     # Each report of a stall is seen once, whichever rank makes it.
     logs = "".join(text for path, text in ended.logs.items() if path.endswith("stderr.log"))
     assert ended.out.count("procpipe: no progress") == logs.count("procpipe: no progress") > 0
     assert "stage 1 (rank 1): in F0, layer '1' (Layer), for " in ended.out
-    assert "rank 0, step 2, 1 threads\n" in ended.out
+    assert "rank 0, step 2\n" in ended.out
     assert "rank 1, step" not in ended.out
     *_, left_behind, done, nothing = ended.out.split("\n")
     left_behind = left_behind.lstrip("\r")
@@ -130,34 +127,19 @@ def test_an_exception_in_a_layer_is_reported_once():
 
     assert ended.code == 1, ended
     assert ended.left == ()
-    output, _, report = ended.out.partition("procpipe: the run failed")
+    output, start, report = ended.out.partition("procpipe: stage 1 (rank 1) failed")
     assert "rank 0, step 0" in output
     assert "Traceback" not in output
     assert "ends, because" not in report
     lines = report.splitlines()
-    place = "F0, layer '1' (Layer)"
-    assert lines[1] == f"procpipe: stage 1 (rank 1) failed in {place}: KeyError: 'boom'"
+    assert lines[0] == " in F0, layer '1' (Layer): KeyError: 'boom'"
     assert report.count("Traceback") == 1
     assert report.count("KeyError: 'boom'") == 2
-    assert "    loss = stage.step(x, x)\n" in report
-    assert "    exec(DO)\n" in report
-    assert "frames in procpipe and torch" in report
     assert "The others in the end:\n  stage 0 (rank 0) was in " in report
-    assert "\n  stage 2 (rank 2) was in " in report
     assert f"Logs: procpipe-logs/{ended.name}/attempt_0/ (rank_1/stderr.log" in report
     assert lines[-1].startswith("Exit code 1 after ")
-    assert "\n".join(lines[1:3]) in f"procpipe: {ended.logs['report.txt']}"
+    assert ended.logs["report.txt"].startswith(start + lines[0])
     assert "failed (exitcode: 1)" in ended.logs["launcher.log"], "torch's own report"
-
-
-def test_a_killed_launcher_leaves_no_ranks():
-    with started("-n", "2", script=training(10**9), num_forked=2) as run:
-        run.wait_for("step 2")
-        run.process.send_signal(signal.SIGKILL)
-        ended = run.wait(end_timeout_s=30.0)
-
-    assert ended.code == -signal.SIGKILL
-    assert ended.left == ()
 
 
 def test_ctrl_c_ends_all_processes():
@@ -172,8 +154,8 @@ def test_ctrl_c_ends_all_processes():
     assert ended.code == 128 + signal.SIGINT, ended
     assert ended.left == ()
     assert "Traceback" not in ended.out
-    assert ended.out.count("procpipe: Ctrl-C: ending all processes; again to kill them") == 1
-    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+    assert ended.out.count("procpipe: SIGINT: ending all processes; again to kill them") == 1
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
     # Either its own signal comes first, or the message that rank 0 was interrupted.
     errors = ended.logs["attempt_0/rank_1/stderr.log"]
     assert re.search(r"rank 1 was interrupted|rank 0 failed in step\(\): KeyboardInterrupt", errors)
@@ -192,27 +174,27 @@ def test_ctrl_c_twice_kills_all_processes():
     assert ended.code == 128 + signal.SIGINT, ended
     assert ended.left == ()
     assert "procpipe: killing all processes" in ended.out
-    assert ended.out.splitlines()[-1].startswith("procpipe: ended by Ctrl-C after ")
+    assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
 
 
 def ready(run):
-    paths = run.folder.glob("procpipe-logs/*/attempt_0/*/stdout.log")
+    paths = run.job.path.glob("procpipe-logs/*/attempt_0/*/stdout.log")
     return [path for path in paths if "ready" in path.read_text()]
 
 
 def test_sigterm_ends_ranks_that_ignore_it():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(1000)"
-    with started("-n", "2", "--view", "off", grace_s=1, script=plain(ignore)) as run:
+    with started("-n", "2", "--quiet", grace_s=1, script=plain(ignore)) as run:
         run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
         signalled_s = time.monotonic()
-        run.process.send_signal(signal.SIGTERM)
+        run.popen.send_signal(signal.SIGTERM)
         ended = run.wait()
         took_s = time.monotonic() - signalled_s
 
     assert ended.code == 128 + signal.SIGTERM, ended
     assert ended.left == ()
     assert "procpipe: ended by SIGTERM after " in ended.err
-    assert 1 <= took_s < TORCHS_GRACE_S / 2
+    assert 1 <= took_s < 15, "torch's agent waits for 30 s by default"
 
 
 def test_a_failed_job_is_restarted():
@@ -223,52 +205,30 @@ if ATTEMPT == 1:
     raise ValueError("the same on all")
 print("attempt", ATTEMPT, "goes well")
 """
-    with started("-n", "2", "--max-restarts", "2", "--view", "off", script=plain(code)) as run:
+    with started("-n", "2", "--max-restarts", "2", "--quiet", script=plain(code)) as run:
         ended = run.wait()
 
     assert ended.code == 0, ended
     assert ended.left == ()
     assert "attempt 2 goes well" in ended.out
     first, second = [line for line in ended.err.splitlines() if "procpipe: " in line]
-    assert first == "procpipe: restart 1 of 2, because rank 1 was killed by SIGKILL"
-    because = (
-        r"procpipe: restart 2 of 2, because rank ([01]) ended with exit code 1: "
-        r"ValueError: the same on all"
-    )
-    named = re.fullmatch(because, second)
-    assert named, second
-    # The other rank may have been ended before it wrote anything.
-    assert "the same on all" in ended.logs[f"attempt_1/rank_{named[1]}/stderr.log"]
+    assert first == "procpipe: restart 1 of 2, with 2 ranks, because a rank failed"
+    assert second == "procpipe: restart 2 of 2, with 2 ranks, because a rank failed"
     assert ended.logs["attempt_2/rank_1/stdout.log"] == "attempt 2 goes well\n"
 
 
-def test_a_rank_that_fails_while_another_ignores_sigterm():
+def test_the_rank_that_fails_is_reported_and_the_other_ended():
     code = """
 if RANK == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open("go", "w").close()
     time.sleep(1000)
-while not os.path.exists("go"):
-    time.sleep(0.01)
 print("no data", file=sys.stderr)
 sys.exit(3)
 """
-    with started("-n", "2", grace_s=1, script=plain(code)) as run:
+    with started("-n", "2", script=plain(code)) as run:
         ended = run.wait()
-        took_s = time.time() - (run.folder / "go").stat().st_mtime
 
     assert ended.code == 3, ended
     assert ended.left == ()
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
     assert "Its last lines on standard error:\n  no data\n" in ended.err
-    assert re.search(r"Exit code 3 after [\d.]+ s", ended.err)
-    assert 1 <= took_s < TORCHS_GRACE_S / 2
-
-
-def test_a_failure_is_reported_if_the_script_removed_its_logs():
-    code = 'import shutil\nshutil.rmtree("procpipe-logs")\nsys.exit(5)'
-    with started("-n", "1", script=plain(code)) as run:
-        ended = run.wait()
-
-    assert ended.code == 5, ended
-    assert ended.err.startswith("procpipe: rank 0 ended with exit code 5\n")
+    assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
