@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from procpipe.data.remote import Remote
-from procpipe.hf.layers import model_of
-from procpipe.hf.weights import source_in
+from procpipe.hf.layers import stack_of
+from procpipe.hf.weights import local
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
 from procpipe.state.member import Member, raise_faults
+from procpipe.state.sources import open_source
 from procpipe.state.weights import load_values
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,7 +69,7 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     Args:
         stage: of a model by ``hf.sequential`` with LoRA of the same form (give ``get_peft_model``
             the configuration ``LoraConfig.from_pretrained(folder)``).
-        folder: with ``adapter_model.safetensors``; or that file.
+        folder: with ``adapter_model.safetensors``.
         name: of the adapter.
 
     Raises:
@@ -81,9 +82,9 @@ def load_adapter(stage: Stage, folder: Any, *, name: str = "default") -> None:
     """
     _config_of(stage, name)
     with Member.of(stage).call("hf.load_adapter") as agree:
-        source = source_in(folder, _WEIGHTS)
+        values = open_source(local(folder) / _WEIGHTS).values
         keys = FileKeys(_of_adapter(stage, name), {}, str)
-        saved = {key: value for key, value in source.values.items() if not _TWICE.search(key)}
+        saved = {key: value for key, value in values.items() if not _TWICE.search(key)}
         faults = load_values(stage, keys, saved, agree, strict=True)
     raise_faults(f"the adapter in {folder} does not fit", faults)
 
@@ -93,7 +94,7 @@ def _of_adapter(stage: Stage, name: str) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     view: Any = nn.ModuleDict(dict(stage.named_children()))
-    view.peft_config = model_of(stage).peft_config
+    view.peft_config = stack_of(stage).model.peft_config
     names = {key: key for key in stage.state_dict()}  # in place of tensors, which stay as they are
     found = get_peft_model_state_dict(view, names, name, save_embedding_layers=False)
     of_peft = {own: f"base_model.model.{key.partition('.')[2]}" for key, own in found.items()}
@@ -102,7 +103,7 @@ def _of_adapter(stage: Stage, name: str) -> dict[str, str]:
 
 def _config_of(stage: Stage, name: str) -> Any:
     """Return the configuration of an adapter as it is saved."""
-    configs = getattr(model_of(stage), "peft_config", {})
+    configs = getattr(stack_of(stage).model, "peft_config", {})
     if name not in configs:
         raise ValueError(
             f"the model has no adapter {name!r}, but {', '.join(configs) or 'none'}: give "

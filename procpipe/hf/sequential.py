@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -13,10 +12,7 @@ from torch import Tensor, nn
 from procpipe.divided import Divided
 from procpipe.hf.compared import check_equal, is_compared, unsupported
 from procpipe.hf.layers import Block, Embed, Head
-from procpipe.hf.stack import Stack
-
-#: What peft puts into the keys of what it wraps.
-_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
+from procpipe.hf.stack import Stack, name_in_files
 
 #: The size of the input of which a balance is estimated.
 _NUM_SAMPLES, _LENGTH = 2, 128
@@ -54,7 +50,7 @@ def sequential(model: nn.Module) -> nn.Sequential:
     plain = _without_adapter(model)
     made = divided(plain)
     if not is_compared(plain):
-        check_equal(plain, [layer.block for layer in made if isinstance(layer, Block)], divided)
+        check_equal(plain, divided)
     if not plain.training:
         warnings.warn(
             "the model is in eval mode, as from_pretrained returns it: stage.step() computes no "
@@ -93,14 +89,10 @@ def divided(model: Any) -> Divided:
     made = Divided(OrderedDict(layers))
     made.training = model.training
     made.sample = _sample(stack)
-    made.keys = _key_of
-    _check_complete(made, model)
+    made.keys = lambda key: name_in_files(key.partition(".")[2])
+    if lost := sorted({made.keys(key) for key in made.state_dict()} ^ stack.names.keys()):
+        raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")
     return made
-
-
-def _key_of(key: str) -> str:
-    """Return Hugging Face's key for a key of the ``nn.Sequential``."""
-    return _WRAPPED.sub(".", key.partition(".")[2])
 
 
 def _sample(stack: Stack) -> dict[str, Tensor]:
@@ -108,13 +100,9 @@ def _sample(stack: Stack) -> dict[str, Tensor]:
 
     Its masks are those that transformers would make, and so it takes them as they are.
     """
-    longest = getattr(stack.model.config, "max_position_embeddings", _LENGTH)
-    length = min(_LENGTH, longest)
-    tokens = torch.empty(_NUM_SAMPLES, length, dtype=torch.long, device="meta")
-    if not stack.takes_mask:
-        return {"input_ids": tokens}
-    mask = tokens.new_empty((_NUM_SAMPLES, 1, length, length), dtype=torch.bool)
-    return {"input_ids": tokens, "attention_mask": mask}
+    tokens = torch.empty(_NUM_SAMPLES, _LENGTH, dtype=torch.long, device="meta")
+    mask = tokens.new_empty((_NUM_SAMPLES, 1, _LENGTH, _LENGTH), dtype=torch.bool)
+    return {"input_ids": tokens} | ({"attention_mask": mask} if stack.takes_mask else {})
 
 
 def _without_adapter(model: Any) -> Any:
@@ -129,11 +117,3 @@ def _without_adapter(model: Any) -> Any:
         if any(getattr(config, option, None) for config in model.peft_config.values()):
             raise unsupported(model, f"{option} of LoraConfig cannot be saved")
     return model.get_base_model()
-
-
-def _check_complete(made: Divided, model: nn.Module) -> None:
-    """Check that the layers hold all of the model."""
-    of_layers = {made.keys(key) for key in made.state_dict()}
-    of_model = {_WRAPPED.sub(".", key) for key in model.state_dict()}
-    if lost := sorted(of_layers ^ of_model):
-        raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")

@@ -51,10 +51,10 @@ def test_masks_and_rotary_tables_are_made_once_for_all_blocks():
             part.register_forward_hook(lambda *_, ran=ran: ran.append(None))
         for _ in range(2):  # each micro-batch makes its own
             ran.clear()
-            expected = layers(batch)
+            expected = layers(**batch)
             assert len(ran) == 2, (name, "in embed, and in head")
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-        assert not torch.equal(layers(batch), expected), name
+        assert not torch.equal(layers(**batch), expected), name
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's compiler
@@ -65,7 +65,7 @@ def test_equal_blocks_share_one_compiled_graph():
     losses, graphs = [], []
 
     def backend(graph, _):
-        graphs.append(str(graph.graph))
+        graphs.append(graph)
         return graph.forward
 
     for is_compiled in (False, True):
@@ -77,8 +77,7 @@ def test_equal_blocks_share_one_compiled_graph():
         losses.append([stage.step(input_ids=tokens, labels=tokens).item() for _ in range(2)])
 
     assert losses[0] == losses[1]
-    assert sum("scaled_dot_product_attention" in graph for graph in graphs) == 1
-    assert len(graphs) == 4, "embedding, block, norm and head"
+    assert len(graphs) == 1
 
 
 def test_only_one_hook_notes_what_a_router_returns():
@@ -124,7 +123,7 @@ def test_masks_are_made_for_the_attention_that_the_blocks_have():
     layers = hf.sequential(model)
     model.set_attn_implementation("eager")
 
-    assert torch.equal(layers(batch), model(**batch).logits)
+    assert torch.equal(layers(**batch), model(**batch).logits)
 
 
 def test_models_that_return_tuples():
@@ -133,7 +132,7 @@ def test_models_that_return_tuples():
     expected = model(**batch).logits
     model.config.return_dict = False
 
-    assert torch.equal(hf.sequential(model)(batch), expected)
+    assert torch.equal(hf.sequential(model)(**batch), expected)
 
 
 def test_what_is_not_supported_is_one_error():
@@ -225,11 +224,9 @@ def test_other_classes_are_compared_at_the_start():
 
 
 def test_models_of_any_size_are_compared_as_small_copies():
-    """With all kinds of their blocks; such a model of 120 GB would not fit here."""
+    """With the first 8 blocks; such a model of 120 GB would not fit here."""
     values: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 40, "head_dim": 128}
     config = transformers.Exaone4Config(**values, num_attention_heads=32, num_key_value_heads=8)
-    kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    assert config.layer_types == kinds * 10
     with torch.device("meta"):
         model = transformers.Exaone4ForCausalLM(config)
     seen: list[Any] = []
@@ -242,7 +239,7 @@ def test_models_of_any_size_are_compared_as_small_copies():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.Exaone4ForCausalLM, "__init__", noted)
         assert len(hf.sequential(model)) == 42
-    assert seen[-1].layer_types == kinds
+    assert seen[-1].layer_types == (["sliding_attention"] * 3 + ["full_attention"]) * 2
     assert (seen[-1].hidden_size, seen[-1].head_dim, seen[-1].vocab_size) == (256, 8, 64)
 
 
@@ -250,7 +247,7 @@ def test_unknown_inputs_are_refused():
     layers = hf.sequential(model_of("GPT-2"))
     batch, _ = batch_of("GPT-2")
 
-    with pytest.raises(TypeError, match="was given pixel_values, but takes input_ids, "):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pixel_values'"):
         layers(**batch, pixel_values=torch.ones(1))
 
 

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from procpipe import Stage, hf
-from procpipe.hf import weights
 from procpipe.state.member import Member
+from procpipe.state.sources import open_source
 from procpipe.state.weights import write_files
 from tests.hf.cases import model_of
 from tests.hf.compare import logits_of, on_meta, read_again
@@ -198,5 +198,5 @@ def write_shard(folder, value, rank, parts):
 
 
 def values_in(folder):
-    found = weights.source_in(folder).read({"a": None, "b": None})
+    found = open_source(folder).read({"a": None, "b": None})
     return torch.cat([*found.values()]).tolist()
