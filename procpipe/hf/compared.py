@@ -14,19 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: The classes that docs/language_models.md lists, which ``python -m tests.hf`` compares.
-COMPARED = frozenset(
-    (
-        *("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
-        *("Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"),
-        *("Olmo2ForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"),
-        *("FalconForCausalLM", "MptForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM"),
-        *("GraniteForCausalLM", "Starcoder2ForCausalLM", "SmolLM3ForCausalLM"),
-        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"),
-        *("GemmaForCausalLM", "PhiForCausalLM", "Mamba2ForCausalLM", "Olmo3ForCausalLM"),
-        *("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"),
-    )
+_DECODERS = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3", "Olmo2"),
+    *("Olmo3", "GPTNeoX", "Mixtral", "Qwen3Moe", "Falcon", "Mpt", "Cohere", "Cohere2", "Granite"),
+    *("Starcoder2", "SmolLM3", "DeepseekV2", "DeepseekV3", "GptOss", "Mamba2"),
 )
+_BERTS = ("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM")
+
+#: The classes that docs/language_models.md lists, which ``python -m tests.hf`` compares.
+COMPARED = {"GPT2LMHeadModel", *_BERTS, *(f"{name}ForCausalLM" for name in _DECODERS)}
 
 _NUM_WORDS, _NUM_SAMPLES, _LENGTH = 64, 3, 7
 
@@ -41,12 +37,6 @@ _WIDTHS = (
 _FACTORS = (16, 8, 4, 2, 1)
 
 
-def is_compared(model: nn.Module) -> bool:
-    """Return whether the class of a model was compared with transformers as a whole."""
-    is_theirs = type(model).__module__.startswith("transformers.models.")
-    return is_theirs and type(model).__name__ in COMPARED
-
-
 def unsupported(model: Any, reason: str) -> TypeError:
     """Return the error for a model that cannot be made a pipeline."""
     return TypeError(
@@ -56,13 +46,9 @@ def unsupported(model: Any, reason: str) -> TypeError:
 
 
 def check_equal(model: Any, divide: Callable[[Any], nn.Sequential]) -> None:
-    """Compare a small copy of a model with what ``divide`` makes of it.
+    """Compare a small copy of a model with the layers that ``divide`` makes of it.
 
     Does not communicate, and does not change the state of the random generators.
-
-    Args:
-        model: of transformers, of any size, perhaps on the meta device.
-        divide: makes the layers of a pipeline of a model.
 
     Raises:
         TypeError: logits or gradients differ, or no small copy runs.
@@ -96,8 +82,11 @@ def _small(model: Any) -> tuple[Any, dict[str, Tensor]]:
             made = type(model)._from_config(config, dtype=torch.float64).double().train()
             for parameter in made.parameters():  # some of which are 0 or 1
                 parameter.data += 0.1 * torch.randn_like(parameter)
-            for left in (True, False):
-                batch = _batch(config.vocab_size, left=left)
+            for num_left in (2, 0):
+                tokens = torch.randint(3, config.vocab_size, (_NUM_SAMPLES, _LENGTH))
+                mask = torch.ones_like(tokens)
+                mask[1, -2:] = mask[2, :num_left] = 0
+                batch = {"input_ids": tokens * mask, "attention_mask": mask}
                 with torch.no_grad():
                     logits = _results(made, batch)["logits"]
                 if logits.isfinite().all():
@@ -127,15 +116,6 @@ def _shrunk(config: Any, factor: int) -> Any:
     if "fl" in (made._attn_implementation or ""):  # flash and flex attention are for GPUs
         made._attn_implementation = "eager"
     return made
-
-
-def _batch(num_words: int, *, left: bool) -> dict[str, Tensor]:
-    tokens = torch.randint(3, num_words, (_NUM_SAMPLES, _LENGTH))
-    mask = torch.ones_like(tokens)
-    mask[1, -2:] = 0
-    if left:
-        mask[2, :2] = 0
-    return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
 def _results(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.data.microbatch import NoChunk
 from procpipe.hf.layers import ModelLayer, stack_of
 from procpipe.hf.stack import CACHES, Stack
 from procpipe.stage import Stage
@@ -70,9 +69,9 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
             if input_ids is None:
                 raise ValueError("rank 0 must give prompts: hf.generate(stage, input_ids, …)")
             model = _on_stages(stack, stage, run)
-            generate_by_transformers = model.generate
+            generate_there = model.generate  # which only causal language models have
             model.generation_config, others = _configured(model, **options)
-            tokens = generate_by_transformers(input_ids.to(stage.device), **others)
+            tokens = generate_there(input_ids.to(stage.device), **others)
         except BaseException as error:
             with suppress(Exception):  # if a call failed, all ranks have
                 run({"fault": f"{type(error).__name__}: {error}"})
@@ -80,12 +79,8 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
         return run({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
 
 
-#: Follows an order of the first rank, with the inputs that it has; returns what comes of it.
-_Run = Callable[..., dict[str, Any]]
-
-
 @contextmanager
-def _passes(stage: Stage) -> Iterator[_Run]:
+def _passes(stage: Stage) -> Iterator[Callable[..., dict[str, Any]]]:
     """Let the stage's layers keep caches, and its head give the last position only, for a while.
 
     Yields what every rank calls: ``use_cache`` orders a forward pass, which gives the logits
@@ -102,8 +97,7 @@ def _passes(stage: Stage) -> Iterator[_Run]:
         for layer, of_layer in zip(layers, caches, strict=True):
             is_kept = order["use_cache"]
             layer.caches = _in_order(of_layer, layer.stack.config) if is_kept else repeat(None)
-        output = stage(**named)
-        return {"logits": stage.fetch(output[0] if isinstance(output, tuple) else output)}
+        return {"logits": stage.fetch(stage(**named))}
 
     stage.eval()
     try:
@@ -157,24 +151,21 @@ def _configured(
     return config, others
 
 
-def _on_stages(stack: Stack, stage: Stage, run: _Run) -> Any:
+def _on_stages(stack: Stack, stage: Stage, run: Callable[..., dict[str, Any]]) -> Any:
     """Return a copy of a model whose forward orders a pass of all ranks, and runs it."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     @functools.wraps(stack.model.forward)  # of which transformers reads the parameters
     def forward(**inputs: Any) -> Any:
         named = {key: inputs[key] for key in stack.inputs.parameters if inputs.get(key) is not None}
-        size = len(named["input_ids"])
-        for key, value in named.items():
-            if isinstance(value, Tensor) and len(value) == 1 != size:
-                named[key] = NoChunk(value)  # one row for all samples
+        if "position_ids" in named:  # perhaps one row for all samples
+            named["position_ids"] = named["position_ids"].expand(len(named["input_ids"]), -1)
         use_cache = stack.cache_name is not None and inputs.get("use_cache") is not False
         logits = run({"use_cache": use_cache}, **named)["logits"]
-        if (is_nan := logits.isnan().flatten(1).any(1)).any():
+        if logits.isnan().any():
             raise ValueError(
-                f"the logits of sequence {int(is_nan.long().argmax())} are NaN, so there is no "
-                "next token: look for NaN in the weights; some models give it for prompts that are "
-                "padded on the left"
+                "logits are NaN, so there is no next token: look for NaN in the weights; some "
+                "models give it for prompts that are padded on the left"
             )
         return CausalLMOutputWithPast(logits=logits)
 

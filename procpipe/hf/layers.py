@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from procpipe.hf.stack import Given, Stack, bare, no_mask
@@ -42,11 +41,12 @@ class ModelLayer(nn.Module):
     """
 
     caches: Iterator[Any] | None = None
+    _turn: str  # which of the stack's modules it holds
 
-    def __init__(self, stack: Stack, model: nn.Module, part: nn.Module) -> None:
+    def __init__(self, stack: Stack, model: nn.Module, **blocks: nn.Module) -> None:
         super().__init__()
         self.stack, self.training = stack, model.training
-        self.add_module(stack.name, part)
+        self.add_module(stack.name, stack.part(model, self._turn, blocks))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters and buffers as transformers does, inner modules first."""
@@ -66,8 +66,7 @@ class ModelLayer(nn.Module):
 class Embed(ModelLayer):
     """The first layer: everything before the blocks."""
 
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__(stack, model, stack.part(model, "before"))
+    _turn = "before"
 
     def forward(self, *inputs: Any, **named: Any) -> State:
         """Return the embeddings of a mini-batch, and what travels with them."""
@@ -86,22 +85,18 @@ class Block(ModelLayer):
     not travel to other stages. The model's own block is then called directly.
     """
 
+    _turn = "between"
+
     def __init__(self, stack: Stack, model: Any, k: int) -> None:
         self._k, self._path = k, f"{stack.path}.{k}"
         block = model.get_submodule(self._path)
-        super().__init__(stack, model, stack.part(model, "between", {str(k): block}))
+        super().__init__(stack, model, **{str(k): block})
         self._routes: list[Tensor] = []
         recorder = (model.get_submodule(stack.name)._can_record_outputs or {}).get("router_logits")
         if recorder is not None and getattr(stack.config, "output_router_logits", False):
             for module in block.modules():
                 if isinstance(module, recorder.target_class):
-                    hook = partial(_note_route, self._routes, recorder.index)
-                    module.register_forward_hook(hook)
-
-    @property
-    def block(self) -> nn.Module:
-        """The model's own block."""
-        return self.get_submodule(self._path)
+                    module.register_forward_hook(partial(self._note_route, recorder.index))
 
     def forward(self, state: State) -> State:
         """Return the state with the block's hidden states, and its routers' logits."""
@@ -111,7 +106,7 @@ class Block(ModelLayer):
             _, given = self.given(inputs_embeds=states, **_travelling(state))
         args, named = given[self._k]
         self._routes.clear()
-        result = self.block(state["hidden_states"], *args, **named)
+        result = self.get_submodule(self._path)(states, *args, **named)
         state = {**state, "hidden_states": result[0] if isinstance(result, tuple) else result}
         if self._routes and self.caches is None:
             state["router_logits"] = (*state.get("router_logits", ()), *self._routes)
@@ -119,9 +114,13 @@ class Block(ModelLayer):
         setattr(state["hidden_states"], _GIVEN, given)
         return state
 
+    def _note_route(self, index: int, _: nn.Module, __: Any, result: Any) -> None:
+        """A hook of a router, which notes its logits."""
+        self._routes.append(result[index] if isinstance(result, tuple) else result)
+
     def compile(self, **options: Any) -> None:
         """Compile the model's own block in place, whose code equal blocks share."""
-        compile_in_place(self.block, options, self.stack.num_blocks)
+        compile_in_place(self.get_submodule(self._path), options, self.stack.num_blocks)
 
 
 class Head(ModelLayer):
@@ -130,8 +129,10 @@ class Head(ModelLayer):
     While tokens are generated, it returns logits of the last position only.
     """
 
+    _turn = "after"
+
     def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__(stack, model, stack.part(model, "after"))
+        super().__init__(stack, model)
         names = [*model._modules]
         for name in names[names.index(stack.name) + 1 :]:
             self.add_module(name, model._modules[name])
@@ -168,11 +169,6 @@ class Head(ModelLayer):
             result["router_logits"] = self._router_logits
 
 
-def _note_route(found: list[Tensor], index: int, router: nn.Module, _: Any, result: Any) -> None:
-    """A hook of a router, which notes its logits."""
-    found.append(result[index] if isinstance(result, tuple) else result)
-
-
 def stack_of(stage: nn.Sequential) -> Stack:
     """Return what the layers of a stage share.
 
@@ -187,15 +183,6 @@ def stack_of(stage: nn.Sequential) -> Stack:
     )
 
 
-@torch.no_grad()
-def set_magnitudes(layer: Any) -> None:
-    """Set the magnitudes that DoRA has in a layer, if any, to those of its weights."""
-    for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
-        weight, change = layer.get_base_layer().weight, layer.get_delta_weight(adapter)
-        change = change.T if magnitude.fan_in_fan_out else change
-        magnitude.weight.copy_(magnitude.get_weight_norm(weight, change, scaling=1))
-
-
 def _travelling(values: Mapping[str, Any]) -> State:
     """Return what of these values travels with the hidden states."""
     return {name: values[name] for name in _TRAVELS if values.get(name) is not None}
@@ -206,7 +193,6 @@ def _initialise(model: Any, module: Any) -> None:
     if hasattr(module, "reset_lora_parameters"):
         for adapter in module.r:
             init = model.peft_config[adapter].init_lora_weights
-            module.reset_lora_parameters(adapter, init if init in (False, "gaussian") else True)
-        set_magnitudes(module)
+            module.reset_lora_parameters(adapter, init)
     elif not isinstance(module, ModelLayer | nn.ModuleList | nn.ModuleDict):
         model._init_weights(module)

@@ -33,9 +33,6 @@ CACHES = ("past_key_values", "cache_params")
 #: Parameters of a forward that are not inputs of a mini-batch.
 _NO_INPUTS = {"self", *CACHES, "use_cache", "kwargs", "encoder_hidden_states"}
 
-#: At most so many values are in a tuple that blocks return; 0 for hidden states alone.
-_MOST_RESULTS = 4
-
 #: What one block is called with besides the hidden states: positional and named values.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,9 +89,9 @@ class Stack:
         self.cache_name = next((name for name in CACHES if name in parameters), None)
         #: Of modules beside the way to the blocks, by name; others embed, before, or are not used.
         self._turns: dict[str, str] = {}
-        self.takes_mask = self._probe(self.part(model, "no turn"))
+        self.takes_mask = self._probe(self.part(model, "no turn", {}))
 
-    def part(self, model: nn.Module, turn: str, own: Mapping[str, nn.Module] | None = None) -> Any:
+    def part(self, model: nn.Module, turn: str, own: Mapping[str, nn.Module]) -> Any:
         """Return a copy of the stack that holds its modules of one turn, and some blocks by name.
 
         The turns are ``"before"``, ``"between"`` and ``"after"`` blocks. The first two have copies
@@ -108,7 +105,7 @@ class Stack:
             for name, child in module._modules.items():
                 full = f"{prefix}.{name}"
                 if full == self.path:
-                    made._modules[name] = _Blocks(self._stand_ins, own or {})
+                    made._modules[name] = _Blocks(self._stand_ins, own)
                 elif child is None or self.path.startswith(f"{full}."):
                     made._modules[name] = child and copied(child, full)
                 elif _is_constant(child) and turn in ("before", "between"):
@@ -174,7 +171,8 @@ class Stack:
         fault = "it does not call all of them"
         with torch.no_grad(), torch.device("cpu"):  # also within torch.device("meta")
             states = torch.zeros(2, 3, self.config.hidden_size)
-            for self._num_results, takes_mask in product(range(_MOST_RESULTS + 1), takes_masks):
+            # As many values are in a tuple that blocks return; 0 stands for hidden states alone.
+            for self._num_results, takes_mask in product(range(5), takes_masks):
                 mask = {"attention_mask": no_mask(states)} if takes_mask else {}
                 try:
                     _, _, given = self.run(shell, inputs_embeds=states, **mask)
@@ -202,7 +200,7 @@ def no_mask(like: Tensor) -> Tensor:
 
 def bare(module: nn.Module, children: dict[str, nn.Module | None] | None = None) -> Any:
     """Return a copy of a module without parameters and buffers; by default also of its children."""
-    made = copy.copy(module)
+    made: Any = copy.copy(module)
     vars(made).update({k: copy.copy(v) for k, v in vars(made).items() if isinstance(v, dict)})
     if children is None:
         children = {name: child and bare(child) for name, child in module._modules.items()}
@@ -233,8 +231,8 @@ def _path_of_blocks(stack: Any) -> str:
     """
     number = stack.config.num_hidden_layers
     lists = [path for path, each in stack.named_modules() if isinstance(each, nn.ModuleList)]
-    found = [path for path in lists if len(stack.get_submodule(path)) == number]
-    found = [path for path in found if not re.search(r"\.\d", path)]  # within another list
+    lists = [path for path in lists if not re.search(r"\.\d", path)]  # within another list
+    found: list[str] = [path for path in lists if len(stack.get_submodule(path)) == number]
     if len(found) != 1:
         raise LookupError(f"its base model has {len(found)} lists of {number} blocks, not one")
     return found[0]

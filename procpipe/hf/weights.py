@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.hf.layers import set_magnitudes, stack_of
+from procpipe.hf.layers import stack_of
 from procpipe.hf.stack import Stack
 from procpipe.stage import Stage
 from procpipe.state.keys import FileKeys
@@ -23,17 +23,14 @@ from procpipe.state.sources import open_source
 from procpipe.state.values import Stored
 from procpipe.state.weights import load_values, write_files
 
-_GENERATION = "generation_config.json"
-
 
 def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
     """Load the parameters of a folder of Hugging Face.
 
     Every rank calls it, and reads only its own stage's tensors, one after the other. They are
     converted to the stage's dtype. The folder's ``generation_config.json``, if it has one, becomes
-    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains, and the
-    magnitudes of DoRA, start from these weights; matrices of LoRA are left as they are. Load an
-    adapter afterwards.
+    the model's ``generation_config``. Modules that ``modules_to_save`` of LoRA trains start from
+    these weights; matrices of LoRA are left as they are. Load an adapter afterwards.
 
     Args:
         stage: of a model by ``hf.sequential``, perhaps built on the meta device.
@@ -45,20 +42,13 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
 
     Raises:
         FileNotFoundError: there is no such file, on some rank.
-        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes. Or
-            ``init_lora_weights`` of LoRA computes matrices from weights, as "pissa" does.
+        ValueError: lists every fault on every rank: missing and unexpected keys, other shapes.
         RemoteStageError: another rank failed.
 
     Source: ``transformers.PreTrainedModel.from_pretrained``.
     """
     stack = stack_of(stage)
     model = stack.model
-    for config in getattr(model, "peft_config", {}).values():
-        if (init := config.init_lora_weights) not in (True, False, "gaussian"):
-            raise ValueError(
-                f"LoRA with init_lora_weights={init!r} was computed from the weights that the "
-                "model had: build it by from_pretrained, without hf.load_pretrained; or choose True"
-            )
     with Member.of(stage).call("hf.load_pretrained") as agree:
         keys = FileKeys.of(stage, None)
         own = {key: name for key, name in keys.own.items() if not is_of_adapter(key)}
@@ -70,7 +60,7 @@ def load_pretrained(stage: Stage, folder: Any, *, strict: bool = True) -> None:
         faults = load_values(stage, replace(keys, own=own), saved, agree, strict=strict)
         if not faults:
             _start_adapters(stage)
-        if not faults and (Path(folder) / _GENERATION).is_file():
+        if not faults and (Path(folder) / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -132,11 +122,7 @@ def _write_configurations(model: Any, path: Path, dtype: torch.dtype) -> None:
 
 
 def local(folder: Any) -> Path:
-    """Return the path of a folder that is there.
-
-    Raises:
-        FileNotFoundError: it is not; says what to do with an id of the hub.
-    """
+    """Return the path of a folder that is there; an error says what to do with an id of the hub."""
     if not Path(folder).exists():
         raise FileNotFoundError(
             f"there is no folder {folder}, and nothing is downloaded: if it is an id of the hub, "
@@ -150,19 +136,19 @@ def is_of_adapter(key: str) -> bool:
     return ".lora_" in key or ".modules_to_save." in key
 
 
-@torch.no_grad()
 def _start_adapters(stage: Stage) -> None:
-    """Set what adapters derive from the weights: copies of modules, and the magnitudes of DoRA."""
+    """Set the modules that adapters train to what they replace."""
     modules: Iterable[Any] = stage.modules()
     for module in modules:
         if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
             for of_adapter in module.modules_to_save.values():
                 of_adapter.load_state_dict(module.original_module.state_dict())
-        set_magnitudes(module)
 
 
 def _in_model(stack: Stack, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is in files as transformers converts it, by the names that its model has.
+
+    The files may also be of the base model alone, whose names lack a prefix.
 
     Raises:
         ValueError: parts of a tensor (experts) are missing, or have other shapes.
@@ -174,11 +160,11 @@ def _in_model(stack: Stack, saved: Mapping[str, Any]) -> dict[str, Any]:
     kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
     both: Any = [[each for each in transforms if isinstance(each, kind)] for kind in kinds]
     of_pattern = {pattern: each for each in both[1] for pattern in each.source_patterns}
-    prefix = model.base_model_prefix  # which names lack where the base model alone was saved
+    place: Any = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": stack.names}
     found: dict[str, Any] = {}
     parts: dict[str, dict[str, str]] = {}  # the patterns of their names, by these
     for name in sorted(saved, key=core_model_loading.dot_natural_key):  # the order of experts
-        key, pattern = core_model_loading.rename_source_key(name, *both, prefix, stack.names)
+        key, pattern = core_model_loading.rename_source_key(name, *both, **place)
         if pattern is None:
             found[key] = saved[name]
         else:
