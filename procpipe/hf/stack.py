@@ -214,7 +214,7 @@ def bare(module: nn.Module, children: dict[str, nn.Module | None] | None = None)
 def _stand_in(module: nn.Module, function: Callable[..., Any]) -> Any:
     """Return a bare copy of a module that calls a function, and no hooks."""
     made = bare(module)
-    made.forward, made._forward_hooks, made._forward_pre_hooks = function, {}, {}
+    vars(made).update(forward=function, _forward_hooks={}, _forward_pre_hooks={})
     return made
 
 

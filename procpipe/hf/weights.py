@@ -148,8 +148,6 @@ def _start_adapters(stage: Stage) -> None:
 def _in_model(stack: Stack, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is in files as transformers converts it, by the names that its model has.
 
-    The files may also be of the base model alone, whose names lack a prefix.
-
     Raises:
         ValueError: parts of a tensor (experts) are missing, or have other shapes.
     """
