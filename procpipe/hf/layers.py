@@ -71,7 +71,7 @@ class Embed(ModelLayer):
     def forward(self, *inputs: Any, **named: Any) -> State:
         """Return the embeddings of a mini-batch, and what travels with them."""
         if inputs and isinstance(inputs[0], Mapping):  # all by name, as a sample is
-            inputs, named = (), {**inputs[0], **named}
+            inputs, named = inputs[1:], {**inputs[0], **named}
         named.pop("labels", None)
         found = self.stack.inputs.bind_partial(*inputs, **named).arguments
         states, given = self.given(**found)
