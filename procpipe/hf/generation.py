@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.data.microbatch import NoChunk
-from procpipe.hf.layers import ModelLayer, model_of
+from procpipe.hf.layers import ModelLayer, stack_of
+from procpipe.hf.stack import CACHES, Stack
 from procpipe.stage import Stage
-
-#: Options of transformers for the caches, which are here on the stages.
-_OF_CACHES = ("cache_implementation", "past_key_values", "cache_params", "prefill_chunk_size")
 
 
 @torch.no_grad()
@@ -43,13 +40,14 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
             ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``max_time``,
             ``generation_config``, ``logits_processor``, ``stopping_criteria``, ``streamer`` and so
             on. By default those of the model's ``generation_config``. The first rank's default
-            generator (``torch.manual_seed``) determines samples, for any number of stages.
+            generator (``torch.manual_seed``) determines samples, for any number of stages. Caches
+            are the stages' own, whatever ``cache_implementation`` says.
 
     Returns:
         Prompts and new tokens ``(batch, length + new)``, int64, on every rank, on its device.
 
     Raises:
-        TypeError: the model is not a causal language model of ``hf.sequential``.
+        TypeError: the model was not made by ``hf.sequential``.
         ValueError: no prompts, or an option that cannot work here (beams, assistants, results
             other than tokens); or logits are NaN. On the first rank also what transformers or the
             user's code raises, on the others then a ``ValueError`` that names it. The stage can
@@ -58,12 +56,7 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
 
     Source: ``transformers.GenerationMixin.generate``.
     """
-    model = model_of(stage)
-    if not model.can_generate():
-        raise TypeError(
-            f"hf.generate continues the text of a causal language model, not of a "
-            f"{type(model).__name__}"
-        )
+    stack = stack_of(stage)
     with _passes(stage) as run:
         while stage._grid.stage != 0:  # follows the orders of the first rank
             order = run(None)
@@ -73,8 +66,12 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
                 first = stage._grid.rank_of(0)
                 raise ValueError(f"rank {first} could not generate: {order['fault']}")
         try:
-            _check(model, input_ids, options)
-            tokens = _on_stages(model, stage, run).generate(input_ids.to(stage.device), **options)
+            if input_ids is None:
+                raise ValueError("rank 0 must give prompts: hf.generate(stage, input_ids, …)")
+            model = _on_stages(stack, stage, run)
+            generate_there = model.generate  # which only causal language models have
+            model.generation_config, others = _configured(model, **options)
+            tokens = generate_there(input_ids.to(stage.device), **others)
         except BaseException as error:
             with suppress(Exception):  # if a call failed, all ranks have
                 run({"fault": f"{type(error).__name__}: {error}"})
@@ -82,12 +79,8 @@ def generate(stage: Stage, input_ids: Any = None, **options: Any) -> Tensor:
         return run({"tokens": tokens})["tokens"]  # type: ignore[no-any-return]
 
 
-#: Follows an order of the first rank, with the inputs that it has; returns what comes of it.
-_Run = Callable[..., dict[str, Any]]
-
-
 @contextmanager
-def _passes(stage: Stage) -> Iterator[_Run]:
+def _passes(stage: Stage) -> Iterator[Callable[..., dict[str, Any]]]:
     """Let the stage's layers keep caches, and its head give the last position only, for a while.
 
     Yields what every rank calls: ``use_cache`` orders a forward pass, which gives the logits
@@ -104,8 +97,7 @@ def _passes(stage: Stage) -> Iterator[_Run]:
         for layer, of_layer in zip(layers, caches, strict=True):
             is_kept = order["use_cache"]
             layer.caches = _in_order(of_layer, layer.stack.config) if is_kept else repeat(None)
-        output = stage(**named)
-        return {"logits": stage.fetch(output[0] if isinstance(output, tuple) else output)}
+        return {"logits": stage.fetch(stage(**named))}
 
     stage.eval()
     try:
@@ -137,57 +129,47 @@ def _in_order(caches: list[Any], config: Any) -> Iterator[Any]:
         yield caches[-1]
 
 
-def _on_stages(model: Any, stage: Stage, run: _Run) -> Any:
+def _configured(
+    model: Any, generation_config: Any = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration of a call as transformers merges it, and the other options."""
+    from transformers import GenerationConfig
+
+    config = copy.deepcopy(generation_config or GenerationConfig())
+    defaults = model.generation_config.to_dict()
+    config.update(**defaults, defaults_only=True, allow_custom_entries=True)
+    others = config.update(**options)
+    mode = config.get_generation_mode(others.get("assistant_model"))
+    is_of_tokens = mode in ("greedy_search", "sample") and not config.return_dict_in_generate
+    if not is_of_tokens or any(others.get(name) is not None for name in CACHES):
+        raise ValueError(
+            "hf.generate cannot do beams or assistants, continue a cache, or return other results "
+            f"than tokens (this would be {mode.value}), as caches stay on their stages: leave out "
+            "such options; give do_sample=True, or False for the most probable tokens"
+        )
+    config.cache_implementation = config.prefill_chunk_size = None
+    return config, others
+
+
+def _on_stages(stack: Stack, stage: Stage, run: Callable[..., dict[str, Any]]) -> Any:
     """Return a copy of a model whose forward orders a pass of all ranks, and runs it."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    stack = next(layer.stack for layer in stage.children() if isinstance(layer, ModelLayer))
-
-    @functools.wraps(model.forward)  # of which transformers reads the parameters
+    @functools.wraps(stack.model.forward)  # of which transformers reads the parameters
     def forward(**inputs: Any) -> Any:
-        named = {key: inputs[key] for key in stack.inputs if inputs.get(key) is not None}
-        size = len(named["input_ids"])
-        for key, value in named.items():
-            if isinstance(value, Tensor) and len(value) == 1 != size:
-                named[key] = NoChunk(value)  # one row for all samples
+        named = {key: inputs[key] for key in stack.inputs.parameters if inputs.get(key) is not None}
+        if "position_ids" in named:  # perhaps one row for all samples
+            named["position_ids"] = named["position_ids"].expand(len(named["input_ids"]), -1)
         use_cache = stack.cache_name is not None and inputs.get("use_cache") is not False
         logits = run({"use_cache": use_cache}, **named)["logits"]
-        if (is_nan := logits.isnan().flatten(1).any(1)).any():
+        if logits.isnan().any():
             raise ValueError(
-                f"the logits of sequence {int(is_nan.long().argmax())} are NaN, so there is no "
-                "next token: look for NaN in the weights; some models give it for prompts that are "
-                "padded on the left"
+                "logits are NaN, so there is no next token: look for NaN in the weights; some "
+                "models give it for prompts that are padded on the left"
             )
         return CausalLMOutputWithPast(logits=logits)
 
-    made = copy.copy(model)
+    made = copy.copy(stack.model)
     made.forward = forward
     made._parameters = {"of_stage": next(stage.parameters())}  # has the device and dtype
     return made
-
-
-def _check(model: Any, input_ids: Any, options: dict[str, Any]) -> None:
-    """Check the arguments of the first rank, of which transformers would say less."""
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
-        form = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise ValueError(f"input_ids must be prompts (batch, length) on rank 0, not {form}")
-    mask = options.get("attention_mask")
-    shape = getattr(mask, "shape", None)
-    if mask is not None and (shape != input_ids.shape or not mask[:, -1].all()):
-        raise ValueError(
-            f"attention_mask has shape {shape and tuple(shape)} for prompts "
-            f"{tuple(input_ids.shape)}, or is 0 at the end of one: it must have their shape, and "
-            "prompts be padded on the left (tokenizer.padding_side = 'left')"
-        )
-    config = copy.deepcopy(options.get("generation_config") or model.generation_config)
-    config.update(**{key: value for key, value in options.items() if hasattr(config, key)})
-    mode = config.get_generation_mode(options.get("assistant_model"))
-    refused = [name for name in _OF_CACHES if options.get(name) is not None]
-    refused += ["return_dict_in_generate"] * bool(config.return_dict_in_generate)
-    refused += [str(mode.value)] * (mode not in ("greedy_search", "sample"))
-    if refused:
-        raise ValueError(
-            f"hf.generate cannot do {', '.join(refused)}: leave out beams, assistants and options "
-            "for caches, as it returns tokens only, and caches stay on their stages; give "
-            "do_sample=True, or False for the most probable tokens"
-        )

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from procpipe.hf.stack import Given, Stack, bare, no_mask
@@ -24,6 +23,9 @@ from procpipe.torch_internals import compile_in_place
 
 #: The attribute of hidden states with what the blocks of this stage are called with.
 _GIVEN = "_procpipe_given"
+
+#: What a block's masks and rotary tables are made from; small, and travels.
+_TRAVELS = ("attention_mask", "position_ids")
 
 #: The output of one layer: the hidden states, and what travels with them, by name.
 State = dict[str, Any]
@@ -39,24 +41,19 @@ class ModelLayer(nn.Module):
     """
 
     caches: Iterator[Any] | None = None
+    _turn: str  # which of the stack's modules it holds
 
-    def __init__(self, stack: Stack, model: nn.Module, part: nn.Module) -> None:
+    def __init__(self, stack: Stack, model: nn.Module, **blocks: nn.Module) -> None:
         super().__init__()
         self.stack, self.training = stack, model.training
-        self.add_module(stack.name, part)
+        self.add_module(stack.name, stack.part(model, self._turn, blocks))
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters and buffers, as transformers does."""
-        _initialise(self, self.stack.model)
+        """Initialise all parameters and buffers as transformers does, inner modules first."""
+        self.apply(partial(_initialise, self.stack.model))
 
     def compile(self, **options: Any) -> None:
-        """Compile the model's own modules in place, and not what calls them."""
-        for module in self.to_compile():
-            compile_in_place(module, options, self.stack.num_blocks)
-
-    def to_compile(self) -> list[nn.Module]:
-        """Return the modules that are compiled: those that hold parameters themselves."""
-        return [m for m in self.modules() if any(True for _ in m.parameters(recurse=False))]
+        """Compile nothing: embeddings, and norm and head, are a few kernels."""
 
     def given(self, **inputs: Any) -> tuple[Tensor, list[Given]]:
         """Return the hidden states that the first block gets, and what all are called with."""
@@ -65,23 +62,21 @@ class ModelLayer(nn.Module):
         _, states, given = self.stack.run(self.get_submodule(self.stack.name), **inputs)
         return states, given
 
-    def travelling(self, values: Mapping[str, Any]) -> State:
-        """Return what of these values travels with the hidden states."""
-        return {name: values[name] for name in self.stack.travels if values.get(name) is not None}
-
 
 class Embed(ModelLayer):
     """The first layer: everything before the blocks."""
 
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__(stack, model, stack.part(model, "before"))
+    _turn = "before"
 
     def forward(self, *inputs: Any, **named: Any) -> State:
         """Return the embeddings of a mini-batch, and what travels with them."""
-        named = by_name(inputs, named, self.stack.inputs)
-        states, given = self.given(**named)
+        if inputs and isinstance(inputs[0], Mapping):  # all by name, as a sample is
+            inputs, named = inputs[1:], {**inputs[0], **named}
+        named.pop("labels", None)
+        found = self.stack.inputs.bind_partial(*inputs, **named).arguments
+        states, given = self.given(**found)
         setattr(states, _GIVEN, given)
-        return {"hidden_states": states, **self.travelling(named)}
+        return {"hidden_states": states} | _travelling(found)
 
 
 class Block(ModelLayer):
@@ -92,28 +87,28 @@ class Block(ModelLayer):
     not travel to other stages. The model's own block is then called directly.
     """
 
-    def __init__(self, stack: Stack, model: nn.Module, k: int) -> None:
+    _turn = "between"
+
+    def __init__(self, stack: Stack, model: Any, k: int) -> None:
         self._k, self._path = k, f"{stack.path}.{k}"
         block = model.get_submodule(self._path)
-        super().__init__(stack, model, stack.part(model, "between", {str(k): block}))
+        super().__init__(stack, model, **{str(k): block})
         self._routes: list[Tensor] = []
-        for router, index in _routers(model.get_submodule(stack.name), block):
-            router.register_forward_hook(partial(_note_route, self._routes, index))
-
-    @property
-    def block(self) -> nn.Module:
-        """The model's own block."""
-        return self.get_submodule(self._path)
+        recorder = (model.get_submodule(stack.name)._can_record_outputs or {}).get("router_logits")
+        if recorder is not None and getattr(stack.config, "output_router_logits", False):
+            for module in block.modules():
+                if isinstance(module, recorder.target_class):
+                    module.register_forward_hook(partial(self._note_route, recorder.index))
 
     def forward(self, state: State) -> State:
         """Return the state with the block's hidden states, and its routers' logits."""
         states = state["hidden_states"]
         given: list[Given] | None = getattr(states, _GIVEN, None)
         if given is None:
-            _, given = self.given(inputs_embeds=states, **self.travelling(state))
+            _, given = self.given(inputs_embeds=states, **_travelling(state))
         args, named = given[self._k]
         self._routes.clear()
-        result = self.block(state["hidden_states"], *args, **named)
+        result = self.get_submodule(self._path)(states, *args, **named)
         state = {**state, "hidden_states": result[0] if isinstance(result, tuple) else result}
         if self._routes and self.caches is None:
             state["router_logits"] = (*state.get("router_logits", ()), *self._routes)
@@ -121,9 +116,13 @@ class Block(ModelLayer):
         setattr(state["hidden_states"], _GIVEN, given)
         return state
 
-    def to_compile(self) -> list[nn.Module]:
-        """Return the model's own block, whose code equal blocks share."""
-        return [self.block]
+    def _note_route(self, index: int, _: nn.Module, __: Any, result: Any) -> None:
+        """A hook of a router, which notes its logits."""
+        self._routes.append(result[index] if isinstance(result, tuple) else result)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model's own block in place, whose code equal blocks share."""
+        compile_in_place(self.get_submodule(self._path), options, self.stack.num_blocks)
 
 
 class Head(ModelLayer):
@@ -132,15 +131,16 @@ class Head(ModelLayer):
     While tokens are generated, it returns logits of the last position only.
     """
 
+    _turn = "after"
+
     def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__(stack, model, stack.part(model, "after"))
+        super().__init__(stack, model)
         names = [*model._modules]
         for name in names[names.index(stack.name) + 1 :]:
             self.add_module(name, model._modules[name])
         self._whole = (bare(model, self._modules),)  # in a tuple, so that it is not registered
         self._known = [*inspect.signature(type(model).forward).parameters]
-        if "output_router_logits" in self._known:
-            self.get_submodule(stack.name).register_forward_hook(self._add_router_logits)
+        self.get_submodule(stack.name).register_forward_hook(self._add_router_logits)
         self._router_logits: tuple[Tensor, ...] = ()
 
     def forward(self, state: State) -> Any:
@@ -171,67 +171,30 @@ class Head(ModelLayer):
             result["router_logits"] = self._router_logits
 
 
-def _routers(stack: Any, block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the routers of a block, if the loss is to have their logits, and where these are."""
-    recorder = (getattr(stack, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorder is not None and getattr(stack.config, "output_router_logits", False):
-        target = getattr(recorder, "target_class", recorder)
-        part = getattr(recorder, "layer_name", None) or ""
-        for name, module in block.named_modules():
-            if isinstance(module, target) and part in name:
-                yield module, getattr(recorder, "index", 1)
-
-
-def _note_route(found: list[Tensor], index: int, router: nn.Module, _: Any, result: Any) -> None:
-    """A hook of a router, which notes its logits."""
-    found.append(result[index] if isinstance(result, tuple) else result)
-
-
-def model_of(stage: nn.Sequential) -> Any:
-    """Return the model of the layers of a stage without its modules: class and configuration.
+def stack_of(stage: nn.Sequential) -> Stack:
+    """Return what the layers of a stage share.
 
     Raises:
         TypeError: the stage was not made of ``hf.sequential``.
     """
     for layer in stage.children():
         if isinstance(layer, ModelLayer):
-            return layer.stack.model
+            return layer.stack
     raise TypeError(
         "the model of the stage was not made by hf.sequential: build Stage(hf.sequential(model), …)"
     )
 
 
-@torch.no_grad()
-def set_magnitudes(layer: Any) -> None:
-    """Set the magnitudes that DoRA has in a layer, if any, to those of its weights."""
-    for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
-        weight, change = layer.get_base_layer().weight, layer.get_delta_weight(adapter)
-        change = change.T if magnitude.fan_in_fan_out else change
-        magnitude.weight.copy_(magnitude.get_weight_norm(weight, change, scaling=1))
+def _travelling(values: Mapping[str, Any]) -> State:
+    """Return what of these values travels with the hidden states."""
+    return {name: values[name] for name in _TRAVELS if values.get(name) is not None}
 
 
-def by_name(inputs: tuple[Any, ...], named: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """Return what a first layer was given, by name, without labels."""
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-        named = {**inputs[0], **named}
-    else:
-        named = {**dict(zip(known, inputs, strict=False)), **named}
-    named.pop("labels", None)
-    if unknown := [name for name in named if name not in known]:
-        raise TypeError(
-            f"the model was given {', '.join(unknown)}, but takes {', '.join(known)} in a pipeline"
-        )
-    return named
-
-
-def _initialise(module: Any, model: Any) -> None:
-    """Initialise what is in a module as transformers does, inner modules first."""
-    for child in module.children():
-        _initialise(child, model)
-        if hasattr(child, "reset_lora_parameters"):
-            for adapter in child.r:
-                init = model.peft_config[adapter].init_lora_weights
-                child.reset_lora_parameters(adapter, init if init in (False, "gaussian") else True)
-            set_magnitudes(child)
-        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            model._init_weights(child)
+def _initialise(model: Any, module: Any) -> None:
+    """Initialise a module of a model, but for those in it, as transformers or peft does."""
+    if hasattr(module, "reset_lora_parameters"):
+        for adapter in module.r:
+            init = model.peft_config[adapter].init_lora_weights
+            module.reset_lora_parameters(adapter, init)
+    elif not isinstance(module, ModelLayer | nn.ModuleList | nn.ModuleDict):
+        model._init_weights(module)

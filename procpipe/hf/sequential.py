@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.divided import Divided
-from procpipe.hf.compared import check_equal, is_compared, unsupported
+from procpipe.hf.compared import COMPARED, check_equal, unsupported
 from procpipe.hf.layers import Block, Embed, Head
-from procpipe.hf.stack import Stack
+from procpipe.hf.stack import Stack, name_in_files
 
-#: What peft puts into the keys of what it wraps.
-_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")
+#: Options of LoRA that files of adapters or copies of weights need, and beginnings without weights.
+_REFUSED = ("trainable_token_indices", "target_parameters", "use_dora")
+_STARTS = (True, False, "gaussian")
 
-#: The size of the input of which a balance is estimated.
+#: The size of the input, without values, of which a balance is estimated.
 _NUM_SAMPLES, _LENGTH = 2, 128
 
 
@@ -39,10 +39,10 @@ def sequential(model: nn.Module) -> nn.Sequential:
     recomputation finds: give the stage ``checkpoint="never"``.
 
     Args:
-        model: a decoder or BERT; also with LoRA of peft, without ``trainable_token_indices``
-            and ``target_parameters``. It may be on the meta device. Of a class that
-            docs/language_models.md does not list, a small copy in float64 is compared with
-            transformers first, which takes seconds.
+        model: a decoder or BERT; also with LoRA of peft, without ``trainable_token_indices``,
+            ``target_parameters``, ``use_dora``, and initial values computed from weights. It may
+            be on the meta device. Of a class that docs/language_models.md does not list, a small
+            copy in float64 is compared with transformers first, which takes seconds.
 
     Returns:
         layers ``embed``, ``block0``, …, ``head``. Its attribute ``keys`` is a function that makes
@@ -53,8 +53,9 @@ def sequential(model: nn.Module) -> nn.Sequential:
     """
     plain = _without_adapter(model)
     made = divided(plain)
-    if not is_compared(plain):
-        check_equal(plain, [layer.block for layer in made if isinstance(layer, Block)], divided)
+    is_theirs = type(plain).__module__.startswith("transformers.models.")
+    if not (is_theirs and type(plain).__name__ in COMPARED):
+        check_equal(plain, divided)
     if not plain.training:
         warnings.warn(
             "the model is in eval mode, as from_pretrained returns it: stage.step() computes no "
@@ -75,11 +76,7 @@ def divided(model: Any) -> Divided:
     if not isinstance(model, transformers.PreTrainedModel):
         raise unsupported(model, "it is not a model of transformers")
     if model.config.is_encoder_decoder:
-        raise unsupported(
-            model,
-            "it has an encoder: cut it by procpipe.sequential(model, input_ids=…, "
-            "attention_mask=…, decoder_input_ids=…, use_cache=False)",
-        )
+        raise unsupported(model, "it has an encoder: cut it by procpipe.sequential(model, **batch)")
     name = model.base_model_prefix
     if not hasattr(model, name):
         name = "model"  # of a decoder that is also part of a model of images
@@ -92,48 +89,25 @@ def divided(model: Any) -> Divided:
     layers["head"] = Head(stack, model)
     made = Divided(OrderedDict(layers))
     made.training = model.training
-    made.sample = _sample(stack)
-    made.keys = _key_of
-    _check_complete(made, model)
+    tokens = torch.empty(_NUM_SAMPLES, _LENGTH, dtype=torch.long, device="meta")
+    mask = tokens.new_empty((_NUM_SAMPLES, 1, _LENGTH, _LENGTH), dtype=torch.bool)  # taken as it is
+    made.sample = {"input_ids": tokens} | ({"attention_mask": mask} if stack.takes_mask else {})
+    made.keys = lambda key: name_in_files(key.partition(".")[2])
+    if lost := sorted({made.keys(key) for key in made.state_dict()} ^ stack.names.keys()):
+        raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")
     return made
-
-
-def _key_of(key: str) -> str:
-    """Return Hugging Face's key for a key of the ``nn.Sequential``."""
-    return _WRAPPED.sub(".", key.partition(".")[2])
-
-
-def _sample(stack: Stack) -> dict[str, Tensor]:
-    """Return an input without values, from which a balance is estimated.
-
-    Its masks are those that transformers would make, and so it takes them as they are.
-    """
-    longest = getattr(stack.model.config, "max_position_embeddings", _LENGTH)
-    length = min(_LENGTH, longest)
-    tokens = torch.empty(_NUM_SAMPLES, length, dtype=torch.long, device="meta")
-    if not stack.takes_mask:
-        return {"input_ids": tokens}
-    mask = tokens.new_empty((_NUM_SAMPLES, 1, length, length), dtype=torch.bool)
-    return {"input_ids": tokens, "attention_mask": mask}
 
 
 def _without_adapter(model: Any) -> Any:
     """Return the model that peft has put LoRA into."""
     if not type(model).__module__.startswith("peft."):
         return model
-    if not hasattr(model, "get_base_model") or any(
-        config.peft_type != "LORA" for config in model.peft_config.values()
-    ):
+    configs = model.peft_config.values()
+    if not hasattr(model, "get_base_model") or any(c.peft_type != "LORA" for c in configs):
         raise unsupported(model, "of peft, only LoRA")
-    for option in ("trainable_token_indices", "target_parameters"):
-        if any(getattr(config, option, None) for config in model.peft_config.values()):
-            raise unsupported(model, f"{option} of LoraConfig cannot be saved")
+    for config in configs:
+        refused = [name for name in _REFUSED if getattr(config, name, None)]
+        refused += ["init_lora_weights"] * (config.init_lora_weights not in _STARTS)
+        if refused:
+            raise unsupported(model, f"{' and '.join(refused)} of LoraConfig cannot be used")
     return model.get_base_model()
-
-
-def _check_complete(made: Divided, model: nn.Module) -> None:
-    """Check that the layers hold all of the model."""
-    of_layers = {made.keys(key) for key in made.state_dict()}
-    of_model = {_WRAPPED.sub(".", key) for key in model.state_dict()}
-    if lost := sorted(of_layers ^ of_model):
-        raise unsupported(model, f"{', '.join(lost)} would be in no layer, or in no model")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -26,42 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: What a block's masks and rotary tables are made from; small, and travels.
-_TRAVELS = ("attention_mask", "position_ids")
-
 #: How a forward names the caches of keys, values and other states.
 CACHES = ("past_key_values", "cache_params")
 
 #: Parameters of a forward that are not inputs of a mini-batch.
 _NO_INPUTS = {"self", *CACHES, "use_cache", "kwargs", "encoder_hidden_states"}
 
-#: How many values blocks return in a tuple, 0 for hidden states alone, in the order of trial.
-_NUMS_RESULTS = (0, 1, 2, 3, 4)
-
 #: What one block is called with besides the hidden states: positional and named values.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class StandIn:
-    """Calls a function in place of a module, and has the module's attributes but for tensors."""
-
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self._bare, self._function = bare(module), function
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call the function."""
-        return self._function(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_bare":  # not there yet, in a copy
-            raise AttributeError(name)
-        return getattr(self._bare, name)
 
 
 class _Blocks(nn.Module):
     """A list of stand-ins for blocks, which also holds some of the blocks under their names."""
 
-    def __init__(self, stand_ins: list[StandIn], own: Mapping[str, nn.Module]) -> None:
+    def __init__(self, stand_ins: list[nn.Module], own: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._stand_ins = stand_ins
         self._modules.update(own)
@@ -82,8 +61,8 @@ class Stack:
         num_blocks: how many these are.
         config: of the stack.
         model: the whole model without its modules: class and configuration.
-        inputs: the names of what the stack takes.
-        travels: those that are needed on all stages.
+        names: of all values of the model, as in files.
+        inputs: the signature of what the stack takes of a mini-batch.
         cache_name: how its forward names its caches; None if it takes none.
         takes_mask: whether it takes a mask of four dimensions as it is.
 
@@ -96,49 +75,47 @@ class Stack:
         if stack is None or stack is model:
             raise LookupError(f"it has no base model {name!r}")
         self.name, self.config, self.model = name, stack.config, bare(model, {})
+        self.names = dict.fromkeys(map(name_in_files, model.state_dict()), True)
         self.path = f"{name}.{_path_of_blocks(stack)}"
         self._left: Tensor | None = None
         self._given: list[Given] = []
-        self._stand_ins = [StandIn(each, self._note) for each in model.get_submodule(self.path)]
+        self._stand_ins = [_stand_in(each, self._note) for each in model.get_submodule(self.path)]
         self.num_blocks = len(self._stand_ins)
         parameters = inspect.signature(type(stack).forward).parameters
         if "inputs_embeds" not in parameters:
             raise LookupError("the forward of its base model does not take inputs_embeds")
-        self.inputs = [name for name in parameters if name not in _NO_INPUTS]
-        self.travels = [name for name in _TRAVELS if name in self.inputs]
+        taken = [each for each in parameters.values() if each.name not in _NO_INPUTS]
+        self.inputs = inspect.Signature(taken)
         self.cache_name = next((name for name in CACHES if name in parameters), None)
-        self._turns: dict[str, str] = {}  # of modules beside the way to the blocks, by name
-        self.takes_mask = self._probe(self.part(model, "no turn"))
+        #: Of modules beside the way to the blocks, by name; others embed, before, or are not used.
+        self._turns: dict[str, str] = {}
+        self.takes_mask = self._probe(self.part(model, "no turn", {}))
 
-    def part(self, model: nn.Module, turn: str, own: Mapping[str, nn.Module] | None = None) -> Any:
+    def part(self, model: nn.Module, turn: str, own: Mapping[str, nn.Module]) -> Any:
         """Return a copy of the stack that holds its modules of one turn, and some blocks by name.
 
         The turns are ``"before"``, ``"between"`` and ``"after"`` blocks. The first two have copies
         of the modules of constants, as rotary embeddings are.
         """
-        usual = "before"  # the turn of what is not called where there are inputs_embeds
 
         def copied(module: nn.Module, prefix: str) -> Any:
-            nonlocal usual
             made = bare(module, {})
             made._buffers = copy.deepcopy(module._buffers)  # constants, like those of its modules
-            vars(made)["gradient_checkpointing"] = False  # that of a block is within it
             vars(made)["_output_capturing_hooks_installed"] = True  # none of transformers in blocks
             for name, child in module._modules.items():
                 full = f"{prefix}.{name}"
                 if full == self.path:
-                    made._modules[name] = _Blocks(self._stand_ins, own or {})
-                    usual = "after"
+                    made._modules[name] = _Blocks(self._stand_ins, own)
                 elif child is None or self.path.startswith(f"{full}."):
                     made._modules[name] = child and copied(child, full)
                 elif _is_constant(child) and turn in ("before", "between"):
                     made._modules[name] = copy.deepcopy(child)
                 elif _is_constant(child):
-                    made.__dict__[name] = StandIn(child, self._pass_on)  # found first
-                elif self._turns.get(full, usual) == turn:
+                    made.__dict__[name] = _stand_in(child, self._pass_on)  # found first
+                elif self._turns.get(full, "before") == turn:
                     made._modules[name] = child
                 else:
-                    made.__dict__[name] = StandIn(child, partial(self._note_turn, full))
+                    made.__dict__[name] = _stand_in(child, partial(self._note_turn, full))
             return made
 
         return copied(model.get_submodule(self.name), self.name)
@@ -146,15 +123,10 @@ class Stack:
     def run(
         self, forward: Callable[..., Any], left: Tensor | None = None, **inputs: Any
     ) -> tuple[Any, Any, list[Given]]:
-        """Call a part, or a model that holds one.
+        """Call a part, or a model that holds one, in which the last block returns ``left``.
 
-        Args:
-            forward: the part or model.
-            left: what the last block returns; by default what the first one gets.
-            inputs: of the forward, by name.
-
-        Returns:
-            Its result, what the last block returns, and what each is called with.
+        By default that is what the first block gets. Returns the result, what the last block
+        returns, and what each block is called with.
         """
         self._left, self._given = left, []
         try:
@@ -195,21 +167,26 @@ class Stack:
 
         That also shows how many values blocks return, and when modules are called.
         """
-        takes_masks = (True, False) if "attention_mask" in self.inputs else (False,)
+        takes_masks = (True, False) if "attention_mask" in self.inputs.parameters else (False,)
         fault = "it does not call all of them"
         with torch.no_grad(), torch.device("cpu"):  # also within torch.device("meta")
             states = torch.zeros(2, 3, self.config.hidden_size)
-            for self._num_results, takes_mask in product(_NUMS_RESULTS, takes_masks):
-                inputs: dict[str, Any] = {"inputs_embeds": states}
-                inputs |= {"attention_mask": no_mask(states)} if takes_mask else {}
+            # As many values are in a tuple that blocks return; 0 stands for hidden states alone.
+            for self._num_results, takes_mask in product(range(5), takes_masks):
+                mask = {"attention_mask": no_mask(states)} if takes_mask else {}
                 try:
-                    _, _, given = self.run(shell, **inputs)
+                    _, _, given = self.run(shell, inputs_embeds=states, **mask)
                 except Exception as error:  # of transformers, which expects other results or masks
                     fault = str(error).partition("\n")[0] or type(error).__name__
                     continue
                 if len(given) == self.num_blocks:
                     return takes_mask
         raise LookupError(f"the forward of its base model does not run with other blocks: {fault}")
+
+
+def name_in_files(name: str) -> str:
+    """Return the name of a value without what peft puts into it for modules that it wraps."""
+    return re.sub(r"\.(base_layer|original_module)\.", ".", name)
 
 
 def no_mask(like: Tensor) -> Tensor:
@@ -223,13 +200,21 @@ def no_mask(like: Tensor) -> Tensor:
 
 def bare(module: nn.Module, children: dict[str, nn.Module | None] | None = None) -> Any:
     """Return a copy of a module without parameters and buffers; by default also of its children."""
-    made = copy.copy(module)
+    made: Any = copy.copy(module)
     vars(made).update({k: copy.copy(v) for k, v in vars(made).items() if isinstance(v, dict)})
     if children is None:
         children = {name: child and bare(child) for name, child in module._modules.items()}
     made._modules = children
     made._parameters = dict.fromkeys(module._parameters)
     made._buffers = dict.fromkeys(module._buffers)
+    made.gradient_checkpointing = False  # that of a block is within it
+    return made
+
+
+def _stand_in(module: nn.Module, function: Callable[..., Any]) -> Any:
+    """Return a bare copy of a module that calls a function, and no hooks."""
+    made = bare(module)
+    vars(made).update(forward=function, _forward_hooks={}, _forward_pre_hooks={})
     return made
 
 
@@ -245,11 +230,9 @@ def _path_of_blocks(stack: Any) -> str:
         LookupError: there is none, or more than one.
     """
     number = stack.config.num_hidden_layers
-    found: list[str] = []
-    for path, module in stack.named_modules():
-        is_inside = any(path.startswith(f"{other}.") for other in found)
-        if isinstance(module, nn.ModuleList) and len(module) == number and not is_inside:
-            found.append(path)
+    lists = [path for path, each in stack.named_modules() if isinstance(each, nn.ModuleList)]
+    lists = [path for path in lists if not re.search(r"\.\d", path)]  # within another list
+    found: list[str] = [path for path in lists if len(stack.get_submodule(path)) == number]
     if len(found) != 1:
         raise LookupError(f"its base model has {len(found)} lists of {number} blocks, not one")
     return found[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from procpipe import Stage, hf
-from procpipe.hf import weights
-from procpipe.state.member import Member
-from procpipe.state.weights import write_files
+from procpipe.state.sources import values_in
 from tests.hf.cases import model_of
 from tests.hf.compare import logits_of, on_meta, read_again
 
@@ -155,48 +152,17 @@ def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path)
         assert values.keys() - file.keys() == {"lm_head.weight"}
 
 
-@pytest.mark.parametrize("num_replaced", [0, 1, 2])
-def test_a_save_that_ends_early_leaves_the_earlier_model_or_none(
-    tmp_path, monkeypatch, num_replaced
-):
+def test_a_save_that_is_killed_leaves_no_mixed_model(tmp_path, monkeypatch):
     """Shards of two saves under one index would be read without an error."""
-    parts: list[Any] = []
-    for rank in range(2):
-        write_shard(tmp_path, 0.0, rank, parts)
-    parts.clear()
-    write_shard(tmp_path, 1.0, 0, parts)  # the other rank fails
-    assert values_in(tmp_path) == [0.0] * 4
-    replace, num_left = os.replace, num_replaced
+    folder = saved_by_transformers(tmp_path, "Llama", max_shard_size="20KB")
+    assert len([*folder.glob("model-*.safetensors")]) > 1
 
-    def replace_some(source, target):
-        nonlocal num_left
-        if num_left == 0:
-            raise KeyboardInterrupt
-        num_left -= 1
-        replace(source, target)
+    def killed(*_):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", replace_some)
-    if num_replaced == 2:
-        write_shard(tmp_path, 1.0, 1, parts)
-        assert values_in(tmp_path) == [1.0] * 4
-        return
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_shard(tmp_path, 1.0, 1, parts)
+        hf.save_pretrained(Stage(on_meta("Llama"), [5]), folder)
+
     with pytest.raises(FileNotFoundError, match="holds none of"):
-        values_in(tmp_path)
-
-
-def write_shard(folder, value, rank, parts):
-    """Write a file of two ranks, of which the second replaces those of an earlier save."""
-
-    def agree(ours, combine):
-        parts.append(ours)
-        return combine(parts) if len(parts) == 2 else None
-
-    member = Member(torch.nn.Identity(), torch.device("cpu"), rank, 2)
-    write_files(folder, {"ab"[rank]: torch.full((2,), value)}, member, agree)
-
-
-def values_in(folder):
-    found = weights.source_in(folder)
-    return torch.cat([found["a"].copy(), found["b"].copy()]).tolist()
+        values_in(folder)
