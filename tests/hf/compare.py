@@ -6,7 +6,6 @@ mini-batch of each form, and greedy tokens; what ``hf.save_pretrained`` writes h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import textwrap
@@ -49,21 +48,14 @@ Kind = tuple[str, bool]
 @functools.cache
 def truth_of(name, form="both", tied=None):
     """Return loss, gradients and buffers of the plain model over the same micro-batches."""
-    return plain_step(model_of(name, **tying(tied)), name, form)
-
-
-def plain_step(model, name, form="both", surroundings=contextlib.nullcontext):
-    """Run a step of a plain model, each micro-batch in surroundings of its own."""
-    batch, labels = batch_of(name, form=form)
+    model, (batch, labels) = model_of(name, **tying(tied)), batch_of(name, form=form)
     size, loss_fn = -(-len(labels) // CHUNKS), loss_of(name)
+    total = loss_fn.num_counted(labels).item()
     loss: Any = 0.0
     for k in range(0, len(labels), size):
         part = {key: value[k : k + size] for key, value in batch.items()}
-        share = (
-            loss_fn.num_counted(labels[k : k + size]).item() / loss_fn.num_counted(labels).item()
-        )
-        with surroundings():
-            loss = loss + share * loss_fn(output_of(model, part), labels[k : k + size])
+        share = loss_fn.num_counted(labels[k : k + size]).item() / total
+        loss = loss + share * loss_fn(output_of(model, part), labels[k : k + size])
     loss.backward()
     return loss.detach(), gradients_of(model), dict(model.named_buffers())
 

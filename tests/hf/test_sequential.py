@@ -80,18 +80,6 @@ def test_equal_blocks_share_one_compiled_graph():
     assert len(graphs) == 1
 
 
-def test_only_one_hook_notes_what_a_router_returns():
-    """Those of transformers, too, would be compiled with the block."""
-    layers: Any = hf.sequential(model_of("Mixtral"))
-    first, block, *_ = layers
-    state = first(**batch_of("Mixtral")[0])
-    state["hidden_states"] = state["hidden_states"].detach().clone()  # as of another stage
-    assert len(block(state)["router_logits"]) == 1
-    own = block.get_submodule("model.layers.0")
-    hooks = [len(module._forward_hooks) for module in own.modules()]
-    assert sum(hooks) == 1
-
-
 def test_layers_hold_the_models_own_modules():
     model = model_of("Llama")
     layers: Any = hf.sequential(model)
@@ -115,15 +103,6 @@ def test_models_in_eval_mode_are_not_trained_silently():
     assert all(parameter.grad is None for parameter in stage.parameters())
     stage.train().step(**batch, labels=labels)
     assert all(parameter.grad is not None for parameter in stage.parameters())
-
-
-def test_models_that_return_tuples():
-    model = model_of("BERT")
-    batch, _ = batch_of("BERT")
-    expected = model(**batch).logits
-    model.config.return_dict = False
-
-    assert torch.equal(hf.sequential(model)(**batch), expected)
 
 
 def test_what_is_not_supported_is_one_error():
@@ -209,14 +188,6 @@ def test_models_of_any_size_are_compared_as_small_copies():
     with torch.device("meta"):
         model = transformers.Exaone4ForCausalLM(config)
     assert len(hf.sequential(model)) == 42
-
-
-def test_unknown_inputs_are_refused():
-    layers = hf.sequential(model_of("GPT-2"))
-    batch, _ = batch_of("GPT-2")
-
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pixel_values'"):
-        layers(**batch, pixel_values=torch.ones(1))
 
 
 def test_labels_that_are_missing_are_asked_for():

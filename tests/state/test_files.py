@@ -186,25 +186,6 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path, name):
         optimizer.step(loss)
 
 
-class Nested(torch.optim.SGD):
-    """Has a state in dicts and lists, with names that are no text."""
-
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            now = torch.full_like(parameter, 2.0)
-            self.state[parameter] = {"a": {"b.c": now, 3: [now, 1]}, "step": torch.tensor(1.0)}
-
-
-def test_a_nested_state_is_loaded_as_it_was(tmp_path):
-    model = nn.Linear(3, 4)
-    optimizer = Nested(model.parameters(), lr=0.1)
-    optimizer.step()
-    state.save(tmp_path, model, optimizer)
-    loaded = Nested(model.parameters(), lr=0.3)
-    state.load(tmp_path, model, loaded)
-    assert is_same(loaded.state_dict(), optimizer.state_dict())
-
-
 def trained():
     model = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -185,24 +185,6 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert step.endswith(f"no saved state in {saved} of step 4, but 000001-step-3")
 
 
-def save_differently(bare, folder):
-    with stage_of(bare, "other names", small_model(), [1, 2], loss_fn=F.mse_loss) as stage:
-        state.save(folder, stage, extra={"epochs" if bare.rank else "epoch": 1})
-
-
-def test_ranks_that_disagree_save_nothing(ranks, tmp_path):
-    folder = tmp_path / "run"
-    errors = ranks(2).run(save_differently, str(folder), world=False).errors()
-
-    assert errors[0].is_a("ValueError")
-    assert errors[1].is_a("RemoteStageError")
-    expected = (
-        "named ['epochs']; on rank 0 with asynchronous=False, 0 optimizers, extra named ['epoch']"
-    )
-    assert all(expected in error.text for error in errors)
-    assert not folder.exists()
-
-
 def small_model():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
 
