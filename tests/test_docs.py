@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from procpipe.launch.main import main
+from procpipe.launch.plan import measure, trial
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.text import render_text
@@ -377,6 +378,9 @@ def test_the_commands_of_planning_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
+    monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
     start_as_forks(monkeypatch, 2)
