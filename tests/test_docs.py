@@ -68,17 +68,14 @@ def python_blocks(page: Path = README) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
-    num_ranks: int | None, tmp_path: Path
-) -> None:
+def test_the_readme_example_trains_and_has_no_branch_on_the_rank(tmp_path: Path) -> None:
     training, with_own_loss, saving = python_blocks()
     assert "rank ==" not in training + with_own_loss + saving
     code = "import torch\ntorch.manual_seed(0)\n" + training
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_forked(code, num_ranks=num_ranks).check()
+    done = run_forked(code, num_ranks=2).check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
@@ -168,24 +165,21 @@ def test_the_loop_prints_what_the_ordinary_loop_prints() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_a_class_kept_as_it_is_trains_the_same_over_stages(
-    num_ranks: int | None, tmp_path: Path
-) -> None:
+def test_a_class_kept_as_it_is_trains_the_same_over_stages(tmp_path: Path) -> None:
     of_gpt, ordinary, with_stages, back, *_ = python_blocks(YOUR_MODEL)
 
-    def program(code: str) -> str:
-        for name in ("exported", "model.pt"):
-            code = code.replace(f'"{name}"', repr(str(tmp_path / name)))
+    def program(code: str, num_ranks: int | None = None) -> str:
+        for name, place in (("exported", f"by {num_ranks}"), ("model.pt", "model.pt")):
+            code = code.replace(f'"{name}"', repr(str(tmp_path / place)))
         return IN_FLOAT64 + code.replace("from gpt import GPT\n", of_gpt)
 
     expected = run_forked(program(ordinary)).check().stdout
-    done = run_forked(program(with_stages), num_ranks=num_ranks).check()
-
-    assert done.stdout == expected
     assert re.fullmatch(r"(loss \d\.\d{4}\n){10}", expected)
-    exported = [load_file(file) for file in (tmp_path / "exported").glob("*.safetensors")]
-    assert len(exported) == (num_ranks or 1)
+    for num_ranks in (None, 2):
+        done = run_forked(program(with_stages, num_ranks), num_ranks=num_ranks).check()
+        assert done.stdout == expected
+        exported = [load_file(f) for f in (tmp_path / f"by {num_ranks}").glob("*.safetensors")]
+        assert len(exported) == (num_ranks or 1)
     names: dict[str, Any] = {}
     exec(of_gpt, names)
     gpt, plain = (names["GPT"]().double() for _ in range(2))
@@ -193,7 +187,7 @@ def test_a_class_kept_as_it_is_trains_the_same_over_stages(
     plain.load_state_dict(torch.load(tmp_path / "model.pt"))
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(gpt(tokens), plain(tokens), rtol=1e-9, atol=1e-9)
-    run_forked(program(back)).check()
+    run_forked(program(back, 2)).check()
 
 
 def test_the_page_says_how_many_lines_change() -> None:

@@ -257,7 +257,7 @@ def test_compiled_blocks_stay_compiled(way):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_can_be_compiled():
-    model = GPT(GPTConfig())
+    model = GPT(GPTConfig(n_layer=1))
     stage = Stage(procpipe.sequential(model, words(4, 9)))
     stage.compile(backend="eager")
 

@@ -72,7 +72,10 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
             for descriptor in descriptors:
                 os.close(descriptor)
             with theirs:
-                return receive(theirs)
+                start_of_rank, descriptors = receive(theirs)
+            if start_of_rank is None:
+                os._exit(0)
+            return start_of_rank, descriptors
         theirs.close()
         waiting.append(Waiting(pid, ours))
     new_process = SubprocessHandler._popen

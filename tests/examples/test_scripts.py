@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.cases import for_each
-from tests.dist.forks import OF_HF, fork_server
+from tests.dist.forks import OF_EXAMPLES, OF_HF, fork_server
 from tests.dist.script import run_forked
 from tests.faults.restarts import differences
 
@@ -24,8 +24,12 @@ DIGITS = ROOT / "examples/train_digits.py"
 LM = ROOT / "examples/train_lm.py"
 HF = ROOT / "examples/finetune_hf.py"
 UNET = ROOT / "examples/unet_segmentation.py"
-RESNET = ROOT / "examples/resnet_split_size.py"
 TINY = ROOT / "examples/tiny_pipeline.py"  # shows what procpipe does; it does not use it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports():
+    fork_server().load(*OF_EXAMPLES)
 
 
 def results(stdout):
@@ -96,7 +100,8 @@ def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
     whole = run(HF, args=[*few, "--steps", "4"])
     first = run(HF, args=[*saving, "--steps", "2"])
     resumed = run(HF, nproc=2, args=[*saving, "--steps", "4", "--out", str(out)])
-    run(HF, nproc=2, args=[*few, "--model", str(out), "--lora", "--out", str(adapter), "--steps", "2"])
+    lora = ["--model", str(out), "--lora", "--out", str(adapter), "--steps", "2"]
+    run(HF, nproc=2, args=[*few, *lora])
 
     printed, before, after = (without_balance(done.stdout) for done in (whole, first, resumed))
     assert before[:1] + after == printed, "resumed on another number of stages"
@@ -106,13 +111,12 @@ def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_unet_learns_and_two_stages_print_and_draw_the_same_as_one(tmp_path):
-    fork_server().load("matplotlib.figure", "matplotlib.backends.backend_agg")
-    args = ["--steps", "10", "--evaluate-every", "5", "--batch-size", "2", "--chunks", "2"]
+    args = ["--steps", "20", "--evaluate-every", "10", "--batch-size", "2", "--chunks", "2"]
     pictures, lines = [], []
     for num_ranks, balance in ((None, ["41"]), (2, ["9", "32"])):
         picture = tmp_path / f"{num_ranks}.png"
         options = [*args, "--balance", *balance, "--picture", str(picture)]
-        done = run_forked(UNET, num_ranks=num_ranks, args=options, tears_down=True).check()
+        done = run_forked(UNET, num_ranks=num_ranks, args=options).check()
         lines.append([line for line in done.stdout.splitlines() if "IoU" in line])
         with Image.open(picture) as image:
             pictures.append(np.asarray(image.convert("RGB")).astype(int))
@@ -125,20 +129,30 @@ def test_a_unet_learns_and_two_stages_print_and_draw_the_same_as_one(tmp_path):
     assert np.abs(before - after).mean() > 10
 
 
+#: The example with a smaller model; its own size: tests/examples/test_models.py.
+SMALL_RESNET = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from examples.models import resnet
+resnet.resnet101 = lambda num_classes: resnet.resnet(num_classes, (1, 1, 1, 1), 8)
+runpy.run_path({str(ROOT / "examples/resnet_split_size.py")!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_split_size_is_swept_and_drawn(tmp_path):
     picture = tmp_path / "resnet.png"
-    args = ["--image-size", "32", "--batch-size", "2", "--split-size", "1", "--sweep", "2"]
+    args = ["--image-size", "32", "--batch-size", "4", "--split-size", "2", "--sweep", "4"]
     args += ["--repeats", "2", "--picture", str(picture)]
-    done = run(RESNET, nproc=2, balance=[200, 170], args=args)
+    done = run(SMALL_RESNET, nproc=2, args=args)
 
     lines = done.stdout.splitlines()
     start = next(k for k, line in enumerate(lines) if "speed-up" in line)
     rows = [line.rsplit(maxsplit=4) for line in lines[start + 1 : start + 5]]
     assert [(name, size) for name, size, *_ in rows] == [
-        *(("one device", "2"), ("model parallel", "2")),
-        *(("pipelined", "1"), ("pipelined", "2")),
+        *(("one device", "4"), ("model parallel", "4")),
+        *(("pipelined", "2"), ("pipelined", "4")),
     ]
     assert all(float(mean) > 0 and float(deviation) > 0 for _, _, mean, deviation, _ in rows)
     with Image.open(picture) as image:
