@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from procpipe.balance import profile
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure, trial
 from procpipe.plan.schedules.interleaved import interleaved
@@ -374,11 +375,11 @@ def test_the_commands_of_planning_run(
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
     monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(profile, "_NUM_STARTS", 1)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
-    start_as_forks(monkeypatch, 2)
-    for words in (from_model, from_costs):
+    for words in ([*from_model, "--estimate"], from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
     start_as_forks(monkeypatch, 4)
