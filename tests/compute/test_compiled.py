@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
+from procpipe.tree import TENSOR, Flat
 from tests.dist.stages import assert_same
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 WIDTH = 16
 
@@ -51,6 +55,31 @@ def train_in_one_process(mode: str) -> tuple[Any, ...]:
 def test_recomputation_repeats_compiled_layers() -> None:
     never, always = map(train_in_one_process, ("never", "always"))
     assert_same(always, never, "recomputed", TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_layer_has_its_whole_backward_in_the_first_task() -> None:
+    """As its gradients are one node of the graph; the layer behind it is split."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    layers: Any = copy.deepcopy(plain)
+    layers[0].compile(backend="aot_eager")
+    segment = Segment(Layers(dict(layers.named_children()), CPU, is_first=False))
+    for _ in range(2):
+        input, gradient = make_batch(8)
+        x = input.requires_grad_()
+        plain(x).backward(gradient)
+        segment.begin()
+        of_input = Flat([input.detach()], TENSOR, (True,))
+        segment.forward(0, [of_input], keep=True, recompute=False, split=True)
+        ((found,),) = segment.backward(0, [gradient])
+        assert_same(found, x.grad, "gradient of the input", TOLERANCE)
+        of_compiled = layers[0].weight.grad
+        assert_same(of_compiled, plain[0].weight.grad, "weight", TOLERANCE)
+        segment.backward_weight(0)
+        for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
+            assert_same(ours.grad, theirs.grad, "after task W", TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
