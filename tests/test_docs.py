@@ -30,7 +30,6 @@ TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
 COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
-LAUNCHING = TESTS.parent / "docs" / "launching.md"
 ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "dev" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
@@ -314,7 +313,7 @@ def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
         "range(20)", "range(3)"
     )
-    done = run_forked(code, num_ranks=2, tears_down=True).check()
+    done = run_forked(code, num_ranks=2).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.0.json", "run.1.json"]) == 0
     out = capsys.readouterr().out
