@@ -9,8 +9,9 @@
 
 The launcher forks before it runs its own main module, while it has one thread and no open files. So
 ranks are its children and have their own session, as otherwise, and end as it does; a process that
-is not used ends with the launcher. If more ranks are started, after a restart for instance, they are new processes.
-This file replaces only how torch's agent starts a process, and how it finds its own method's name.
+is not used ends with the launcher. If more ranks are started, after a restart for instance, they
+are new processes. This file replaces only how torch's agent starts a process, and how it finds its
+own method's name.
 """
 
 from __future__ import annotations

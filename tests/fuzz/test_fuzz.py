@@ -204,7 +204,7 @@ def test_the_oracle_imports_nothing_of_procpipe():
     while waiting:
         names.add(name := waiting.pop())
         for node in nodes_of(tree_of(ROOT / f"{name.replace('.', '/')}.py")):
-            imported = [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not any(each.startswith("procpipe") for each in imported), name
             waiting |= {each for each in imported if each.startswith("tests.")} - names
