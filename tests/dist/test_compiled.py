@@ -133,8 +133,7 @@ def train(bare: Any, kind: str, how: str, backend: str, cases: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "how", "backend", "cases"),
     [
-        ("blocks", "by the stage", "eager", ALL[2:3]),
-        ("blocks", "in the model", "eager", ALL[3:]),
+        ("blocks", "in the model", "eager", ALL[2:3]),
         ("skips", "by the stage", "eager", ALL[:1]),
         ("reentrant", "uncompiled", "", ALL),
     ],

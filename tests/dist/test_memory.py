@@ -124,7 +124,7 @@ def outputs_in_use(bare):
 @pytest.mark.only_on_cpus  # GPUs lag behind their hosts, and what they will still send is kept
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_is_flat_over_many_steps(ranks, mode):
-    for before, after in ranks(3).run(tensors_by_step, mode, world=False).values():
+    for before, after in ranks(2).run(tensors_by_step, mode, world=False).values():
         assert before == after
 
 
@@ -202,7 +202,7 @@ def num_graphs_between(bare, chunks, num_rows):
     ],
 )
 def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
-    for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
+    for found in ranks(2).run(num_graphs_between, chunks, num_rows, world=False).values():
         assert found == expected
 
 

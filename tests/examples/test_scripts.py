@@ -68,10 +68,10 @@ def test_three_stages_print_the_same_as_one():
 def test_digits_are_learned_and_an_interrupted_run_ends_the_same_on_fewer_stages(tmp_path):
     """``python -m tests.faults.restarts`` kills processes at random times, many times."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    args = ["--epochs", "2", "--save-every", "20", "--save"]
+    args = ["--epochs", "1", "--save-every", "10", "--save"]
     lines = results(run(DIGITS, nproc=3, balance=[7, 8, 1], args=[*args, str(whole)]).stdout)
-    assert lines[-1].startswith("epoch  2")
-    assert float(lines[-1].rsplit(maxsplit=1)[1].rstrip("%")) >= 95.0
+    assert lines[-1].startswith("epoch  1")
+    assert float(lines[-1].rsplit(maxsplit=1)[1].rstrip("%")) >= 90.0
     shutil.copytree(whole, resumed)
     *_, older, old, new = sorted(resumed.iterdir())
     shutil.rmtree(old)

@@ -35,7 +35,7 @@ from tests.fuzz.judge import ROOT, explain, judge, smallest, together
 from tests.fuzz.layers import LAYERS
 from tests.sources import nodes_of, tree_of
 
-NUM_CASES = 16
+NUM_CASES = 12
 
 #: On two ranks, with every kind of layer whose results must be the same to the last bit.
 EXACT = Case(
