@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from benchmarks import page, quiet, rounds, throughput
+from benchmarks import page, rounds, throughput
 from benchmarks.__main__ import MORE, QUICK, main
 from benchmarks.contenders import COPIES, ONE_PROCESS, PROCPIPE, limit_s
 from benchmarks.report import OF_BARE, OF_ONE, OF_TORCH, SHARE, Report, Table, publish
@@ -105,13 +105,3 @@ def test_the_page_gets_its_tables_from_results(tmp_path):
     written.write_text("without comments")
     with pytest.raises(ValueError, match="two comments"):
         page.write(written, [tmp_path / "0"])
-
-
-def test_what_others_use_of_the_processors_is_seen():
-    assert quiet.drift([[1.0, 1.1], [2.0, 2.0]]) == pytest.approx(1.1)
-    assert quiet.drift([]) is None
-    watch = quiet.Watch()
-    assert sum(range(1 << 20)) > 0
-    shares = watch.shares()
-    assert shares.keys() == {"stolen", "others"}
-    assert all(0.0 <= share <= 1.0 for share in shares.values())
