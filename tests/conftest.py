@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -91,7 +92,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     if not config.pluginmanager.has_plugin("_cov"):  # it would measure a process twice
         forks.fork_server().load(*forks.OF_HF)  # which each would import as it collects tests
         for spec in specs:
-            spec.python = f"{sys.executable} {forks.__file__}"
+            spec.python = shlex.join([sys.executable, forks.__file__])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -225,10 +225,11 @@ class ForkServer:
             return self._answer()
 
     def close(self) -> None:
-        """End the connection, and wait for the end of a server that was started here."""
+        """End the connection, and a server that was started here with all of its children."""
         self._requests.close()
         if self._process is not None:
             del os.environ[SOCKET]
+            self._process.kill()
             self._process.wait()
             self._folder.cleanup()
 
