@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from subprocess import call
 from typing import Any
 
 #: One mini-batch of a contender; every rank calls it, whether or not it takes part.
@@ -67,7 +67,7 @@ def launch(
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        code = subprocess.call(command, env=variables, cwd=Path(__file__).parents[1])
+        code = call(command, env=variables, cwd=Path(__file__).parents[1])
         if code != 0:
             raise RuntimeError(
                 f"{function} on {num_processes} processes ended with exit code {code}"

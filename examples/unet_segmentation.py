@@ -105,7 +105,8 @@ def warm_colored(photos: Tensor) -> Tensor:
 
 
 def grow(mask: Tensor, size: int) -> Tensor:
-    return F.max_pool2d(mask, size, stride=1, padding=size // 2)
+    columns = F.max_pool2d(mask, (size, 1), stride=1, padding=(size // 2, 0))
+    return F.max_pool2d(columns, (1, size), stride=1, padding=(0, size // 2))
 
 
 def shrink(mask: Tensor, size: int) -> Tensor:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -66,15 +68,31 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     # The usual 700 starts 10,000 collections in a run. The last test of each file ends with one.
     gc.set_threshold(50_000)
-    forks.find_launch()
     # Set here before pytest-xdist starts processes, so that all have the same.
     os.environ.setdefault(FUZZ_SEED, str(random.randrange(10**6)))
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
+    if hands_out_tests(config):
+        return  # before torch is imported, which takes seconds
+    forks.find_launch()
     devices.seed_only_cpu()
     if config.getoption("--gpus") == "share":
         os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
         raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
+
+
+def hands_out_tests(config: pytest.Config) -> bool:
+    """Return whether this process leaves the tests to those that pytest-xdist starts."""
+    return bool(config.getoption("tx", None)) and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let pytest-xdist start forks, in place of interpreters that import all anew."""
+    if not config.pluginmanager.has_plugin("_cov"):  # it would measure a process twice
+        forks.fork_server().load(*forks.OF_HF)  # which each would import as it collects tests
+        for spec in specs:
+            spec.python = shlex.join([sys.executable, forks.__file__])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from procpipe.balance import profile
 from procpipe.launch.main import main
+from procpipe.launch.plan import measure, trial
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.text import render_text
@@ -28,7 +30,6 @@ TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"
 COMING_FROM = TESTS.parent / "docs" / "coming_from.md"
 SCHEDULES = TESTS.parent / "docs" / "schedules.md"
-LAUNCHING = TESTS.parent / "docs" / "launching.md"
 ARCHITECTURE = TESTS.parent / "docs" / "architecture.md"
 PEER_TESTS = TESTS.parent / "docs" / "dev" / "peer_tests.md"
 TIMELINE = TESTS.parent / "docs" / "timeline.md"
@@ -67,17 +68,14 @@ def python_blocks(page: Path = README) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_the_readme_example_trains_and_has_no_branch_on_the_rank(
-    num_ranks: int | None, tmp_path: Path
-) -> None:
+def test_the_readme_example_trains_and_has_no_branch_on_the_rank(tmp_path: Path) -> None:
     training, with_own_loss, saving = python_blocks()
     assert "rank ==" not in training + with_own_loss + saving
     code = "import torch\ntorch.manual_seed(0)\n" + training
     code += "input, target = loader[0]\noptimizer.zero_grad()\n" + with_own_loss
     code += "optimizer.step()\n" + saving.replace("runs/digits", str(tmp_path)) * 2
     code += "stage.print('done')\n"
-    done = run_forked(code, num_ranks=num_ranks).check()
+    done = run_forked(code, num_ranks=2).check()
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if "loss" in line]
     assert len(losses) == 20
     assert losses[-1] < losses[0] + 0.1
@@ -167,24 +165,21 @@ def test_the_loop_prints_what_the_ordinary_loop_prints() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_a_class_kept_as_it_is_trains_the_same_over_stages(
-    num_ranks: int | None, tmp_path: Path
-) -> None:
+def test_a_class_kept_as_it_is_trains_the_same_over_stages(tmp_path: Path) -> None:
     of_gpt, ordinary, with_stages, back, *_ = python_blocks(YOUR_MODEL)
 
-    def program(code: str) -> str:
-        for name in ("exported", "model.pt"):
-            code = code.replace(f'"{name}"', repr(str(tmp_path / name)))
+    def program(code: str, num_ranks: int | None = None) -> str:
+        for name, place in (("exported", f"by {num_ranks}"), ("model.pt", "model.pt")):
+            code = code.replace(f'"{name}"', repr(str(tmp_path / place)))
         return IN_FLOAT64 + code.replace("from gpt import GPT\n", of_gpt)
 
     expected = run_forked(program(ordinary)).check().stdout
-    done = run_forked(program(with_stages), num_ranks=num_ranks).check()
-
-    assert done.stdout == expected
     assert re.fullmatch(r"(loss \d\.\d{4}\n){10}", expected)
-    exported = [load_file(file) for file in (tmp_path / "exported").glob("*.safetensors")]
-    assert len(exported) == (num_ranks or 1)
+    for num_ranks in (None, 2):
+        done = run_forked(program(with_stages, num_ranks), num_ranks=num_ranks).check()
+        assert done.stdout == expected
+        exported = [load_file(f) for f in (tmp_path / f"by {num_ranks}").glob("*.safetensors")]
+        assert len(exported) == (num_ranks or 1)
     names: dict[str, Any] = {}
     exec(of_gpt, names)
     gpt, plain = (names["GPT"]().double() for _ in range(2))
@@ -192,7 +187,7 @@ def test_a_class_kept_as_it_is_trains_the_same_over_stages(
     plain.load_state_dict(torch.load(tmp_path / "model.pt"))
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(gpt(tokens), plain(tokens), rtol=1e-9, atol=1e-9)
-    run_forked(program(back)).check()
+    run_forked(program(back, 2)).check()
 
 
 def test_the_page_says_how_many_lines_change() -> None:
@@ -318,7 +313,7 @@ def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
         "range(20)", "range(3)"
     )
-    done = run_forked(code, num_ranks=2, tears_down=True).check()
+    done = run_forked(code, num_ranks=2).check()
     assert done.stdout.count("Split(stage=") == 2
     assert main(["timeline", "run.0.json", "run.1.json"]) == 0
     out = capsys.readouterr().out
@@ -377,10 +372,13 @@ def test_the_commands_of_planning_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
+    monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(profile, "_NUM_STARTS", 1)
+    monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
-    start_as_forks(monkeypatch, 2)
-    for words in (from_model, from_costs):
+    for words in ([*from_model, "--estimate"], from_costs):
         assert main(words) == 0
         assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
     start_as_forks(monkeypatch, 4)

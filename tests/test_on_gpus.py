@@ -17,8 +17,3 @@ def test_three_seeds_run_all_cases(monkeypatch, num_cases):
 
     assert {case for part in parts for case in part} == set(range(num_cases))
     assert all(1 <= len(part) <= num_cases // 3 + 1 for part in parts)
-
-
-def test_all_cases_run_elsewhere(monkeypatch):
-    monkeypatch.delenv(SOME_CASES, raising=False)
-    assert some_of(iter("abc")) == ["a", "b", "c"]

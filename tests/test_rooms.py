@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.script import run_script
+from tests.dist.script import run_forked
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,17 +17,13 @@ OPTIONAL = (
     *("channel/nccl.py", "channel/cuda_ipc.py"),
 )
 
-#: Runs in a process that has imported torch: for each tree a fork that imports procpipe from it,
-#: and two forks of that one, which are the ranks.
+#: Imports procpipe from a tree, with the whole job in forks of one process.
 SCRIPT = """
 import os, socket, sys, traceback
 import torch, torch.distributed
 from torch import nn
 
-OPTIONS = {
-    "balance": {"balance": "time", "sample": torch.ones(2, 1)},
-    "timeline": {"trace": "run.json"},
-}
+tree = sys.argv[1]
 
 def forked(function, *args):
     pid = os.fork()
@@ -45,48 +41,55 @@ def forked(function, *args):
 def check_exit_codes(*pids):
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(pids)
 
-def run_step(part, rank, port):
+def import_procpipe():
+    for name in [name for name in sys.modules if name.split(".")[0] == "procpipe"]:
+        del sys.modules[name]
+    # An editable installation would add what the tree lacks.
+    finders = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
+    sys.meta_path[:] = finders
+    sys.path.insert(0, tree)
     import procpipe
+    assert procpipe.__file__.startswith(tree), procpipe.__file__
+    return procpipe
+
+def set_rank(rank, num_ranks, port):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+def assert_lacks(what, call):
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        assert f"{what}, which this installation of procpipe lacks" in str(error), error
+    else:
+        raise AssertionError(f"no error without {what}")
+
+def run_step(rank, port):
+    set_rank(rank, "2", port)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 1 << 16), nn.Linear(1 << 16, 1))  # too much for a token
     options = {"loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
     stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
     assert all(parameter.grad.any() for parameter in stage.parameters())
-    if part == "timeline":
-        try:
-            stage.report()
-        except ModuleNotFoundError as error:
-            assert "report() needs procpipe.timeline" in str(error)
-        stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
+    assert_lacks("report() needs procpipe.timeline", stage.report)
+    stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
     stage.close()
 
-def build_with(options, part):
-    import procpipe
-    try:
-        procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
-    except ModuleNotFoundError as error:
-        assert f" needs procpipe.{part}, which this installation of procpipe lacks" in str(error)
-    else:
-        raise AssertionError(f"a stage was built without {part}")
+def build_with(**options):
+    return lambda: procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
 
-def cut_any_module():
-    import procpipe
-    try:
-        procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
-    except ModuleNotFoundError as error:
-        assert "procpipe.sequential needs procpipe.cutting, which this" in str(error)
-    else:
-        raise AssertionError("a module was cut without cutting")
+def ask_for_what_is_gone(port):
+    by_time = build_with(balance="time", sample=torch.ones(2, 1))
+    assert_lacks(" needs procpipe.balance", by_time)
+    assert_lacks(" needs procpipe.timeline", build_with(balance=[1], trace="run.json"))
+    cut = lambda: procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
+    assert_lacks("procpipe.sequential needs procpipe.cutting", cut)
+    set_rank(0, "1", port)
+    assert_lacks(" needs procpipe.balance", build_with(schedule="zb-v"))  # two partitions
 
-def build_without_balance(port):
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    build_with({"schedule": "zb-v"}, "balance")  # two partitions
-
-def plan_a_folder(tree):
+def plan_a_folder():
     from procpipe.launch.main import main
     with open(f"{tree}/config.json", "w") as file:
         file.write("{}")
@@ -98,47 +101,30 @@ def plan_a_folder(tree):
     else:
         raise AssertionError("a folder was planned without hf")
 
-def check(part, tree):
-    # An editable installation would add what the tree lacks.
-    finders = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
-    sys.meta_path[:] = finders
-    sys.path.insert(0, tree)
-    import procpipe
-    assert procpipe.__file__.startswith(tree), procpipe.__file__
-    loaded = {name.split(".")[1] for name in sys.modules if name.startswith("procpipe.")}
-    assert loaded.isdisjoint(optional), loaded
+procpipe = import_procpipe()
+parts = {"procpipe." + part.removesuffix(".py").replace("/", ".") for part in sys.argv[3:]}
+assert parts.isdisjoint(sys.modules), parts.intersection(sys.modules)
+if sys.argv[2] == "hf":
+    plan_a_folder()
+else:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    check_exit_codes(*(forked(run_step, part, rank, port) for rank in range(2)))
-    if part in OPTIONS:
-        check_exit_codes(forked(build_with, {"balance": [1]} | OPTIONS[part], part))
-    if part == "hf":
-        check_exit_codes(forked(plan_a_folder, tree))
-    if part == "cutting":
-        check_exit_codes(forked(cut_any_module))
-    if part == "balance":
-        check_exit_codes(forked(build_without_balance, port))
-    print(part, flush=True)
-
-optional = sys.argv[1::2]
-for part, tree in zip(optional, sys.argv[2::2], strict=True):
-    check_exit_codes(forked(check, part, tree))
+    check_exit_codes(*(forked(run_step, rank, port) for rank in range(2)))
+    check_exit_codes(forked(ask_for_what_is_gone, port))
 """
 
 
 @pytest.mark.dist
-def test_a_step_runs_without_each_optional_part(tmp_path):
-    arguments = []
-    for number, part in enumerate(OPTIONAL):
-        package = tmp_path / str(number) / "procpipe"
-        shutil.copytree(ROOT / "procpipe", package)
-        shutil.copytree(ROOT / "launch", package / "launch")
-        gone = package / part
-        assert gone.exists(), part
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        arguments += [part, str(package.parent)]
+@pytest.mark.parametrize(("what", "gone"), [("all", OPTIONAL), ("hf", ["hf"])])
+def test_a_step_runs_without_optional_parts(tmp_path, what, gone):
+    """It needs none of them, and an import loads none; a command needs one."""
+    package = tmp_path / "procpipe"
+    shutil.copytree(ROOT / "procpipe", package, ignore=shutil.ignore_patterns("launch"))
+    shutil.copytree(ROOT / "launch", package / "launch")
+    for part in gone:
+        path = package / part
+        assert path.exists(), part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    done = run_script(SCRIPT, args=arguments).check()
-
-    assert done.stdout.split() == [*OPTIONAL]
+    run_forked(SCRIPT, args=[str(tmp_path), what, *OPTIONAL]).check()

@@ -22,11 +22,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     assert spread(drifting, other) == "0.50 (0.50-3.00)"
 
 
-def test_a_ratio_needs_the_same_rounds():
-    with pytest.raises(ValueError, match="zip"):
-        ratio([1.0], [1.0, 2.0])
-
-
 def test_contenders_take_turns_and_the_first_round_does_not_count(alone):
     called = []
     steps = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import shutil
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Stage
+from procpipe.compute.layers import Layers
+from procpipe.compute.segment import Segment
+from procpipe.tree import TENSOR, Flat
 from tests.dist.stages import assert_same
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 WIDTH = 16
 
@@ -31,13 +33,13 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return input, target
 
 
-def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
+def train_in_one_process(mode: str) -> tuple[Any, ...]:
     """Return gradients and an output of a stage with dropout."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))).double()
     stage = Stage(model, chunks=2, checkpoint=mode, loss_fn=F.mse_loss)
-    stage.compile(backend=backend)
+    stage.compile(backend="aot_eager")
     torch.manual_seed(1)
     for _ in range(2):
         stage.step(*make_batch(8))
@@ -50,13 +52,34 @@ def train_in_one_process(backend: str, mode: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its default backend
 def test_recomputation_repeats_compiled_layers() -> None:
-    backend = "inductor" if shutil.which("g++") else "aot_eager"
-    # g++ takes longer for kernels of vectors; and torch precompiles its headers in each process.
-    with torch._inductor.config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
-        never, always = (train_in_one_process(backend, mode) for mode in ("never", "always"))
+    never, always = map(train_in_one_process, ("never", "always"))
     assert_same(always, never, "recomputed", TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_layer_has_its_whole_backward_in_the_first_task() -> None:
+    """As its gradients are one node of the graph; the layer behind it is split."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    layers: Any = copy.deepcopy(plain)
+    layers[0].compile(backend="aot_eager")
+    segment = Segment(Layers(dict(layers.named_children()), CPU, is_first=False))
+    for _ in range(2):
+        input, gradient = make_batch(8)
+        x = input.requires_grad_()
+        plain(x).backward(gradient)
+        segment.begin()
+        of_input = Flat([input.detach()], TENSOR, (True,))
+        segment.forward(0, [of_input], keep=True, recompute=False, split=True)
+        ((found,),) = segment.backward(0, [gradient])
+        assert_same(found, x.grad, "gradient of the input", TOLERANCE)
+        of_compiled = layers[0].weight.grad
+        assert_same(of_compiled, plain[0].weight.grad, "weight", TOLERANCE)
+        segment.backward_weight(0)
+        for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
+            assert_same(ours.grad, theirs.grad, "after task W", TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

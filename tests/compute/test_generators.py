@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from procpipe import Stage
 from procpipe.compute.generators import RandomStates, generators
 from tests.cases import for_each
+from tests.forked import in_child
 
 CPU = torch.device("cpu")
 
@@ -83,41 +85,33 @@ def test_states_that_a_forward_leaves_as_they_were_are_forgotten(name):
         assert len(before) == 0
 
 
-#: Two processes: in the child a layer draws in its first forward; then in the parent, only later.
-LATE = """
-import os, sys
-import torch
-from torch import nn
-from procpipe import RecomputeError, Stage
-
-child = os.fork()
-if child:
-    os.waitpid(child, 0)
-draws, factors = child == 0, []
-
 class Late(nn.Module):
+    """Loads numpy's generator in its first forward; draws from it then, or only later."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.draws, self.factors = draws, []
+
     def forward(self, x):
         import numpy.random
-        factors.append(numpy.random.rand() if draws else 1.0)
-        return x * factors[-1]
 
-assert "numpy.random" not in sys.modules
-model = nn.Sequential(Late(), nn.Linear(2, 1))
-stage = Stage(model, chunks=1, checkpoint="always", loss_fn=lambda y: y.sum())
-try:
+        self.factors.append(numpy.random.rand() if self.draws else 1.0)
+        return x * self.factors[-1]
+
+
+def train_late(draws):
+    np.random.seed(0)
+    del sys.modules["numpy.random"]
+    late = Late(draws)
+    model = nn.Sequential(late, nn.Linear(2, 1))
+    stage = Stage(model, chunks=1, checkpoint="always", loss_fn=lambda y: y.sum())
     stage.step(torch.ones(1, 2))
-    draws = True
+    late.draws = True
     stage.step(torch.ones(1, 2))
-except RecomputeError as error:
-    print(error)
-else:
-    print(len(factors), factors[2] == factors[3] != 1)
-"""
+    return len(late.factors), late.factors[2] == late.factors[3] != 1
 
 
 def test_a_forward_that_loads_numpys_generator():
     """Its numbers are repeated from the next mini-batch on; it may not draw before."""
-    command = [sys.executable, "-c", LATE]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert "import numpy.random before" in done.stdout, done.stderr
-    assert "4 True" in done.stdout, done.stderr
+    assert "import numpy.random before" in in_child(lambda: train_late(draws=True))
+    assert in_child(lambda: train_late(draws=False)) == "(4, True)"

@@ -12,6 +12,10 @@
                                <---      exit code
       names of modules         --->      imports them, for all later children
 
+All processes of a test run share a server. pytest-xdist's are its children, too: collecting tests
+takes them a second, and not ten. With this file as its script, Python hands its arguments to the
+server, and waits for the end of the child.
+
 A child has its own environment, working folder, session and main module; only imports have run in
 it. A terminal as its output controls it. The server has one thread, because only the thread that
 forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
@@ -36,6 +40,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,13 +61,17 @@ OF_HF = (
 )
 
 #: What takes long to import. The first optimizer of a process imports the second; launchers import
-#: the third; all files of tests import the fifth, and most the sixth; some examples import the
-#: last, which may not be installed.
+#: the third; all files of tests import the fifth, and most the last.
 IMPORTS = (
     *("torch.distributed", "torch._dynamo", "torch.distributed.launcher.api"),
-    *("procpipe.state", "pytest", "tests.dist.stages"),
-    *("sklearn.datasets",),
+    *("procpipe.state", "pytest", "hypothesis", "tests.dist.stages"),
 )
+
+#: What takes examples long to import; it may not be installed.
+OF_EXAMPLES = "sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg"
+
+#: Has the path of the socket of the server that this process shares.
+SOCKET = "PROCPIPE_TESTS_FORK_SERVER"
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
@@ -157,23 +166,32 @@ class Forked:
 
 
 class ForkServer:
-    """The parent's view of the server, for any thread; the server ends when the parent ends."""
+    """A connection to the server, for any thread; the server ends with its last connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = [sys.executable, "-m", "tests.dist.forks", str(child_end.fileno())]
+        self._process: subprocess.Popen[bytes] | None = None
+        if SOCKET not in os.environ:
+            self._start_server()
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.connect(os.environ[SOCKET])
+
+    def _start_server(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-forks-")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        with child_end:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{self._folder.name}/socket")
+            listener.listen()
             self._process = subprocess.Popen(
-                argv,
+                [sys.executable, "-m", "tests.dist.forks", str(listener.fileno())],
                 cwd=ROOT,
                 # Torch reads this when imported; with more than 1 it would start threads.
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", ROOM: _ROOM_TEXT},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[child_end.fileno()],
+                pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
+        os.environ[SOCKET] = f"{self._folder.name}/socket"
 
     def start(
         self,
@@ -207,22 +225,26 @@ class ForkServer:
             return self._answer()
 
     def close(self) -> None:
-        """End the server; its children keep running."""
+        """End the connection, and a server that was started here with all of its children."""
         self._requests.close()
-        self._process.wait()
+        if self._process is not None:
+            del os.environ[SOCKET]
+            self._process.kill()
+            self._process.wait()
+            self._folder.cleanup()
 
     def _answer(self) -> int:
         message = b""
         with contextlib.suppress(ConnectionError):
             message = self._requests.recv(_MAX_MESSAGE_BYTES)
         if not message:
-            raise RuntimeError(f"the fork server has ended, exit code {self._process.wait()}")
+            raise RuntimeError("the fork server has ended")
         return int(pickle.loads(message))
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return this process's only server; start it at the first call."""
+    """Return this process's only connection; the first process of a run starts the server."""
     server = ForkServer()
     atexit.register(server.close)
     return server
@@ -236,11 +258,9 @@ def send_start(requests: socket.socket, start: Start, files: Sequence[int]) -> N
 
 
 def receive(requests: socket.socket) -> tuple[Any, list[int]]:
-    """Wait for a request and its files; end this process if there will be none."""
+    """Wait for a request and its files; None if there will be none."""
     message, descriptors, _, _ = socket.recv_fds(requests, _MAX_MESSAGE_BYTES, 3)
-    if not message:
-        os._exit(0)
-    return pickle.loads(message), descriptors
+    return (pickle.loads(message) if message else None), descriptors
 
 
 def find_launch() -> None:
@@ -256,24 +276,41 @@ def end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _serve(requests: socket.socket) -> tuple[Start, list[int]]:
-    """Answer requests until there are no more; in each child, return its request and files."""
+def _serve(listener: socket.socket) -> tuple[Start, list[int]]:
+    """Answer requests until the last connection ends; in each child, return its request."""
+    connections: list[socket.socket] = []
     while True:
-        request, descriptors = receive(requests)
-        if isinstance(request, int):
-            answer = os.waitstatus_to_exitcode(os.waitpid(request, 0)[1])
-        elif isinstance(request, tuple):
-            _load(request)
-            answer = 0
-        else:
-            answer = os.fork()
-            if answer == 0:
-                end_with_parent()
-                requests.close()
-                return request, descriptors
-            for descriptor in descriptors:
-                os.close(descriptor)
-        requests.send(pickle.dumps(answer))
+        for ready in wait([listener, *connections]):
+            assert isinstance(ready, socket.socket)
+            if ready is listener:
+                connections.append(listener.accept()[0])
+                continue
+            request, descriptors = receive(ready)
+            if request is None:
+                connections.remove(ready)
+                ready.close()
+                if not connections:
+                    os._exit(0)
+            elif isinstance(request, int):
+                _answer(ready, os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
+            elif isinstance(request, tuple):
+                _load(request)
+                _answer(ready, 0)
+            else:
+                pid = os.fork()
+                if pid == 0:
+                    end_with_parent()
+                    for each in (listener, *connections):
+                        each.close()
+                    return request, descriptors
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                _answer(ready, pid)
+
+
+def _answer(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(ConnectionError):  # it has ended meanwhile
+        connection.send(pickle.dumps(number))
 
 
 def _load(names: Sequence[str]) -> None:
@@ -293,6 +330,17 @@ def _load(names: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # so that no child writes to shared pages, which would copy them
 
+
+def _hand_over(argv: Sequence[str]) -> int:
+    """Let the server run what Python was to run, ``-u`` apart; return the exit code."""
+    process = fork_server().start(
+        [*argv[argv[0] == "-u" :]], env=os.environ, cwd=Path.cwd(), files=(0, 1, 2)
+    )
+    return process.wait()
+
+
+if __name__ == "__main__" and not sys.argv[1].isdecimal():
+    sys.exit(_hand_over(sys.argv[1:]))
 
 if __name__ == "__main__":
     from tests.dist.forked_child import End, become, enter

@@ -8,9 +8,10 @@
                       waitpid
 
 The launcher forks before it runs its own main module, while it has one thread and no open files. So
-ranks are its children and have their own session, as otherwise; a process that is not used ends
-with the launcher. If more ranks are started, after a restart for instance, they are new processes.
-This file replaces only how torch's agent starts a process, and how it finds its own method's name.
+ranks are its children and have their own session, as otherwise, and end as it does; a process that
+is not used ends with the launcher. If more ranks are started, after a restart for instance, they
+are new processes. This file replaces only how torch's agent starts a process, and how it finds its
+own method's name.
 """
 
 from __future__ import annotations
@@ -72,15 +73,21 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
             for descriptor in descriptors:
                 os.close(descriptor)
             with theirs:
-                return receive(theirs)
+                start_of_rank, descriptors = receive(theirs)
+            if start_of_rank is None:
+                os._exit(0)
+            return start_of_rank, descriptors
         theirs.close()
         waiting.append(Waiting(pid, ours))
     new_process = SubprocessHandler._popen
-    SubprocessHandler._popen = _starter(waiting, new_process)  # type: ignore[method-assign]
+    popen = _starter(waiting, new_process, start.tears_down)
+    SubprocessHandler._popen = popen  # type: ignore[method-assign]
     return start, descriptors
 
 
-def _starter(waiting: list[Waiting], new_process: Callable[..., Any]) -> Callable[..., Any]:
+def _starter(
+    waiting: list[Waiting], new_process: Callable[..., Any], tears_down: bool
+) -> Callable[..., Any]:
     """Return what replaces ``SubprocessHandler._popen``."""
 
     def start_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
@@ -90,7 +97,8 @@ def _starter(waiting: list[Waiting], new_process: Callable[..., Any]) -> Callabl
         env = env | {"PYTHONUNBUFFERED": "1"}  # what -u does
         files = [stream.fileno() if stream else 1 + k for k, stream in enumerate(_outputs(handler))]
         with child.requests as requests:
-            send_start(requests, Start(args[2:], env, os.getcwd(), tears_down=True), (0, *files))
+            start = Start(args[2:], env, os.getcwd(), tears_down)
+            send_start(requests, start, (0, *files))
         return Forked(Launcher(), child.pid)
 
     return start_rank

@@ -100,7 +100,8 @@ def run_script(
         if nproc is None:
             return _run(argv, [{}], folder, timeout_s, is_new=True)
         argv = [*TORCHRUN, f"--nproc-per-node={nproc}", *argv]
-        return _run(argv, [{}], folder, timeout_s, num_ranks=0 if is_on_gpus() else nproc)
+        num_ranks = 0 if is_on_gpus() else nproc
+        return _run(argv, [{}], folder, timeout_s, tears_down=True, num_ranks=num_ranks)
 
 
 def run_forked(

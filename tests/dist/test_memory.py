@@ -18,11 +18,11 @@ from tests.dist.stages import MODES, num_held, stage_of
 
 pytestmark = pytest.mark.on_gpus
 
-NUM_STEPS = 30
+NUM_STEPS = 16
 
 
 def tensors_by_step(bare, mode):
-    """Return counts of live tensors after some of many steps; nothing is held after any."""
+    """Count the live tensors after few and after many steps; nothing is held after any."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(bare.num_ranks)))
     num_tensors = []
@@ -39,7 +39,7 @@ def tensors_by_step(bare, mode):
                 stage.train()
             optimizer.step()
             assert num_held(stage) == 0
-            if k in (2, NUM_STEPS // 2, NUM_STEPS - 1):
+            if k in (2, NUM_STEPS - 1):
                 num_tensors.append(count_tensors())
     return num_tensors
 
@@ -124,8 +124,8 @@ def outputs_in_use(bare):
 @pytest.mark.only_on_cpus  # GPUs lag behind their hosts, and what they will still send is kept
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_is_flat_over_many_steps(ranks, mode):
-    for num_tensors in ranks(3).run(tensors_by_step, mode, world=False).values():
-        assert num_tensors == [num_tensors[0]] * 3
+    for before, after in ranks(2).run(tensors_by_step, mode, world=False).values():
+        assert before == after
 
 
 @pytest.mark.parametrize("width", [4, 5000], ids=["inside tokens", "behind tokens"])
@@ -202,7 +202,7 @@ def num_graphs_between(bare, chunks, num_rows):
     ],
 )
 def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
-    for found in ranks(3).run(num_graphs_between, chunks, num_rows, world=False).values():
+    for found in ranks(2).run(num_graphs_between, chunks, num_rows, world=False).values():
         assert found == expected
 
 

@@ -194,35 +194,30 @@ def test_fsdp_with_own_losses_without_samples_and_with_mixed_precision(ranks):
 
 def train_parallel(bare):
     with mesh_of(bare, "tp", "pp") as mesh:
-        for schedule, mode in (("1f1b", "except_last"), ("zb-v", "never")):
-            plain = make_model()
-            name = f"tensor parallel {schedule}"
-            balance = BALANCES[2 if schedule == "zb-v" else 1]
-            options = {"chunks": 3, "schedule": schedule, "checkpoint": mode}
-            options["loss_fn"] = mean_loss
-            stage = stage_in(bare, mesh, name, plain, balance, **options)
-            for layer in stage:
-                if isinstance(layer, Block):
-                    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-                    parallelize_module(layer, mesh["tp"], styles)
-            optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
-            with failing_all(stage, name):
-                for step, size in enumerate((4, 5)):
-                    input, target = make_batch(size, step)
-                    loss = mean_loss(plain(input), target)
-                    loss.backward()
-                    found = stage.step(input, target)
-                    assert_same(found, loss.detach(), f"{name} loss {step}", TOLERANCE)
-                    expected = dict(plain.named_parameters())
-                    for key, parameter in stage.named_parameters():
-                        what = f"{name} gradient of {key}"
-                        assert_same(whole(parameter.grad), expected[key].grad, what, TOLERANCE)
-                    norm = stage.clip_grad_norm_(0.3)
-                    of_plain = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-                    assert_same(norm, of_plain, f"{name} norm", TOLERANCE)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
+        plain = make_model()
+        options = {"chunks": 3, "schedule": "zb-v", "loss_fn": mean_loss}
+        stage = stage_in(bare, mesh, "tensor parallel", plain, BALANCES[2], **options)
+        for layer in stage:
+            if isinstance(layer, Block):
+                styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(layer, mesh["tp"], styles)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
+        with failing_all(stage, "tensor parallel"):
+            for step, size in enumerate((4, 5)):
+                input, target = make_batch(size, step)
+                loss = mean_loss(plain(input), target)
+                loss.backward()
+                assert_same(stage.step(input, target), loss.detach(), f"loss {step}", TOLERANCE)
+                expected = dict(plain.named_parameters())
+                for key, parameter in stage.named_parameters():
+                    what = f"gradient of {key}"
+                    assert_same(whole(parameter.grad), expected[key].grad, what, TOLERANCE)
+                norm = stage.clip_grad_norm_(0.3)
+                of_plain = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+                assert_same(norm, of_plain, f"norm {step}", TOLERANCE)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
 
 def test_tensor_parallel_layers_give_the_plain_models_gradients(ranks):

@@ -78,7 +78,7 @@ def assert_losses(text):
 
 
 def test_a_killed_rank_of_a_mesh_ends_all_pipelines_and_is_named():
-    with started("-n", "4", script=(TRAINING, str(10**9))) as run:
+    with started("-n", "4", script=(TRAINING, str(10**9)), num_forked=4) as run:
         run.wait_for("rank 0, step 2")
         victim = run.rank(2)
         start_s = time.monotonic()

@@ -20,14 +20,6 @@ def pid(world):
     return os.getpid()
 
 
-def exchange(world, factor):
-    key = f"from {world.rank}"
-    is_new = not world.store.check([key])
-    world.store.set(key, str(world.rank * factor))
-    source = (world.rank + 1) % world.num_ranks
-    return is_new, int(world.store.get(f"from {source}"))
-
-
 class MyError(ValueError):
     pass
 
@@ -64,13 +56,6 @@ def wait_for_ever(world, rank):
 
 def hold_in_a_thread():
     threading.Event().wait()
-
-
-def test_ranks_share_a_store_that_the_next_run_does_not_see(ranks):
-    for factor in (10, 20):
-        outcomes = ranks(3).run(exchange, factor, world=False)
-        assert outcomes.values() == [(True, factor), (True, 2 * factor), (True, 0)]
-        assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
 
 
 def test_an_exception_is_reported_with_type_bases_notes_and_causes(ranks):

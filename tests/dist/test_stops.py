@@ -220,7 +220,7 @@ def test_the_documented_script_goes_on_where_a_signal_to_the_launcher_ended_it(t
         assert ended.returncode == 1
         assert "SignalException" in ended.stderr
     else:
-        with started("-n", "2", "--quiet", script=(signalled,)) as run:
+        with started("-n", "2", "--quiet", script=(signalled,), num_forked=2) as run:
             done = run.wait()
         assert done.code == 128 + signal.SIGTERM
         assert "ended by SIGTERM" in done.err

@@ -17,4 +17,4 @@ def seed() -> int:
 
 def pytest_report_collectionfinish() -> list[str]:
     """Return a line with the seed, and how to repeat the rounds."""
-    return [f"fault test: python -m tests.faults --short --rounds 8 --seed {SEED}"]
+    return [f"fault test: python -m tests.faults --short --rounds 4 --seed {SEED}"]

@@ -101,7 +101,7 @@ class Round:
         method: "step", or "forward" and backward.
         asynchronous: whether all saves but the first are in the background.
         transport: what carries large tensors.
-        tears_down: whether ranks without a launcher free all modules at their end, as Python does.
+        tears_down: whether processes that are forks free all modules at their end, as Python does.
     """
 
     seed: int

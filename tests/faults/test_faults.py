@@ -1,4 +1,4 @@
-"""Eight rounds of the fault test, new ones each run; and what the runner sees of a real job."""
+"""Four rounds of the fault test, new ones each run; and what the runner sees of a real job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.job import Fault, Progress, held_by, note_named_memory, train_
 from tests.faults.rounds import draw
 from tests.faults.runner import Job, Rounds, ending_of
 
-NUM_ROUNDS = 8
+NUM_ROUNDS = 4
 
 #: A short round takes 0.5 to 10 s on quiet cores.
 TIME_LIMIT_S = 120.0

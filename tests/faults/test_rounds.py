@@ -24,30 +24,12 @@ from tests.faults.rounds import (
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def test_a_round_depends_on_seed_and_number_only():
-    rounds = [draw(1, number) for number in range(100)]
-
-    assert rounds == [draw(1, number) for number in range(100)]
-    assert rounds != [draw(2, number) for number in range(100)]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hundred_rounds_have_each_pair_of_what_and_launcher(seed):
     counts = Counter((r.what, r.launcher) for r in (draw(seed, n) for n in range(100)))
 
     assert set(counts) == set(PAIRS)
     assert len(PAIRS) == len(WHATS) * len(LAUNCHERS) - 1
-
-
-def test_short_rounds_are_mostly_without_a_launcher():
-    rounds = [draw(1, number, short=True) for number in range(8)]
-
-    assert Counter(r.launcher for r in rounds) == {NONE: 4, TORCHRUN: 2, PROCPIPE_RUN: 2}
-    assert len({(r.what, r.launcher) for r in rounds}) == 8
-    many = [draw(seed, number, short=True) for seed in range(300) for number in range(8)]
-    slow = {(r.what, r.launcher) for r in many if r.what == "stop for good"}
-    assert {r.what for r in many} == set(WHATS)
-    assert slow == {("stop for good", NONE)}
 
 
 def test_all_places_are_drawn_and_none_that_cannot_be():

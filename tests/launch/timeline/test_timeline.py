@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from procpipe.launch.main import main
-from procpipe.launch.timeline.figure import Panel, draw, panels_of
 from procpipe.timeline.chrome import TraceFile
 from procpipe.timeline.text import KIND_NAMES
 from tests.timeline.recordings import (
@@ -162,6 +161,8 @@ def boxes(axes):
 
 
 def test_each_task_has_a_box_above_and_below():
+    from procpipe.launch.timeline.figure import draw, panels_of
+
     step = read_step(EQUAL)
     above, below = draw(panels_of(recording_of(step), step)).axes
 
@@ -183,6 +184,8 @@ def test_each_task_has_a_box_above_and_below():
 
 
 def test_replicas_are_rows_with_their_sums():
+    from procpipe.launch.timeline.figure import draw, panels_of
+
     step = replicas_step()
     above, below = draw(panels_of(recording_of(step), step)).axes
 
@@ -197,8 +200,10 @@ def test_replicas_are_rows_with_their_sums():
 
 
 def test_each_kind_of_task_has_a_colour_of_its_own():
+    from procpipe.launch.timeline.figure import Panel, draw
+
     row = " ".join(f"{kind}0 {k}-{k + 1}" for k, kind in enumerate(KIND_NAMES))
-    (step,) = (read_step(row, shares=((1,),)),)
+    step = read_step(row, shares=((1,),))
     (axes,) = draw([Panel("all", ["stage 0"], step.rows, 5.0)]).axes
 
     assert len({box[3] for box in boxes(axes)}) == 6

@@ -5,11 +5,11 @@ from __future__ import annotations
 from procpipe.plan.task import Plan
 
 #: Every small number of micro-batches and of stages.
-SIZES = [(m, n) for m in range(1, 9) for n in range(1, 9)]
+SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
 
-#: Those up to 5, and a few more: equal, one a multiple of the other or not, and one of them 1.
-SOME_SIZES = [(m, n) for m, n in SIZES if max(m, n) <= 5]
-SOME_SIZES += [(8, 8), (8, 4), (8, 3), (3, 8), (7, 2), (6, 7), (1, 8), (8, 1)]
+#: Those up to 3, and a few more: equal, one a multiple of the other or not, and one of them 1.
+SOME_SIZES = [(m, n) for m, n in SIZES if max(m, n) <= 3]
+SOME_SIZES += [(4, 4), (6, 4), (8, 3), (3, 8), (7, 2), (1, 8), (8, 1)]
 
 
 def grid(plan: Plan) -> list[list[str]]:
