@@ -39,7 +39,6 @@ MIXED_PRECISION = TESTS.parent / "docs" / "mixed_precision.md"
 FROM_YOUR_LOOP = TESTS.parent / "docs" / "from_your_loop.md"
 YOUR_MODEL = TESTS.parent / "docs" / "your_model.md"
 
-
 PAGES = [
     *(TESTS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((TESTS.parent / "docs").rglob("*.md")),

@@ -52,7 +52,6 @@ EXPECTED = (
 #: How long a rank without a stage waits for a run of the others.
 TIMEOUT_S = 30.0
 
-
 #: A call's act, the mini-batch of each replica, and what the stage is given.
 _OneCall = Callable[[str, list[Batch], Batch], Any]
 
