@@ -178,4 +178,4 @@ def test_a_recorded_run_is_replayed_with_other_settings(
     assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
     with pytest.raises(SystemExit):
         main(["plan", "--costs", files[0], "-n", "2"])
-    assert f"--costs {files[0]} is neither" in capsys.readouterr().err
+    assert f"--costs {files[0]}: of 2 ranks, the files of 1 are missing" in capsys.readouterr().err
