@@ -210,7 +210,7 @@ def _measure(options: argparse.Namespace, device: torch.device, console: Console
         )
     loss = options.loss.rpartition(":")[2] or "loss_fn"
     model = "procpipe.sequential(model, *inputs)" if options.any else "model"
-    return _Source(Profile(subject.batch, tables, machine, name), model, loss, named)
+    return _Source(Profile(subject.batch, tables, machine), model, loss, named)
 
 
 def _estimate(options: argparse.Namespace, console: Console) -> _Source:
@@ -232,8 +232,7 @@ def _estimate(options: argparse.Namespace, console: Console) -> _Source:
         "backward as twice its forward"
     )
     machine = _linked(options, assumed_machine(), "assumed: --bandwidth")
-    profile = Profile(subject.batch, tables, machine, f"estimated at {rate:.3g} FLOP/s")
-    return _Source(profile, "hf.sequential(model)", subject.loss)
+    return _Source(Profile(subject.batch, tables, machine), "hf.sequential(model)", subject.loss)
 
 
 def _linked(options: argparse.Namespace, machine: Machine, source: str = "") -> Machine:

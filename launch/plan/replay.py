@@ -168,7 +168,7 @@ def profile_of(run: Usual) -> Profile:
     )
     table = Table(samples, layers, skips=skips).timed(balance, run.task_s)
     batch = sum(run.samples) * run.facts["replicas"]
-    return Profile(batch, (table,), machine_of(run, table), "a recorded run")
+    return Profile(batch, (table,), machine_of(run, table))
 
 
 def machine_of(run: Usual, table: Table) -> Machine:

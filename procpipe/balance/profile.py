@@ -108,12 +108,9 @@ def profile_layers(
         all_sizes = run_each(whole, inputs, where, counts.count)
         seconds = layer_seconds(whole, inputs, where, timeout, clock)
     layers = []
-    for (name, layer), sizes, of_layer in zip(
-        whole._modules.items(), all_sizes, seconds, strict=True
-    ):
+    for name, sizes, of_layer in zip(whole._modules, all_sizes, seconds, strict=True):
         first_s = None if sizes["put_off_bytes"] else of_layer["B"]
-        kind = type(layer).__name__
-        layers.append(Layer(name, of_layer["F"], of_layer["B"], first_s, type=kind, **sizes))
+        layers.append(Layer(name, of_layer["F"], of_layer["B"], first_s, **sizes))
     return Table(
         samples=_num_samples(inputs),
         layers=tuple(layers[: len(module)]),
