@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from procpipe.launch.plan.measure import dtype_text
 from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
 from procpipe.losses import masked_cross_entropy
 from procpipe.optional import needed
@@ -35,7 +34,6 @@ class FolderSubject(Subject):  # type: ignore[misc]
     """The model of a folder and what it is trained with."""
 
     loss: str  # the loss function, as in the line to paste
-    dtype: torch.dtype  # that of the parameters
     length: int  # the tokens of a sample
     words: str  # what the model is, as a sentence
 
@@ -77,7 +75,8 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         architecture = next(iter(config.architectures or ()), "")
         kinds = (kind for end, kind in _KINDS.items() if architecture.endswith(end))
         auto, loss_name = next(kinds, _CAUSAL)
-        model = _build(transformers, config, auto, architecture)
+        with torch.device("meta"):
+            model = getattr(transformers, auto).from_config(config, trust_remote_code=False)
         layers = hf.sequential(model)
     except Exception as error:
         reason, _, rest = str(error).strip().partition("\n")
@@ -103,22 +102,10 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         loss_fn,
         batch,
         loss_name,
-        dtype,
         length,
         f"{type(model).__name__}, as {file} describes it: {num_parameters:,} parameters, "
-        f"{dtype_text(dtype)}",
+        f"{str(dtype).removeprefix('torch.')}",
     )
-
-
-def _build(transformers: Any, config: Any, auto: str, architecture: str) -> Any:
-    """Build the model on the meta device, also one that ``hf.sequential`` will refuse by name."""
-    with torch.device("meta"):
-        try:
-            return getattr(transformers, auto).from_config(config, trust_remote_code=False)
-        except ValueError:  # there is no causal model with such a configuration
-            if not hasattr(transformers, architecture):
-                raise
-            return getattr(transformers, architecture)(config)
 
 
 def _length_of(config: Any, length: int | None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ _BUDGET_S = 0.5
 _COPY_BYTES = 16 << 20
 _NUM_ROUNDS = 9
 
-#: Of the matrices that are multiplied to measure FLOPs per second.
-_CPU_WIDTH, _GPU_WIDTH = 1024, 8192
-
 #: The host's work for a task, and from its end until a few bytes have reached another process.
 _HOST_S, _CPU_HOP_S, _GPU_HOP_S = 200e-6, 50e-6, 20e-6
 
@@ -36,14 +33,14 @@ _GPU_BYTES_PER_S = 20e9
 
 def measure_layers(
     subject: Subject,
-    sizes: Iterable[int],
-    device: torch.device,
+    sizes: Collection[int],
+    device: torch.device | None,
     flops_per_s: float | None = None,
-    note: Callable[[], object] = lambda: None,
+    show: Callable[[int, int], object] = lambda done, total: None,
 ) -> tuple[Table, ...]:
     """Measure a model's layers on each size of micro-batch; with ``flops_per_s``, estimate them.
 
-    Calls ``note`` after each pass over all layers.
+    Calls ``show`` after each size with the number of those done, and of all.
 
     Raises:
         MistakeError: the model cannot be run on so many samples; or a ``Stage`` would refuse it.
@@ -69,13 +66,13 @@ def measure_layers(
                 timeout=_BUDGET_S,
                 device=device,
                 flops_per_s=flops_per_s,
-                note=note,
             )
         except MistakeError:
             raise
         except Exception as error:
             raise _refused(subject, size, error, is_estimate=flops_per_s is not None) from error
         tables.append(table)
+        show(len(tables), len(sizes))
     return tuple(reversed(tables))
 
 
@@ -97,41 +94,22 @@ def _refused(subject: Subject, size: int, error: Exception, *, is_estimate: bool
     )
 
 
-def measure_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Measure FLOPs per second, of a product of two large matrices; also return how, in words."""
-    width = _GPU_WIDTH if device.type == "cuda" else _CPU_WIDTH
-    one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
-    product_s = _seconds(lambda: one @ other, device)
-    where = "this GPU" if device.type == "cuda" else "one CPU thread"
-    return 2 * width**3 / product_s, f"a product of two {dtype_text(dtype)} matrices on {where}"
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """Return a dtype's name, without the module."""
-    return str(dtype).removeprefix("torch.")
-
-
-def measure_machine(device: torch.device, bytes_per_s: float | None) -> tuple[Machine, str]:
+def measure_machine(device: torch.device) -> tuple[Machine, str]:
     """Measure a message from one device to the next by copying; also return how, in words.
 
-    With ``bytes_per_s``, nothing is measured. The host's work for a task is assumed.
+    The host's work for a task is assumed.
     """
-    if bytes_per_s:
-        hop_s = _GPU_HOP_S if device.type == "cuda" else _CPU_HOP_S
-        return Machine(_HOST_S, 1 / bytes_per_s, hop_s), "--bandwidth"
-    if device.type != "cuda":
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
-        destination = torch.empty_like(source)
-        copy_s = _seconds(lambda: destination.copy_(source), device)
-        return Machine(_HOST_S, copy_s / _COPY_BYTES, _CPU_HOP_S), "a copy in memory, measured"
-    if torch.cuda.device_count() > 1:
-        source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
-        destination = torch.empty_like(source, device="cuda:1")
-        copy_s = _seconds(lambda: destination.copy_(source), destination.device)
-        return Machine(
-            _HOST_S, copy_s / _COPY_BYTES, _GPU_HOP_S
-        ), "a copy from GPU 0 to GPU 1, measured"
-    return assumed_machine(), "assumed, as there is one GPU: --bandwidth"
+    places, hop_s, how = (device, device), _CPU_HOP_S, "a copy in memory, measured"
+    if device.type == "cuda":
+        if torch.cuda.device_count() == 1:
+            return assumed_machine(), "assumed, as there is one GPU: --bandwidth"
+        places = torch.device("cuda:0"), torch.device("cuda:1")
+        hop_s, how = _GPU_HOP_S, "a copy from GPU 0 to GPU 1, measured"
+    source, destination = (
+        torch.ones(_COPY_BYTES, dtype=torch.uint8, device=place) for place in places
+    )
+    copy_s = _seconds(lambda: destination.copy_(source), places[1])
+    return Machine(_HOST_S, copy_s / _COPY_BYTES, hop_s), how
 
 
 def assumed_machine() -> Machine:

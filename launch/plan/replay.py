@@ -1,20 +1,50 @@
-"""Fills the table of layers, and the machine's numbers, from a recorded run."""
+"""Fills the table of layers, and the machine's numbers, from a recorded run.
+
+    files of all ranks ──merged──▶ Recording ──usual──▶ Usual ──▶ Table and Machine
+
+What is usual are medians over the training steps that did the same work as the last one, of all
+replicas.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
-from procpipe.plan.routes import ACTIVATION, SKIP
+from procpipe.plan.routes import ACTIVATION, SKIP, Channel
+from procpipe.plan.schedules.rows import plan_of_rows
+from procpipe.plan.task import Plan
 from procpipe.planner.layers import Layer, Machine, Profile, Skip, Table
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.chrome import read
-from procpipe.timeline.steps import merged
-from procpipe.timeline.usual import Usual, usual
+from procpipe.timeline.split import usual_seconds
+from procpipe.timeline.steps import Hop, Recording, Step, merged
 from procpipe.words import counted
+
+
+@dataclass(frozen=True)
+class Usual:
+    """The usual step of a recorded run."""
+
+    plan: Plan  # of replica 0: the tasks of each stage in the order in which they ran
+    samples: tuple[int, ...]  # of each micro-batch of replica 0
+    #: The arguments of the ``Stage``: "balance", "placement", "schedule", "checkpoint", "replicas",
+    #: "layers" (a line each), "the type of devices", …
+    facts: Mapping[str, Any]
+    num_steps: int  # how many steps the medians are of
+    step_s: float  # seconds of a step
+    task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
+    #: Of the forward of each layer, for one micro-batch; the loss counts with the last. Empty if
+    #: layers were not timed, as on GPUs.
+    layer_s: tuple[float, ...]
+    machine: Machine  # what messages and the host take
+    message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
 
 
 def is_recording(text: str) -> bool:
@@ -39,6 +69,65 @@ def usual_of(paths: Sequence[Path]) -> Usual:
         return usual(merged(traces))
     except KeyError as error:
         raise ValueError(error.args[0]) from error
+
+
+def usual(recording: Recording) -> Usual:
+    """Find the usual training step of a recording.
+
+    Raises:
+        KeyError: no step ended on all stages.
+        ValueError: no step trained, or forward and backward ran as two plans.
+    """
+    last = recording.step()
+    if last.call != "step" or not last.trains:
+        raise ValueError("there is no training step of stage.step() in it")
+    steps = recording.like(last)
+    rows = [[one.task for one in row] for row in last.replica(0)]
+    hops: defaultdict[Channel, list[Hop]] = defaultdict(list)
+    for hop in (hop for step in steps for hop in step.hops):
+        hops[hop.transfer.channel].append(hop)
+    message_bytes = {channel: max(hop.num_bytes for hop in of) for channel, of in hops.items()}
+    sends_s = {
+        channel: median(hop.sent_s - hop.posted_s for hop in of) for channel, of in hops.items()
+    }
+    # From the end of a send until a receiver that has waited for it has it.
+    hops_s = [
+        median(waited_s) - sends_s[channel]
+        for channel, of in hops.items()
+        if (waited_s := [hop.taken_s - hop.posted_s for hop in of if hop.asked_s <= hop.posted_s])
+    ]
+    num_bytes = sum(message_bytes.values())
+    machine = Machine(
+        host_s=median(chain.from_iterable(map(_pauses_s, steps))),
+        send_s=sum(sends_s.values()) / num_bytes if num_bytes else 0.0,
+        hop_s=max(0.0, median(hops_s)) if hops_s else 0.0,
+    )
+    return Usual(
+        plan=plan_of_rows(len(last.shares[0]), rows, tuple(recording.facts["placement"])),
+        samples=last.shares[0],
+        facts=recording.facts,
+        num_steps=len(steps),
+        step_s=median(step.seconds for step in steps),
+        task_s=usual_seconds(steps),
+        layer_s=recording.layer_s,
+        machine=machine,
+        message_bytes=message_bytes,
+    )
+
+
+def _pauses_s(step: Step) -> Iterator[float]:
+    """Yield the seconds of each stage between two tasks, less those in waits and sends."""
+    for rank, row in enumerate(step.rows):
+        spans = [(one.start_s, one.end_s, True) for one in row]
+        for hop in step.hops:
+            spans += [(hop.posted_s, hop.sent_s, False)] * (hop.source == rank)
+            spans += [(hop.asked_s, hop.taken_s, False)] * (hop.destination == rank)
+        pause_s = 0.0
+        for (_, end_s, _), (start_s, _, is_task) in pairwise(sorted(spans)):
+            pause_s += start_s - end_s
+            if is_task:
+                yield pause_s
+                pause_s = 0.0
 
 
 def basis(run: Usual) -> str:
@@ -67,9 +156,9 @@ def profile_of(run: Usual) -> Profile:
     cuts = [sum(balance[: j + 1]) - 1 for j in range(len(balance))]
     sizes = run.message_bytes
     known = {cut: sizes.get((ACTIVATION, j, j + 1), 0) for j, cut in enumerate(cuts[:-1])}
-    usual = statistics.fmean(known.values()) if known else 0.0
+    mean = fmean(known.values()) if known else 0.0
     layers = tuple(
-        Layer(name, share, 2 * share, output_bytes=known.get(k, usual))
+        Layer(name, share, 2 * share, output_bytes=known.get(k, mean))
         for k, (name, share) in enumerate(zip(names, shares, strict=True))
     )
     skips = tuple(
@@ -79,15 +168,11 @@ def profile_of(run: Usual) -> Profile:
     )
     table = Table(samples, layers, skips=skips).timed(balance, run.task_s)
     batch = sum(run.samples) * run.facts["replicas"]
-    return Profile(batch, (table,), machine_of(run, table), "a recorded run")
+    return Profile(batch, (table,), machine_of(run, table))
 
 
 def machine_of(run: Usual, table: Table) -> Machine:
-    """Return what a run says of its machine."""
-    num_bytes = sum(run.message_bytes[channel] for channel in run.send_s)
-    send_s = sum(run.send_s.values()) / num_bytes if num_bytes else 0.0
-    waits_s = [hop_s - run.send_s[channel] for channel, hop_s in run.hop_s.items()]
-    hop_s = max(0.0, statistics.median(waits_s)) if waits_s else 0.0
-    machine = Machine(run.host_s, send_s, hop_s)
-    costs = table.costs(run.facts["balance"], machine, run.facts["replicas"])
-    return replace(machine, step_s=max(0.0, run.step_s - simulate(run.plan, costs).total_s))
+    """Return what a run says of its machine: a step's beginning and end are what a replay lacks."""
+    costs = table.costs(run.facts["balance"], run.machine, run.facts["replicas"])
+    rest_s = run.step_s - simulate(run.plan, costs).total_s
+    return replace(run.machine, step_s=max(0.0, rest_s))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,7 +9,7 @@ from procpipe.launch.console import Table
 from procpipe.launch.plan.best import Measured, arguments_of
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
-from procpipe.planner.layers import Layer, Tie
+from procpipe.planner.layers import Layer
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import bytes_text, seconds_text
@@ -77,28 +76,6 @@ def stages_table(layers: Sequence[Layer], proposal: Proposal, memory_bytes: int 
     return Table("a step of the chosen one", rows, num_left=2)
 
 
-def ties_table(all_ties: Sequence[Tie], proposal: Proposal) -> Table | None:
-    """Lay out which parameters and buffers several stages have, and what they send of them."""
-    cuts = list(itertools.accumulate(proposal.balance))
-    placement = proposal.plan.placement
-    found: dict[tuple[int, ...], list[Tie]] = {}
-    for tie in all_ties:
-        users = {placement[bisect.bisect_right(cuts, k)] for k in tie.layers}
-        if len(users) > 1:
-            found.setdefault(tuple(sorted(users)), []).append(tie)
-    if not found:
-        return None
-    rows = [("name", "stages", "a copy", "sent a step")]
-    for stages, ties in found.items():
-        names = f"{ties[0].name}{f' and {len(ties) - 1} more' if len(ties) > 1 else ''}"
-        copy_bytes = sum(tie.num_bytes for tie in ties)
-        num_messages = len(stages) * (len(stages) - 1)  # each stage sends to each other
-        sent_bytes = num_messages * sum(tie.num_bytes for tie in ties if tie.is_trained)
-        whose = ", ".join(map(str, stages))
-        rows.append((names, whose, bytes_text(copy_bytes), bytes_text(sent_bytes)))
-    return Table("parameters and buffers that several stages have", rows, num_left=2)
-
-
 def tasks_table(proposal: Proposal, measured: Measured) -> Table:
     """Lay out what was predicted of a proposal beside what was measured."""
     rows = [("", "predicted", "measured", "difference")]
@@ -134,13 +111,3 @@ def line_to_paste(proposal: Proposal, model: str, loss: str) -> str:
         for name, value in arguments_of(proposal).items()
     ]
     return f"stage = Stage({model}, {', '.join(words)}, loss_fn={loss})"
-
-
-def nothing_fits_text(least: Proposal, memory_bytes: int, line: str) -> str:
-    """Say what is the least memory that would be enough."""
-    needed_bytes = max(least.needed_bytes)
-    return (
-        f"nothing fits into {bytes_text(memory_bytes)}: the least is "
-        f"{bytes_text(needed_bytes)} ({needed_bytes} bytes) a device, by\n\n"
-        f"    {line}\n"
-    )

@@ -83,14 +83,7 @@ def load(named: Named) -> Subject:
             f"{named.model} is a {type(model).__qualname__}, but the model must be an "
             "nn.Sequential, or a function without arguments that returns one; --any cuts others"
         )
-    for tensor in _tensors(target):
-        if tensor.dim() and len(tensor) != num_samples:
-            raise MistakeError(
-                f"{named.sample}: the input has {num_samples} samples, but the target {len(tensor)}"
-            )
-    loss_fn: Any = stand_in_loss
-    if named.loss:
-        loss_fn = load_loss(named.loss)
+    loss_fn = load_loss(named.loss) if named.loss else stand_in_loss
     subject = Subject(model, inputs, target, loss_fn, num_samples)
     return subject.resized(named.batch or num_samples)
 

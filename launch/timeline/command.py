@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from procpipe.run.statistics import split_table
-from procpipe.timeline.chrome import read, to_chrome
+from procpipe.timeline.chrome import joined, read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import Recording, Step, Trace, early_hops_s, merged
 from procpipe.words import seconds_text
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         step = recording.step(options.step)
         print("\n".join(_described(recording, step)))
         for name in options.output or [Path(options.files[0]).with_suffix("").with_suffix(".png")]:
-            _write(Path(name), traces, recording, step)
+            _write(Path(name), options.files, recording, step)
             print(name)
     except (OSError, ValueError, KeyError) as error:
         reason = error.args[0] if isinstance(error, KeyError) else error
@@ -65,9 +65,9 @@ def _described(recording: Recording, step: Step) -> Iterator[str]:
         )
 
 
-def _write(path: Path, traces: Sequence[Trace], recording: Recording, step: Step) -> None:
+def _write(path: Path, files: Sequence[str], recording: Recording, step: Step) -> None:
     if path.suffix == ".json":
-        path.write_bytes(to_chrome(traces, recording))
+        path.write_text(joined([Path(name) for name in files]), encoding="utf-8")
         return
     try:
         from procpipe.launch.timeline.figure import draw, panels_of

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from procpipe.balance.profile import (
     check_model,
     count_bytes,
     device_of,
-    is_on_meta,
     layer_seconds,
     where_to_time,
 )
@@ -79,7 +78,7 @@ def balance_by_time(
     check_num_partitions(partitions, len(module))
     inputs = as_flat(sample, module)
     where = where_to_time(module, inputs, device)
-    seconds = layer_seconds(module, inputs, where, timeout, time.perf_counter, is_split=False)
+    seconds = layer_seconds(module, inputs, where, timeout, time.perf_counter)
     return divide([sum(of_layer.values()) for of_layer in seconds], partitions)
 
 
@@ -149,7 +148,8 @@ def layer_sizes(
             "from 0"
         )
     inputs = _first_micro_batch(as_flat(input, module), chunks)
-    where = torch.device("meta") if is_on_meta(module) else device_of(device, inputs)
+    is_on_meta = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+    where = torch.device("meta") if is_on_meta else device_of(device, inputs)
     of_parameters = [sum(p.nbytes for p in layer.parameters()) for layer in module]
     return [
         int(sizes["held_bytes"] + int(param_scale * num_bytes))

@@ -10,7 +10,8 @@ The passes over all layers (``alone.py``) are separate, since hooks that count t
 
     1  once        bytes
     2  repeatedly  seconds of forward and backward, with existing gradients to add to
-    3  repeatedly  seconds of a backward in two tasks
+
+A backward in two tasks is taken to be in halves, unless nothing of it can be put off.
 
 Without running anything, one pass counts bytes and FLOPs of tensors that have no values. Bytes are
 counted, not taken from an allocator, so they are the same on every device.
@@ -34,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
 from procpipe.compute.sizes import num_bytes
-from procpipe.compute.split.splitter import PutOff, Splitter, suited
+from procpipe.compute.split.splitter import suited
 from procpipe.model.ties import find_ties
 from procpipe.planner.layers import Layer, Skip, Table, Tie
 from procpipe.skip.skippable import declared
@@ -62,7 +63,6 @@ def profile_layers(
     device: torch.device | str | None = None,
     clock: Clock = time.perf_counter,
     flops_per_s: float | None = None,
-    note: Callable[[], object] = lambda: None,
 ) -> Table:
     """Measure what each layer of a model costs, on one micro-batch, or estimate it.
 
@@ -81,7 +81,6 @@ def profile_layers(
         flops_per_s: for an estimate: nothing is computed, bytes are counted as on a CPU, and FLOPs
             make the seconds, a backward's twice those of the forward. The model, the sample and
             the target, a tensor, may be on any device, also meta; ``device`` is ignored.
-        note: called after each pass over all layers.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
@@ -104,24 +103,14 @@ def profile_layers(
         assert flops_per_s is not None
         counted = run_each(whole, inputs, None, counts.count_flops, likeness)
         all_sizes = [sizes for sizes, _ in counted]
-        seconds = [dict.fromkeys("FIW", n / flops_per_s) for _, n in counted]
-        seconds = [each | {"B": each["I"] + each["W"]} for each in seconds]
+        seconds = [{"F": n / flops_per_s, "B": 2 * n / flops_per_s} for _, n in counted]
     else:
         all_sizes = run_each(whole, inputs, where, counts.count)
-        note()
-        seconds = layer_seconds(whole, inputs, where, timeout, clock, note=note)
+        seconds = layer_seconds(whole, inputs, where, timeout, clock)
     layers = []
-    for (name, layer), sizes, of_layer in zip(
-        whole._modules.items(), all_sizes, seconds, strict=True
-    ):
-        forward_s, backward_s, rest_s = (of_layer[kind] for kind in "FBW")
-        first_s = min(of_layer["I"], backward_s)
-        if not sizes["put_off_bytes"]:
-            first_s, rest_s = backward_s, 0.0
-        kind = type(layer).__name__
-        layers.append(
-            Layer(name, forward_s, backward_s, first_s, rest_s, type=kind, **sizes),
-        )
+    for name, sizes, of_layer in zip(whole._modules, all_sizes, seconds, strict=True):
+        first_s = None if sizes["put_off_bytes"] else of_layer["B"]
+        layers.append(Layer(name, of_layer["F"], of_layer["B"], first_s, **sizes))
     return Table(
         samples=_num_samples(inputs),
         layers=tuple(layers[: len(module)]),
@@ -154,26 +143,16 @@ def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
     return inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
 
 
-def is_on_meta(module: nn.Module) -> bool:
-    """Return whether a model has tensors on the meta device."""
-    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
-
-
 def where_to_time(
     module: nn.Sequential, inputs: Flat, device: torch.device | str | None
 ) -> torch.device:
     """Check what is to be timed; return the device to run on."""
     found = device_of(device, inputs)
-    on_meta = {
-        "the model": is_on_meta(module),
-        "the sample": any(tensor.is_meta for tensor in inputs.tensors),
-        "the device to profile on": found.type == "meta",
-    }
-    if any(on_meta.values()):
-        what = " and ".join(name for name, is_meta in on_meta.items() if is_meta)
+    tensors = chain(module.parameters(), module.buffers(), inputs.tensors)
+    if found.type == "meta" or any(tensor.is_meta for tensor in tensors):
         raise ValueError(
-            f"{what}: on the meta device nothing is computed, so no time can be measured: build "
-            "model and sample on a real device, or balance by size, which works on meta"
+            "on the meta device nothing is computed, so no time can be measured: build model and "
+            "sample on a real device, or balance by size, which works on meta"
         )
     return found
 
@@ -209,55 +188,30 @@ class _Loss(nn.Module):
 
 
 def layer_seconds(
-    module: nn.Sequential,
-    inputs: Flat,
-    device: torch.device,
-    timeout: float,
-    clock: Clock,
-    *,
-    is_split: bool = True,
-    note: Callable[[], object] = lambda: None,
+    module: nn.Sequential, inputs: Flat, device: torch.device, timeout: float, clock: Clock
 ) -> list[Seconds]:
     """Return each layer's median seconds by kind of task, without those of starting a task.
 
     All layers run once to warm up, then repeatedly on the same inputs; after ``timeout`` no further
-    round starts. Without ``is_split`` no backward runs in two tasks.
+    round starts.
     """
-    start_s = start_seconds(device, clock)
+    measure = partial(_timed, device=device, clock=clock)
+    # Layers that do nothing: their backward starts autograd's engine all the same.
+    empty = nn.Sequential(*(nn.Identity() for _ in range(_NUM_STARTS)))
+    starts = run_each(empty, as_flat(torch.ones(1, requires_grad=True), empty), device, measure)
+    start_s = {kind: statistics.median(each[kind] for each in starts) for kind in "FB"}
     begun = clock()
-    kinds = [False, True] if is_split else [False]
-
-    def one_round() -> list[Seconds]:
-        found: list[Seconds] = [{} for _ in module]
-        for split in kinds:
-            measure = partial(_timed, device=device, clock=clock, is_split=split)
-            timed = run_each(module, inputs, device, measure)
-            found = [a | b for a, b in zip(timed, found, strict=True)]  # F of the whole one
-        note()
-        return found
-
-    one_round()
-    rounds = [one_round()]
+    run_each(module, inputs, device, measure)
+    rounds = [run_each(module, inputs, device, measure)]
     while clock() - begun < timeout:
-        rounds.append(one_round())
+        rounds.append(run_each(module, inputs, device, measure))
     return [
         {
             kind: max(0.0, statistics.median(each[kind] for each in of_layer) - start_s[kind])
-            for kind in of_layer[0]
+            for kind in "FB"
         }
         for of_layer in zip(*rounds, strict=True)
     ]
-
-
-def start_seconds(device: torch.device, clock: Clock = time.perf_counter) -> Seconds:
-    """Time layers that do nothing: their backward starts autograd's engine all the same."""
-    module = nn.Sequential(*(nn.Identity() for _ in range(_NUM_STARTS)))
-    inputs = as_flat(torch.ones(1, requires_grad=True), module)
-    measure = partial(_timed, device=device, clock=clock, is_split=False)
-    found = run_each(module, inputs, device, measure)
-    backward_s = statistics.median(each["B"] for each in found)
-    forward_s = statistics.median(each["F"] for each in found)
-    return {"F": forward_s, "B": backward_s, "I": backward_s, "W": 0.0}
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock) -> float:
@@ -273,24 +227,15 @@ def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock) ->
     return now_s() - begun_s
 
 
-def _timed(layer: LayerAlone, device: torch.device, clock: Clock, *, is_split: bool) -> Seconds:
+def _timed(layer: LayerAlone, device: torch.device, clock: Clock) -> Seconds:
     """Run a layer forward and backward, with existing gradients to add to."""
     for parameter in layer.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    put_off = PutOff() if is_split else None
-    splitter = Splitter([layer.module], torch.empty(0, device=device, requires_grad=True))
-    with splitter.into(put_off):
-        forward_s = seconds_of(layer.forward, device, clock)
+    forward_s = seconds_of(layer.forward, device, clock)
     gradients = layer.output_gradients()
-    with splitter.into(put_off, is_backward=True):
-        backward_s = seconds_of(lambda: layer.backward(gradients), device, clock)
-    if put_off is None:
-        return {"F": forward_s, "B": backward_s}
-    rest_s = seconds_of(put_off.run, device, clock)
-    for module in layer.module.modules():
-        module.__dict__.pop("forward", None)  # the splitter's, which keeps the copy alive
-    return {"F": forward_s, "I": backward_s, "W": rest_s}
+    backward_s = seconds_of(lambda: layer.backward(gradients), device, clock)
+    return {"F": forward_s, "B": backward_s}
 
 
 # -- bytes ----------------------------------------------------------------------------------------

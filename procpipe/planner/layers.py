@@ -4,7 +4,7 @@
     a machine        host_s a task             send_s a byte
 
 A table is of one size of micro-batch. It is filled by measuring layers one by one, by counting
-their FLOPs (``procpipe.balance.profile``), or from a recorded run (``measured.py``).
+their FLOPs (``procpipe.balance.profile``), or from a recorded run.
 
 A partition costs the sum of its layers. What autograd saves within it is what each layer saves of
 its own, and the values between its layers that one of them saves. A value counts once, however many
@@ -29,12 +29,6 @@ from typing import Any
 
 from procpipe.planner.costs import Costs
 
-#: The bytes of a layer that depend on the size of the micro-batch.
-_ACTIVATIONS = (
-    *("output_bytes", "held_bytes", "kept_bytes"),
-    *("kept_input_bytes", "kept_output_bytes", "put_off_bytes"),
-)
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -55,7 +49,6 @@ class Layer:
     is_in_place: bool = False  # whether its output is in the memory of its input
     parameter_bytes: int = 0  # its parameters and buffers
     trained_bytes: int = 0  # parameters that get a gradient
-    type: str = ""  # its class
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -350,7 +343,6 @@ class Profile:
     batch: int  # samples in a mini-batch
     tables: tuple[Table, ...]  # at least one
     machine: Machine = field(default_factory=Machine)
-    device: str = ""  # where it was measured, for people
 
     def at(self, samples: int) -> Table:
         """Return the table of a size; in proportion to the nearest one where it has none."""

@@ -23,7 +23,7 @@ from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from procpipe.planner.costs import Costs
-from procpipe.planner.divide import divide
+from procpipe.planner.divide import check_num_partitions, divide
 from procpipe.planner.layers import Machine, Profile, Table
 from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
@@ -51,22 +51,6 @@ class Question:
     chunks: tuple[int, ...] = ()
     num_replicas: int = 1  # pipelines of the same model
 
-    def __post_init__(self) -> None:
-        for name, count in (("devices", self.num_devices), ("samples", self.batch)):
-            if count < 1:
-                raise ValueError(f"{count} {name} are asked for: give at least 1")
-        for chunks in self.chunks:
-            if not 1 <= chunks <= self.batch:
-                raise ValueError(
-                    f"{chunks} chunks are asked for, but a mini-batch of {self.batch} samples "
-                    f"makes 1 to {self.batch} micro-batches"
-                )
-        if not 1 <= self.num_replicas or self.num_devices % self.num_replicas:
-            raise ValueError(
-                f"{counted(self.num_replicas, 'replica')} are asked for on {self.num_devices} "
-                "devices, but each has the same number of stages: give a divisor"
-            )
-
     @property
     def num_stages(self) -> int:
         """Stages of a replica."""
@@ -87,26 +71,25 @@ class Question:
         """Check that a model of so many layers can be divided so.
 
         Raises:
-            ValueError: there are more stages than layers, or more replicas than samples, or chunks
-                than samples of each.
+            ValueError: the devices cannot be divided among so many replicas; there are more stages
+                than layers, or more replicas than samples, or chunks than samples of each.
         """
-        if self.num_stages > num_layers:
-            what = "device" if self.num_replicas == 1 else "stage"
+        if self.num_devices % self.num_replicas:
             raise ValueError(
-                f"{counted(self.num_stages, what)} are asked for, but the model has "
-                f"{counted(num_layers, 'layer')}: ask for at most that many, or divide the model "
-                "into more layers"
+                f"{counted(self.num_replicas, 'replica')} are asked for on {self.num_devices} "
+                "devices, but each has the same number of stages: give a divisor"
+            )
+        check_num_partitions(self.num_stages, num_layers)
+        if not self.splits():
+            raise ValueError(
+                f"a replica has {counted(self.share, 'sample')} of a mini-batch, too few for "
+                "each number of chunks that is asked for"
             )
         if self.num_replicas > self.batch:
             raise ValueError(
                 f"the mini-batch has {counted(self.batch, 'sample')}, and each of "
                 f"{counted(self.num_replicas, 'replica')} needs at least one: ask for fewer, or "
                 "take a larger mini-batch"
-            )
-        if not self.splits():
-            raise ValueError(
-                f"a replica has {counted(self.share, 'sample')} of a mini-batch, too few for "
-                "each number of chunks that is asked for"
             )
 
 
@@ -167,8 +150,7 @@ def propose(profile: Profile, question: Question) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
 
     Raises:
-        ValueError: there are more stages than layers, or more replicas than samples, or chunks than
-            samples of each.
+        ValueError: there is none, as :meth:`Question.check` says.
     """
     question.check(len(profile.tables[0].layers))
     found: list[Proposal] = []

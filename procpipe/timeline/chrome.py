@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from procpipe.notes import write_note
-from procpipe.plan.routes import LOSS
-from procpipe.timeline.steps import Clock, Record, Recording, Trace, common_offsets
+from procpipe.timeline.steps import Clock, Record, Trace
 
 #: The format of a file; the number increases when older readers cannot read it.
 FORMAT = "procpipe timeline 3"
@@ -171,26 +170,15 @@ def read(path: Path) -> Trace:
 # -- for viewers --------------------------------------------------------------------------------
 
 
-def to_chrome(traces: Sequence[Trace], recording: Recording) -> bytes:
-    """Return one file of all ranks' events, with an arrow from each send to the task it is for."""
-    events: list[str] = []
-    base_ns = _base_ns()
-    offsets_ns = common_offsets([trace.clock for trace in traces])
-    for trace, offset_ns in zip(traces, offsets_ns, strict=True):
-        events += _names(trace.rank, trace.facts)
-        for record in trace.records:
-            events += _events(trace.rank, record, offset_ns - base_ns)
-    hops = [(step, hop) for step in recording.steps for hop in step.hops]
-    for number, (step, hop) in enumerate(hops):
-        if hop.transfer.payload == LOSS:
-            continue  # no task is for it
-        name, more = hop.transfer.payload, f',"cat":"message","id":{number}'
-        posted_ns, taken_ns = (
-            step.begin_ns - base_ns + round(at_s * 1e9) for at_s in (hop.posted_s, hop.taken_s)
-        )
-        events.append(_event("s", name, hop.source, _SENDS, posted_ns, more))
-        events.append(_event("f", name, hop.destination, _TASKS, taken_ns, more))
-    return _file_of(base_ns, events)
+def joined(paths: Sequence[Path]) -> str:
+    """Return one file with the events of several; times count from the zero of the first."""
+    whole, *others = (json.loads(path.read_bytes()) for path in paths)
+    for other in others:
+        later_us = (other["baseTimeNanoseconds"] - whole["baseTimeNanoseconds"]) / 1000
+        for event in other["traceEvents"]:
+            whole["traceEvents"].append(event | {"ts": event["ts"] + later_us})
+    del whole["otherData"]  # it is of one rank
+    return json.dumps(whole)
 
 
 def _file_of(base_ns: int, events: Iterable[str], **other: Any) -> bytes:

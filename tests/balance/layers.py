@@ -56,5 +56,5 @@ def float32(*shape):
 def layer_times(module, sample, *, timeout=0.0, clock=None):
     """Return the seconds of each layer's forward and backward."""
     inputs, device, clock = as_flat(sample, module), torch.device("cpu"), clock or Clock()
-    found = layer_seconds(module, inputs, device, timeout, clock, is_split=False)
+    found = layer_seconds(module, inputs, device, timeout, clock)
     return [of_layer["F"] + of_layer["B"] for of_layer in found]

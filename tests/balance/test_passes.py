@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 
 import pytest
@@ -73,6 +74,15 @@ def test_the_median_after_a_round_to_warm_up():
 
     # Rounds begin until 111 s have passed: at 0 (not counted), 100, 101 and 110, not at 112.
     assert layer_times(nn.Sequential(layer), torch.ones(1), timeout=111, clock=clock) == [2.0]
+
+
+def test_the_start_of_a_task_does_not_count():
+    ticks = itertools.count()  # each look at the clock takes a second
+    sample = torch.ones(1, requires_grad=True)
+
+    times = layer_times(nn.Sequential(nn.Linear(1, 1)), sample, clock=lambda: next(ticks))
+
+    assert times == [0.0]
 
 
 def test_every_round_starts_from_the_sample():
@@ -306,9 +316,7 @@ def test_no_time_on_meta():
     real, sample = nn.Sequential(nn.Linear(1, 1)), torch.rand(1)
     meta = nn.Sequential(nn.Linear(1, 1, device="meta"))
 
-    with pytest.raises(ValueError, match=r"^the model: on the meta device .* balance by size"):
-        balance_by_time(1, meta, sample)
-    with pytest.raises(ValueError, match=r"^the sample and the device to profile on: on the meta"):
-        balance_by_time(1, real, sample.to("meta"))
-    with pytest.raises(ValueError, match=r"^the device to profile on: on the meta"):
-        balance_by_time(1, real, sample, device="meta")
+    for arguments in ((meta, sample), (real, sample.to("meta")), (real, sample, "meta")):
+        model, x, *device = arguments
+        with pytest.raises(ValueError, match=r"^on the meta device nothing .* balance by size"):
+            balance_by_time(1, model, x, device=next(iter(device), None))

@@ -14,11 +14,11 @@ from torch import nn
 
 from procpipe import RemoteStageError, Stage
 from procpipe.errors import DisagreementError
+from procpipe.launch.plan.replay import usual
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import Recording, early_hops_s, merged
-from procpipe.timeline.usual import usual
 from tests.dist.devices import is_on_gpus
 from tests.dist.stages import stage_of, world_of
 

@@ -157,10 +157,10 @@ def test_a_balance_of_other_layers_is_refused(balance: list[int]) -> None:
 
 
 def test_written_costs_are_read_back() -> None:
-    rows = (layer("0", kept_bytes=1.5, is_in_place=True, type="Linear"), layer("1"))
+    rows = (layer("0", kept_bytes=1.5, is_in_place=True), layer("1"))
     skips, ties = (Skip(0, (1,), 4.0),), (Tie("0.b", (0, 1), 1, is_trained=False),)
     tables = Table(2, rows, layer("(loss)"), skips, ties, 8.0, 1.0), Table(4, rows)
-    profile = Profile(8, tables, Machine(1e-4, 1e-9), "a device")
+    profile = Profile(8, tables, Machine(1e-4, 1e-9))
 
     assert from_text(to_text(profile)) == profile
 
@@ -174,7 +174,7 @@ def test_written_costs_are_read_back() -> None:
         ('{"procpipe layer costs": 2}', "it lacks an entry, or has one too many: 'tables'"),
         (to_text(Profile(8, (Table(1, ()),))), "it has no layers"),
         (
-            to_text(Profile(8, (Table(1, (layer(),)),))).replace('"type"', '"typo"'),
+            to_text(Profile(8, (Table(1, (layer(),)),))).replace('"name"', '"typo"'),
             "one too many: .*'typo'",
         ),
     ],

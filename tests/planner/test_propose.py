@@ -170,12 +170,9 @@ def test_default_chunks_are_powers_of_two() -> None:
 @for_each(
     ("asked", "message"),
     [
-        ((0, 1), "0 devices"),
-        ((1, 0), "0 samples"),
-        ((1, 4, {"chunks": (2, 8)}), "8 chunks .* 4 samples"),
         ((4, 8, {"num_replicas": 3}), "3 replicas are asked for on 4 dev"),
         ((4, 3, {"num_replicas": 4}), "mini-batch has 3 samples, and each"),
-        ((6, 8, {"num_replicas": 2}), "3 stages are asked for, but the mo"),
+        ((6, 8, {"num_replicas": 2}), "cannot divide 2 layers into 3 partitions"),
         (
             (2, 8, {"num_replicas": 2, "chunks": (8,)}),
             "a replica has 4 samples of a mini-batch, too few for each",

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from procpipe.timeline import chrome
-from procpipe.timeline.chrome import FIRST, LAST, TraceFile, rank_path, read, to_chrome
-from procpipe.timeline.steps import Clock, merged
+from procpipe.timeline.chrome import FIRST, LAST, TraceFile, joined, rank_path, read
+from procpipe.timeline.steps import Clock
 from tests.cases import for_each
-from tests.timeline.recordings import CLOCKS, FACTS, records_of, traces_of
+from tests.timeline.recordings import FACTS, records_of
 
 
 def trace_file(path: Path, **facts: Any) -> TraceFile:
@@ -165,25 +165,18 @@ def test_replicas_have_a_row_of_sums_that_may_overlap(tmp_path: Path) -> None:
     ]
 
 
-def test_all_ranks_in_one_file_have_an_arrow_from_each_send_to_its_task(
-    monkeypatch: pytest.MonkeyPatch,
+def test_all_ranks_in_one_file_begin_at_the_same_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chrome, "_base_ns", lambda: 5000 * 10**9)
-    traces = traces_of(*([record] for record in records_of()))
-    data = json.loads(to_chrome(traces, merged(traces)))
-    events = data["traceEvents"]
-    boxes = [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
-    arrows = [
-        (e["id"], e["ph"], e["tid"], e["ts"] / 1e6) for e in events if e.get("cat") == "message"
-    ]
+    paths = [tmp_path / f"run.{rank}.json" for rank in range(2)]
+    for rank, path in enumerate(paths):  # the second one starts in another quarter of a year
+        monkeypatch.setattr(chrome, "_base_ns", lambda rank=rank: (5000 + 1000 * rank) * 10**9)
+        TraceFile(path, rank, 42, FACTS).add(records_of(start_s=10)[0])
 
-    assert ("F0@0", 50_000_001, 10, 2) in boxes
-    assert ("F0@1", 50_000_011, 13, 2) in boxes  # by the other host's clock at 113 s
-    # An arrow ends at the next box of its row; the loss is for no task.
-    assert arrows == [
-        (0, "s", 50_000_003, 12),
-        (0, "f", 50_000_011, 13),
-        (1, "s", 50_000_003, 12),
-        (1, "f", 50_000_011, 13),
-    ]
-    assert CLOCKS[0].offset_ns != CLOCKS[1].offset_ns
+    data = json.loads(joined(paths))
+
+    assert data["baseTimeNanoseconds"] == 5000 * 10**9
+    tasks = [e for e in data["traceEvents"] if e["name"] == "F0@0"]
+    assert [e["pid"] for e in tasks] == [5_000_000, 5_000_001]
+    assert tasks[1]["ts"] == pytest.approx(tasks[0]["ts"], abs=1e6)  # both clocks are this host's
+    assert tasks[0]["dur"] == tasks[1]["dur"] == 2_000_000

@@ -18,7 +18,6 @@ from torch import nn
 from procpipe import hf
 from procpipe.balance import Inputs, profile_layers
 from procpipe.launch.main import main
-from procpipe.launch.plan import measure
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.planner.layers import Table
 from tests.hf.cases import CASES, config_of
@@ -27,7 +26,6 @@ from tests.hf.cases import CASES, config_of
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)  # the speed of this machine is not compared
 
 
 def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
@@ -92,7 +90,7 @@ def test_seconds_are_flops_by_their_rate() -> None:
     forward_s = [attention + 2 * tokens * 3 * h * config.intermediate_size] * 2
     assert [layer.forward_s for layer in llama.layers] == [0, *forward_s, 2 * tokens * h * 31]
     assert [layer.backward_s for layer in llama.layers[1:3]] == [2 * s for s in forward_s]
-    assert [layer.input_gradient_s for layer in llama.layers[1:3]] == forward_s
+    assert [layer.seconds["I"] for layer in llama.layers[1:3]] == forward_s
     # Each token goes through 2 of 4 experts.
     assert experts.layers[1].forward_s == attention + 2 * tokens * (4 * h + 2 * 3 * h * 24)
 
@@ -109,7 +107,7 @@ def test_dropout_of_attention_keeps_no_scores_on_gpus() -> None:
 def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     for case, loss in {"Gemma": "hf.causal_lm_loss", "BERT": "F.cross_entropy"}.items():
         write(case, case)
-        words = ("--hf", case, "-n", "2", "--chunks", "2", "--memory", "1GiB", "--device", "cpu")
+        words = ("--hf", case, "-n", "2", "--chunks", "2", "--memory", "1GiB")
 
         assert main(["plan", *words, "--save", "costs.json"]) == 0, case
 
@@ -125,7 +123,7 @@ def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
         assert [table["samples"] for table in tables] == [2, 4]  # of two replicas, and of one
         assert {"2 x 1", "1 x 2"} >= set(re.findall(r" (\d x \d) ", printed)) != set()
         assert "times are estimated, not measured" in printed
-        assert "a product of two float32 matrices on one CPU thread" in printed
+        assert "FLOPs at 300 TFLOP/s (assumed: --flops)" in printed
 
 
 def test_a_model_of_any_size_needs_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,13 +131,13 @@ def test_a_model_of_any_size_needs_no_memory(capsys: pytest.CaptureFixture[str])
           num_attention_heads=256, vocab_size=1 << 17, max_position_embeddings=1 << 16)  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    assert main(["plan", "--hf", "large", "-n", "2", "--chunks", "8", "--flops", "3e14"]) == 0
+    assert main(["plan", "--hf", "large", "-n", "2", "--chunks", "8", "--flops", "2e14"]) == 0
 
     printed = capsys.readouterr().out
     h = 1 << 15
     of_block = 2 * h * h + 2 * h * 256 + 3 * h * (1 << 17) + 2 * h
     assert f"{2 * of_block + 2 * h * (1 << 17) + h:,} parameters, float32" in printed
-    assert "FLOPs at 300 TFLOP/s (--flops)" in printed
+    assert "FLOPs at 200 TFLOP/s (--flops)" in printed
     assert "transfers: 20.0 GB/s (assumed: --bandwidth)" in printed
     assert "1 x 1024 tokens" in printed
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 1 << 30
@@ -165,19 +163,14 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
             ("--hf", "wrong", "-n", "2"),
             "Validation error for field 'hidden_size': TypeError: ",
         ),
-        (("--hf", "vit", "-n", "2"), "cannot divide a ViTModel: it has no base model"),
+        (("--hf", "vit", "-n", "2"), "ViTConfig"),
         (("--hf", "bart", "-n", "2"), "its model has an encoder: plan mymodel:build --any"),
-        ((*here, "--check"), "--check runs the model, but --hf reads no weights"),
-        ((*here, "--sample", "a:b"), "--hf gives model and sample, so leave out --sample"),
-        ((*here, "mymodel:build"), "--hf gives model and sample, so leave out the model"),
-        ((*here, "--costs", "x"), "--costs replaces a model, so leave out --hf"),
-        ((*here, "--flops", "fast"), "'fast' is not a number of FLOPs per second; one is 300e12"),
-        ((*here, "--flops", "nan"), "'nan' is not a number of FLOPs per second"),
+        ((*here, "--check"), "--check runs the model, so it needs MODULE:NAME"),
+        ((*here, "--costs", "x"), "argument --costs: not allowed with argument --hf"),
         ((*here, "--length", "33"), "--length 33: the model has 32 positions"),
         ((*here, "--loss", "nowhere:x"), "the loss, nowhere:x, cannot be imported"),
         ((*here, "--loss", "torch.nn.functional:relu"), "without values (while layer '(loss)'"),
-        (("--length", "9", "-n", "2"), "--length is for a folder of Hugging Face, --hf FOLDER"),
-        (("m:b", "--flops", "1e9", "-n", "2"), "--flops is for a folder of Hugging Face"),
+        (("--costs", "x", "--length", "9", "-n", "2"), "--length and --flops are for a folder"),
     ]
     for words, message in mistakes:
         with pytest.raises(SystemExit) as ended:

@@ -39,7 +39,6 @@ sample = torch.rand(8, 4), torch.rand(8, 2)
 loss = F.mse_loss
 linear = nn.Linear(4, 4)
 three = 1, 2, 3
-unequal = torch.rand(8, 4), torch.rand(7, 2)
 number = 3
 wide = torch.rand(8, 5)
 two = nn.Sequential(nn.Bilinear(4, 3, 2), nn.ReLU())
@@ -171,7 +170,6 @@ def test_the_number_of_replicas_can_be_given(capsys: pytest.CaptureFixture[str])
 
     printed = capsys.readouterr().out
     assert "balance=[1, 1], replicas=2, " in given
-    assert "left out: 4 stages x 1 replica, as 4 devices are asked for, but the mo" in printed
     assert {"2 x 2", "1 x 4"} >= set(re.findall(r"\n  \S+[ *]+(\d x \d) ", printed)) != set()
 
 
@@ -191,24 +189,6 @@ def test_if_nothing_fits_the_least_memory_is_printed_and_fits(
     assert plan(*words, "--memory", f"{least - 1}B") == 1
 
 
-def test_if_nothing_fits_other_numbers_of_replicas_are_tried(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ("--costs", "costs.json", "-n", "2", "--chunks", "4", "--optimizer", "none")
-    none, some = "Nothing fits with another number of replicas either.\n", "proposals that fit with"
-
-    assert plan(*words, "--memory", "9MB", replicas=2) == 1
-    assert "that fit with --replicas 1.\nMore devices, " in capsys.readouterr().out
-    assert plan(*words, "--memory", "9MB", replicas=1) == 0
-    capsys.readouterr()
-    assert plan(*words, "--memory", "2MB", replicas=2) == 1
-    assert none in capsys.readouterr().out
-    assert plan(*words, "--memory", "2MB", replicas=None) == 1  # all of them are in a table
-    text = capsys.readouterr().out
-    assert none not in text
-    assert some not in text
-
-
 def test_saved_costs_give_the_same_proposal(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,15 +201,15 @@ def test_saved_costs_give_the_same_proposal(
     read = capsys.readouterr().out
 
     saved = json.loads((folder / "mine.json").read_text())
-    assert [layer["type"] for layer in saved["tables"][0]["layers"]] == ["Linear", "ReLU", "Linear"]
+    assert [layer["name"] for layer in saved["tables"][0]["layers"]] == ["0", "1", "2"]
     assert (saved["batch"], saved["tables"][0]["samples"]) == (8, 2)
     assert "stands in" not in measured
-    assert measured[measured.index("a mini-batch") :].replace("=loss)", "=loss_fn)") == read
+    first = "a mini-batch of"
+    measured, read = (text[text.index(first) :] for text in (measured, read))
+    assert measured.replace("=loss)", "=loss_fn)") == read
 
 
-def test_a_link_is_measured_if_it_is_used_or_saved(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_is_measured_unless_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("mymodel:build", "--sample", "mymodel:sample", "-n", "2", "--chunks", "2")
 
     def link(*more: str) -> list[str]:
@@ -238,7 +218,6 @@ def test_a_link_is_measured_if_it_is_used_or_saved(
 
     assert link() == ["measured"]
     assert link("--bandwidth", "10GB/s") == ["--bandwidth"]
-    assert link("--bandwidth", "10GB/s", "--save", "mine.json") == ["measured"]
 
 
 def test_an_ordinary_module_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,17 +245,13 @@ def test_a_sample_of_several_inputs_is_repeated_for_a_larger_batch(
     )
 
 
-def test_layers_that_share_a_parameter_are_divided(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parameters_that_layers_share_are_found(folder: Path) -> None:
     words = ("-n", "3", "--chunks", "2")
 
     assert plan("mymodel:tied", "--sample", "mymodel:sample", *words, "--save", "mine.json") == 0
-    assert plan("--costs", "mine.json", *words) == 0
 
-    printed = capsys.readouterr().out
-    # Layers 0 and 2 are on two of the stages: each has 16 numbers, and sends them to the other.
-    assert len(re.findall(r"^  0\.weight +0, [12] +64 B +128 B$", printed, re.MULTILINE)) == 2
+    tie = {"name": "0.weight", "layers": [0, 2], "num_bytes": 64, "is_trained": True}
+    assert json.loads((folder / "mine.json").read_text())["tables"][0]["ties"] == [tie]
 
 
 def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
@@ -311,17 +286,6 @@ def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tenso
     for tensor in (x, output, *layers.parameters(), *layers.buffers()):
         saved.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(saved.values()), output.detach()
-
-
-def test_a_missing_folder_is_an_error_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        plan(*MODEL, "--save", "nowhere/mine.json")
-
-    captured = capsys.readouterr()
-    assert "--save nowhere/mine.json cannot be written: there is no folder " in captured.err
-    assert captured.out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
@@ -376,10 +340,9 @@ MISTAKES = [
         "Expected more than 1 value per channel when training, got input size torch.Size([1, 8]); "
         "give the numbers of --chunks to try, fewer than 8",
     ),
-    ((*MODEL, "--chunks", "8,"), "'8,' has a comma without a number on each side"),
-    ((*MODEL, "--memory", "0"), "0: a device needs memory"),
+    ((*MODEL, "--chunks", "8,"), "give a number of at least 1"),
     ((), "the following arguments are required: -n"),
-    (("-n", "2"), "a model is needed, as in mymodel:build, or --hf FOLDER, or --costs"),
+    (("-n", "2"), "one of the arguments MODULE:NAME --hf --costs is required"),
     (("mymodel:build", "-n", "2"), "a sample is needed"),
     (("mymodel", "--sample", "a:b", "-n", "2"), "'mymodel', but must be MODULE:NAME"),
     (("nowhere:x", "--sample", "a:b", "-n", "2"), "there is no module 'nowhere'"),
@@ -396,35 +359,39 @@ MISTAKES = [
         ("mymodel:Added", "--any", "--sample", "mymodel:wide", "-n", "2"),
         "mymodel:Added cannot be cut: RuntimeError: ",
     ),
-    (("--costs", "costs.json", "--any", "-n", "2"), "so leave out --any"),
     (
         ("mymodel:broken", "--sample", "mymodel:sample", "-n", "2"),
         "mymodel:broken(), raised RuntimeError: no data here",
     ),
     (("mymodel:build", "--sample", "mymodel:three", "-n", "2"), "a tuple of 3, but must be"),
     (("mymodel:build", "--sample", "mymodel:number", "-n", "2"), "holds no tensor with samples"),
-    (
-        ("mymodel:build", "--sample", "mymodel:unequal", "-n", "2"),
-        "the input has 8 samples, but the target 7",
-    ),
     (("mymodel:build", "--sample", "mymodel:wide", "-n", "2"), "while layer '0' (Linear) was"),
     ((*MODEL, "--loss", "mymodel:number"), "but the loss must be a function"),
-    ((*MODEL[:-1], "4"), "4 devices are asked for, but the model has 3 layers"),
-    ((*MODEL[:-1], "4", "--replicas", "3"), "3: all replicas have equally many stages, so of 4 d"),
-    ((*MODEL[:-1], "8", "--replicas", "2"), "4 stages are asked for, but the model has 3 layers"),
+    ((*MODEL[:-1], "4"), "cannot divide 3 layers into 4 partitions"),
+    ((*MODEL[:-1], "4", "--replicas", "3"), "3 replicas are asked for on 4 devices"),
+    ((*MODEL[:-1], "8", "--replicas", "2"), "cannot divide 3 layers into 4 partitions"),
     ((*MODEL, "--replicas", "2", "--batch", "1"), "has 1 sample, and each of 2 replicas needs at"),
     ((*MODEL, "--memory", "24Gigs"), "'24Gigs' is not an amount of bytes; one reads like 24GiB"),
-    ((*MODEL, "--bandwidth", "fast"), "'fast' is not a bandwidth; one reads like 20GB/s"),
+    (
+        (*MODEL, "--bandwidth", "fast"),
+        "'fast' is not an amount of bytes; one",
+    ),
     ((*MODEL, "--chunks", "4,x"), "x: give a number of at least 1"),
-    ((*MODEL, "--costs", "costs.json"), "so leave out the model"),
-    (("--costs", "costs.json", "-n", "2", "--check"), "so leave out --check"),
+    ((*MODEL, "--costs", "costs.json"), "--costs: not allowed with argument MODULE:NAME"),
+    (
+        ("--costs", "costs.json", "-n", "2", "--check"),
+        "--check runs the model, so it",
+    ),
     (("--costs", "costs.json", "costs.json", "-n", "2"), "give one file of costs, or the files"),
-    ((*MODEL, "--check", "--estimate"), "leave out one"),
-    (("--costs", "costs.json", "-n", "2", "--chunks", "16"), "16 chunks are asked for"),
-    (("--costs", "no.json", "-n", "2"), "--costs no.json cannot be read"),
+    ((*MODEL, "--check", "--estimate"), "not allowed with argument --check"),
+    (
+        ("--costs", "costs.json", "-n", "2", "--chunks", "16"),
+        "has 8 samples of a mini-",
+    ),
+    (("--costs", "no.json", "-n", "2"), "--costs no.json: [Errno 2] No such file"),
     (
         ("--costs", "mymodel.py", "-n", "2"),
-        "mymodel.py is neither a file of costs nor of a rec",
+        "--costs mymodel.py: ",
     ),
 ]
 
@@ -448,6 +415,7 @@ def test_amounts_of_bytes() -> None:
         "1.5 kb": 1500,
         "7": 7,
         "7B": 7,
+        "20GB/s": 20 * 10**9,
         "1TiB": 1 << 40,
     }
     assert {text: parse_bytes(text) for text in amounts} == amounts

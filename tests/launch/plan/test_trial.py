@@ -11,12 +11,12 @@ import pytest
 
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure, replay, trial
+from procpipe.launch.plan.replay import Usual
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.verify import verify
 from procpipe.planner.layers import Machine
 from procpipe.planner.simulation import simulate
-from procpipe.timeline.usual import Usual
 from tests.cases import for_each
 from tests.dist.script import run_forked
 from tests.launch.started import start_as_forks
@@ -115,9 +115,7 @@ def recorded(**changes: Any) -> Usual:
         "step_s": 0.100,
         "task_s": {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.002, ("B", 1): 0.005},
         "layer_s": (0.0001, 0.0003, 0.002),
-        "host_s": 0.0005,
-        "send_s": {("activation", 0, 1): 0.002, ("gradient", 1, 0): 0.001},
-        "hop_s": {("activation", 0, 1): 0.0025, ("gradient", 1, 0): 0.0015},
+        "machine": Machine(host_s=0.0005, send_s=1e-6, hop_s=0.0005),
         "message_bytes": {("activation", 0, 1): 2000, ("gradient", 1, 0): 1000},
     }  # fmt: skip
     return Usual(**given | changes)
@@ -143,10 +141,11 @@ def test_a_recorded_run_fills_the_table_of_layers() -> None:
 
 
 def test_layers_that_were_not_timed_are_taken_to_be_alike() -> None:
-    (table,) = replay.profile_of(recorded(layer_s=(), send_s={}, hop_s={})).tables
+    (table,) = replay.profile_of(recorded(layer_s=())).tables
 
     assert [la.forward_s for la in table.layers] == pytest.approx([0.002, 0.002, 0.002])
-    assert replay.machine_of(recorded(send_s={}, hop_s={}, step_s=0.0), table) == Machine(0.0005)
+    short = recorded(step_s=0.0)
+    assert replay.machine_of(short, table) == short.machine
 
 
 RECORDED = """
@@ -178,4 +177,4 @@ def test_a_recorded_run_is_replayed_with_other_settings(
     assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
     with pytest.raises(SystemExit):
         main(["plan", "--costs", files[0], "-n", "2"])
-    assert f"--costs {files[0]} is neither" in capsys.readouterr().err
+    assert f"--costs {files[0]}: of 2 ranks, the files of 1 are missing" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from procpipe.launch.plan.replay import usual
 from procpipe.plan.schedules.gpipe import gpipe
-from procpipe.timeline.usual import usual
 from tests.timeline.recordings import EQUAL, UNEQUAL, hop, read_step, recording_of
 
 #: From stage 0, which sends for 0.1 s and goes on; to stage 1, which waits for the first only.
@@ -33,16 +33,15 @@ def test_medians_are_of_the_steps_with_the_work_of_the_last_one() -> None:
     assert found.facts["schedule"] == "gpipe"
 
 
-def test_messages_are_by_channel() -> None:
+def test_the_seconds_of_messages_are_medians_of_channels() -> None:
     larger = replace(HOPS[1], num_bytes=100)
     found = usual(recording_of(read_step(EQUAL, hops=(HOPS[0], larger, HOPS[2]))))
 
-    down, up = ("activation", 0, 1), ("gradient", 1, 0)
-    assert found.message_bytes == {down: 100, up: 64}
-    assert found.send_s == {down: pytest.approx(0.2), up: 0}
-    assert found.hop_s == {down: pytest.approx(0.5), up: pytest.approx(0.5)}
+    assert found.message_bytes == {("activation", 0, 1): 100, ("gradient", 1, 0): 64}
+    assert found.machine.send_s == pytest.approx(0.2 / 164)
+    assert found.machine.hop_s == pytest.approx(0.4)  # 0.5 less 0.2, and 0.5
     only_late = usual(recording_of(read_step(EQUAL, hops=HOPS[1:2])))
-    assert only_late.hop_s == {}
+    assert only_late.machine.hop_s == 0
 
 
 def test_the_host_s_seconds_are_those_in_no_task_send_or_wait() -> None:
@@ -52,7 +51,7 @@ def test_the_host_s_seconds_are_those_in_no_task_send_or_wait() -> None:
         hops=(hop("activation", 0, 0, 1, 1.125, 1.25, 0.0, 1.5),),
     )
     # Stage 0: 0.125 + 0.25; stage 1: 0.25 and 0.375.
-    assert usual(recording_of(step)).host_s == 0.375
+    assert usual(recording_of(step)).machine.host_s == 0.375
 
 
 def test_a_run_without_a_training_step_is_an_error() -> None:
