@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import DisagreementError, RemoteStageError, Stage, state
+from procpipe import DisagreementError, RemoteStageError, Stage
 from tests.dist.stages import assert_same, plain_step, stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
@@ -347,19 +347,3 @@ def check_loading(bare):
 def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks):
     """From files: tests/state/test_keys.py."""
     ranks(3).run(check_loading, world=False).values()
-
-
-def save_with_other_options(bare, folder):
-    with stage_of(bare, "options", make_model(), [3, 4]) as stage:
-        groups = [
-            {"params": [parameter], "weight_decay": 0.0 if bare.rank == 0 else 0.1}
-            for parameter in stage.parameters()
-        ]
-        optimizer = torch.optim.AdamW(groups)
-        message = r"0\.inner\.weight has weight_decay = 0\.0 on rank 0 and .* = 0\.1 on rank 1"
-        with pytest.raises((ValueError, RemoteStageError), match=message):
-            state.save(folder, stage, optimizer)
-
-
-def test_other_options_for_a_name_on_another_stage_are_not_saved(ranks, tmp_path):
-    ranks(2).run(save_with_other_options, str(tmp_path), world=False).values()
