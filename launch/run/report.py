@@ -73,7 +73,9 @@ def report_on(ranks: Sequence[Rank], failed: Sequence[Rank], *, num_oom_kills: i
         _meanwhile([rank for rank in ranks if rank is not first]),
         f"Logs: {short_path(folder.parent)}/ ({folder.name}/stderr.log, and the other ranks')",
     )
-    return Report(headline, "\n\n".join(filter(None, body)), 128 - code if code < 0 else code)
+    # The code is not known (0) if the agent failed before it said how its ranks ended.
+    exit_code = 128 - code if code < 0 else code or 1
+    return Report(headline, "\n\n".join(filter(None, body)), exit_code)
 
 
 def short_path(path: Path) -> str:

@@ -76,6 +76,12 @@ def test_a_victim_is_not_the_first_even_if_it_ends_first(rank):
     assert report.body.count("ValueError: mine") == 1
 
 
+def test_a_failure_whose_exit_code_is_not_known_is_one(rank):
+    report = failed([rank(0, recorded="ValueError: mine")], {0: 0})  # the agent failed, too
+
+    assert report.exit_code == 1
+
+
 def test_a_rank_that_records_nothing_is_named_with_its_last_line(rank):
     ranks = [rank(0), rank(1, stderr="bar 1\rbar 2\rno data\n")]
     report = failed(ranks, {1: 3})
