@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"there is no file {options.script} (seen from {Path.cwd()})")
     if options.nnodes[1] > 1 and not options.rdzv_endpoint:
         parser.error("several hosts need --rdzv-endpoint HOST:PORT, which all of them reach")
+    if options.max_restarts < 0:
+        parser.error(f"--max-restarts {options.max_restarts}: give 0 or more")
     options.nproc = options.nproc or torch.cuda.device_count()
     if options.nproc == 0:
         parser.error("torch can use no GPU here: give the number of processes by -n, as in -n 2")

@@ -16,6 +16,7 @@ MISTAKES = [
     (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
     (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
     (["-n", "2", "--nnodes", "two", "train.py"], "argument --nnodes: invalid "),
+    (["-n", "2", "--max-restarts", "-1", "train.py"], "--max-restarts -1: give 0 or more"),
     (
         ["-n", "2", "--nnodes", "2", "train.py"],
         "several hosts need --rdzv-endpoint HOST:PORT, which all of them reach",
