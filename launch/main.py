@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of ``argv``, by default this process's; return its code, 130 after Ctrl-C."""
+    _open_closed()
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="procpipe", description="Pipeline-parallel training with one process per stage."
@@ -39,3 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"procpipe {name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _open_closed() -> None:
+    """Open what was closed at the start (``2>&-``), so that no log file takes its place."""
+    for descriptor, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+            os.dup2(nowhere.fileno(), descriptor)
+            setattr(sys, name, nowhere)

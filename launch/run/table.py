@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import BinaryIO
 
 import psutil
@@ -142,13 +143,18 @@ class View:
                 self._console.print(Text("\n".join([f"procpipe: {head}", *lines])), soft_wrap=True)
 
     def _copy_output(self, *, is_last: bool = False) -> None:
-        for tail in self._tails:
+        for tail in [*self._tails]:
             data = tail.file.read()
             if tail.descriptor == 2 and not self.shows_errors:
                 continue
             if not (self._live.is_started and os.isatty(tail.descriptor)):
-                while data:
-                    data = data[os.write(tail.descriptor, data) :]
+                try:
+                    while data:
+                        data = data[os.write(tail.descriptor, data) :]
+                except OSError as error:  # a pipe that was closed, a full disk: the other goes on
+                    self._tails.remove(tail)
+                    name = Path(tail.file.name).name
+                    self.print(f"procpipe: no more of rank 0's {name} is shown ({error})")
                 continue
             *lines, tail.partial = (tail.partial + data).split(b"\n")
             if is_last and tail.partial:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.launch.started import started
+from tests.dist.pool import job_environment
+from tests.launch.started import RUN, TIMEOUT_S, started
 
 pytestmark = pytest.mark.dist
 
@@ -82,6 +86,27 @@ def test_a_successful_run_without_a_terminal():
     assert last.endswith(f"logs in procpipe-logs/{ended.name}")
     assert ended.logs["attempt_0/rank_1/stdout.log"] == ended.out.replace("rank 0", "rank 1")
     assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
+
+
+@pytest.mark.parametrize(
+    ("streams", "shown"), [("2>&-", "output\n"), ("2>&1 >/dev/full", "error\n")]
+)
+def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, streams, shown):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('output', flush=True); print('error', file=sys.stderr)")
+    words = shlex.join([sys.executable, *RUN, "--quiet", "-n", "1", str(script)])
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {words} {streams}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=job_environment(),
+        timeout=TIMEOUT_S,
+    )
+
+    assert ended.returncode == 0, ended
+    assert shown in ended.stdout
 
 
 def test_a_successful_run_on_a_terminal():
