@@ -25,7 +25,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of ``argv``, by default this process's; return its code, 130 after Ctrl-C."""
-    _open_closed()
+    for stream in ("stdin", "stdout", "stderr"):  # one that was closed (2>&-), in this order
+        if getattr(sys, stream) is None:  # else a log file would get its descriptor
+            setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="procpipe", description="Pipeline-parallel training with one process per stage."
@@ -41,12 +43,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"procpipe {name}: interrupted", file=sys.stderr)
         return 130
-
-
-def _open_closed() -> None:
-    """Open what was closed at the start (``2>&-``), so that no log file takes its place."""
-    for descriptor, name in enumerate(("stdout", "stderr"), 1):
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-            os.dup2(nowhere.fileno(), descriptor)
-            setattr(sys, name, nowhere)

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from procpipe.launch.console import Table
+from rich.console import Console
+from rich.text import Text
+
 from procpipe.launch.plan.best import Measured, arguments_of
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
 from procpipe.planner.layers import Layer
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES
-from procpipe.words import bytes_text, seconds_text
+from procpipe.words import bytes_text, seconds_text, text_table
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text."""
+
+    title: str  # what it shows
+    rows: Sequence[Sequence[str]]  # its cells, the heading first
+    num_left: int = 1  # so many columns are flush left, the others right
+
+    def print(self, console: Console) -> None:
+        """Write it, in lines that a narrow terminal wraps."""
+        lines = [f"  {line}" for line in text_table(self.rows, self.num_left)]
+        console.print(Text("\n".join([self.title, *lines])), soft_wrap=True)
 
 
 def proposals_table(

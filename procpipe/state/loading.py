@@ -93,7 +93,7 @@ def load(
             own = contents[member.rank if is_same_number else 0]
             is_same_cut = is_same_number and own["about"].items() >= (member.cut or {}).items()
             model = sharded.merged(contents, "model")
-            saved = optimizers.SavedOptimizers([of_rank["optimizer"] for of_rank in contents])
+            saved = optimizers.SavedOptimizers([each["optimizer"] for each in (own, *contents)])
             keys, groups = FileKeys.of(module), optimizers.groups_of(module, optimizer)
             faults = weights_faults(module, keys, model, strict=strict, must_be_same_dtype=strict)
             faults += optimizers.faults_of(groups, saved, strict=strict)

@@ -5,8 +5,8 @@ An optimizer numbers its parameters, and the numbers depend on the number of sta
     state      by parameter: step, exp_avg, momentum_buffer, …, nested as the optimizer has it
     groups     by optimizer and index: the group's options, and by parameter the names of its state
 
-A group takes the options that its parameters were saved with, on whatever rank (by the first stage,
-if several share one). A group without a parameter takes those of the saved group with its index:
+A group takes the options that its parameters were saved with: by this rank, if it had them, else by
+the first that had. A group without a parameter takes those of the saved group with its index:
 
     group            saved on rank 0    on rank 1         loaded on rank 0    rank 1    rank 2
     0  decay         a, b               c                 a                   b         c
@@ -129,7 +129,7 @@ class SavedOptimizers:
 
     Attributes:
         state: by parameter.
-        groups: by parameter: the group that had it, on the first rank that had it.
+        groups: by parameter: the group that had it, on the first of these ranks that had it.
         of_place: groups by their places; with a parameter, if any rank had one there.
     """
 

@@ -116,10 +116,7 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 
 def _set_all(own: list[torch.Generator], saved: list[torch.Tensor]) -> None:
     if len(own) != len(saved):
-        raise ValueError(
-            f"the loader's position was saved with {len(saved)} torch.Generators in it, but it has "
-            f"{len(own)} now: build the loader as it was"
-        )
+        raise ValueError(f"the loader had {len(saved)} torch.Generators, and has {len(own)} now")
     for generator, state in zip(own, saved, strict=True):
         generator.set_state(state)
 

@@ -75,11 +75,7 @@ def _shard_of(value: Any, *, keeps: bool) -> Any:
     if any(at > 0 and type(placement) is Replicate for at, placement in places):
         return None
     [chunk] = value.__create_chunk_list__()  # as for torch.distributed.checkpoint
-    return {
-        _SHARD: value.to_local(),
-        _OFFSETS: list(chunk.offsets),
-        _SHAPE: list(value.shape),
-    }
+    return {_SHARD: value.to_local(), _OFFSETS: list(chunk.offsets), _SHAPE: list(value.shape)}
 
 
 # -- from files ----------------------------------------------------------------------------------

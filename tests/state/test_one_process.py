@@ -132,7 +132,7 @@ def test_a_position_in_another_loader_is_refused():
         list(short)
     different = state.Resumable(with_generator())
     different.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"saved with 0 torch.Generators in it, but it has 1 now"):
+    with pytest.raises(ValueError, match=r"the loader had 0 torch.Generators, and has 1 now"):
         list(different)
 
 

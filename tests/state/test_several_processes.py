@@ -185,6 +185,22 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert step.endswith(f"no saved state in {saved} of step 4, but 000001-step-3")
 
 
+def resume_tied(bare, folder):
+    """As with groups by types of modules: an embedding's matrix, and that of the last layer."""
+    model = small_model()
+    model[2].weight = model[0].weight
+    with stage_of(bare, "tied", model, [1, 2]) as stage:
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, weight_decay=bare.rank)
+        state.save(folder, stage, optimizer)
+        optimizer.param_groups[0]["weight_decay"] = 7.0
+        state.load(folder, stage, optimizer)
+        return optimizer.param_groups[0]["weight_decay"]
+
+
+def test_a_shared_parameter_keeps_the_options_of_its_rank(ranks, tmp_path):
+    assert ranks(2).run(resume_tied, str(tmp_path), world=False).values() == [0, 1]
+
+
 def small_model():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
 

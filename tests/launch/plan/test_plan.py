@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from procpipe.launch.console import Table as TextTable
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure
 from procpipe.launch.plan.best import Measured
 from procpipe.launch.plan.measure import measure_layers
 from procpipe.launch.plan.options import parse_bytes
+from procpipe.launch.plan.report import Table as TextTable
 from procpipe.launch.plan.report import proposals_table, tasks_table
 from procpipe.launch.plan.subject import Subject, stand_in_loss
 from procpipe.planner.layers import Layer, Profile, Table, to_text
