@@ -384,8 +384,10 @@ def test_the_commands_of_planning_run(
     assert main(with_check) == 0
 
     compared = capsys.readouterr().out.partition("predicted and measured")[2]
-    for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
+    for what in ("step", "idle"):
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
+    for stage in range(2):  # a forward that takes less than the host does is predicted as 0
+        assert re.search(rf"stage {stage}, forward .*\d (s|ms|µs)", compared), compared
 
 
 # -- docs/dev/peer_tests.md ----------------------------------------------------------------------

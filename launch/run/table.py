@@ -127,6 +127,8 @@ class View:
                 if ranks[0].number == 0:
                     self._tails.append(_Tail(ranks[0].stdout.open("rb"), 1))
                     self._tails.append(_Tail(ranks[0].stderr.open("rb"), 2))
+        if any(rank.board is None for rank in ranks):  # soon: a rank may fail in its first step
+            find(ranks)
         self._copy_output()
         while self._lines:
             self._console.print(Text(self._lines.popleft()), soft_wrap=True)

@@ -146,8 +146,10 @@ def test_a_successful_run_on_a_terminal():
 
 
 def test_an_exception_in_a_layer_is_reported_once():
-    layer = "raise KeyError('boom')"
+    layer = UNTIL_GO + "raise KeyError('boom')"
     with started("-n", "3", on_terminal=True, script=training(3, do=layer), num_forked=3) as run:
+        run.wait_for(r"F0 '1' \(Layer\)")
+        (run.job.path / "go").touch()
         ended = run.wait()
 
     assert ended.code == 1, ended
