@@ -76,8 +76,6 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises((ValueError, TypeError), match=fault):
             hf.generate(stage, **{"input_ids": tokens, "max_new_tokens": 2, **arguments})
-    with pytest.raises(AttributeError, match=r"'BertForMaskedLM' .* no attribute 'generate'"):
-        hf.generate(stage_in_one("BERT, tied"), tokens)
 
 
 #: The second has sliding windows.

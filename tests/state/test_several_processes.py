@@ -186,12 +186,11 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
 
 
 def resume_tied(bare, folder):
-    """As with groups by types of modules: an embedding's matrix, and that of the last layer."""
     model = small_model()
     model[2].weight = model[0].weight
     with stage_of(bare, "tied", model, [1, 2]) as stage:
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, weight_decay=bare.rank)
-        state.save(folder, stage, optimizer)
+        state.save(folder, stage, optimizer)  # groups by types of modules would differ, too
         optimizer.param_groups[0]["weight_decay"] = 7.0
         state.load(folder, stage, optimizer)
         return optimizer.param_groups[0]["weight_decay"]
