@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from procpipe.balance import profile
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure, trial
 from procpipe.plan.schedules.interleaved import interleaved
@@ -373,7 +372,6 @@ def test_the_commands_of_planning_run(
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
     monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
-    monkeypatch.setattr(profile, "_NUM_STARTS", 1)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
@@ -384,10 +382,8 @@ def test_the_commands_of_planning_run(
     assert main(with_check) == 0
 
     compared = capsys.readouterr().out.partition("predicted and measured")[2]
-    for what in ("step", "idle"):
+    for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
-    for stage in range(2):  # a forward that takes less than the host does is predicted as 0
-        assert re.search(rf"stage {stage}, forward .*\d (s|ms|µs)", compared), compared
 
 
 # -- docs/dev/peer_tests.md ----------------------------------------------------------------------

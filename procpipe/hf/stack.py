@@ -229,7 +229,7 @@ def _path_of_blocks(stack: Any) -> str:
     Raises:
         LookupError: there is none, or more than one.
     """
-    number = stack.config.num_hidden_layers
+    number = getattr(stack.config, "num_hidden_layers", 0)  # 0 of a model of images and text
     lists = [path for path, each in stack.named_modules() if isinstance(each, nn.ModuleList)]
     lists = [path for path in lists if not re.search(r"\.\d", path)]  # within another list
     found: list[str] = [path for path in lists if len(stack.get_submodule(path)) == number]

@@ -25,15 +25,15 @@ from typing import Any
 
 from torch import nn
 
+from procpipe.errors import StageClosedError
 from procpipe.job.endings import SAVING_THREAD, error_of_script
 from procpipe.notes import write_note
 from procpipe.run.coordinator import Agree
 from procpipe.state import files
 from procpipe.state.member import Member
 
-#: The saves in the background that have not been waited for; none in a forked child.
+#: The saves in the background that have not been waited for.
 unfinished: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
-os.register_at_fork(after_in_child=unfinished.clear)
 
 
 class Saving:
@@ -47,6 +47,7 @@ class Saving:
         self.path = path
         self._member, self._keep = member, keep
         self._error: BaseException | None = None  # of the thread
+        self._pid = os.getpid()
 
     def wait(self) -> None:
         """Wait until it is done on all ranks; every rank calls it. Returns at once if it was.
@@ -55,6 +56,8 @@ class Saving:
             OSError: this rank could not write its part (or any other exception of that).
             RemoteStageError: another rank failed.
         """
+        if os.getpid() != self._pid:
+            raise StageClosedError(f"only process {self._pid}, which saves it, can wait for it")
         if unfinished.get(self._member.module) is not self:
             return
         calls = self._member.calls
@@ -107,7 +110,7 @@ class Saving:
 
         A failed save is an error like any other, but it is too late for Python to end with one.
         """
-        if unfinished.get(self._member.module) is not self:
+        if os.getpid() != self._pid:  # a forked child, which has no such thread
             return
         calls, error = self._member.calls, error_of_script()
         if error is not None and calls is not None:

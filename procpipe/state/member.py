@@ -77,12 +77,9 @@ class Member:
             return self, agree
         places = agree(sharded.place_of(self.module), lambda of_all: max(of_all, key=itemgetter(1)))
         pipeline, number = places
+        rank, num_ranks = pipeline * self.num_ranks + self.rank, number * self.num_ranks
         member = replace(
-            self,
-            rank=pipeline * self.num_ranks + self.rank,
-            num_ranks=number * self.num_ranks,
-            pipeline=pipeline,
-            num_pipelines=number,
+            self, rank=rank, num_ranks=num_ranks, pipeline=pipeline, num_pipelines=number
         )
         return member, partial(member._agree, agree)
 

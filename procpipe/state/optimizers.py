@@ -160,11 +160,10 @@ def faults_of(groups: Sequence[Group], saved: SavedOptimizers, *, strict: bool) 
             # Torch gives tensors of more than one number the parameter's dtype.
             dtype = parameter.tensor.dtype
             is_torchs = type(group.optimizer).load_state_dict is Optimizer.load_state_dict
-            tensors = {part: value for part, value in state.items() if isinstance(value, Stored)}
             faults += [
                 f"{part} of {of_it} has dtype {value.dtype}, which torch would make {dtype}"
-                for part, value in tensors.items()
-                if is_torchs and value.shape and value.dtype != dtype
+                for part, value in state.items()
+                if is_torchs and isinstance(value, Stored) and value.shape and value.dtype != dtype
             ]
     return faults
 

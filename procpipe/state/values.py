@@ -50,7 +50,10 @@ def saved_form(name: str, value: Any, faults: list[str]) -> Any:
         is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
         return tensor.to("cpu", copy=True) if is_view else tensor
 
-    return mapped(value, form, name)
+    try:
+        return mapped(value, form, name)
+    except RecursionError:
+        faults.append(f"{name} cannot be saved so that it can be loaded again: it holds itself")
 
 
 def _fault_of(leaf: Any) -> str:
