@@ -43,8 +43,8 @@ DEVICES = ("cpu", "cuda")
 #: Micro-batches: the host's cost of a task differs most with their number.
 _NUM_MICRO_BATCHES = {"tiny": [16, 64]}
 
-#: Steps a turn: about half a second, so that a turn's start and end do not count.
-_NUM_STEPS = {"tiny": 20, "unet": 3}
+#: Steps a turn: about a second, so that a turn's start and end do not count.
+_NUM_STEPS = {"tiny": 20}
 
 #: The limit is measured beside every result, and all is compared with one process.
 _ALWAYS = (PROCPIPE, ONE_PROCESS, COPIES)
