@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _hosts(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
-    return int(least), int(most or least)
+    return positive(least), positive(most or least)
 
 
 def _settings(text: str) -> dict[str, str]:

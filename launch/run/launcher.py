@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
@@ -78,8 +79,9 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
     def run(self) -> int:
         """Run and report; return the exit code."""
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in _ENDING:
-            signal.signal(number, self._stop)
+        # Before there are ranks a signal just ends this process: torch may wait for another host's
+        # store in C++, where no handler of Python's runs.
+        self._handle(signal.SIG_DFL)
         failed: list[Rank] = []
         error = ""
         try:
@@ -117,6 +119,7 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
         if self._config.max_nodes > 1:
             # Else a host that comes back never finds the store.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            self._view.print(f"procpipe: waits for hosts at {self._config.rdzv_endpoint}")
         try:
             launch_agent(self._config, sys.executable, ["-u", *self._words])
         except ChildFailedError as error:
@@ -131,6 +134,12 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
         """Return this host's ranks that have noted a failure, their own or that of another."""
         return [rank for rank in self._ranks if rank.exception() or rank.note()]
 
+    def _handle(self, handler: Any) -> None:
+        for number in _ENDING:
+            # Under nohup it stays ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
+
     @property
     def root_log_dir(self) -> str:
         """The folder of the logs."""
@@ -141,6 +150,7 @@ class Launcher(LogsSpecs):  # type: ignore[misc, unused-ignore]
 
         ``envs`` holds the environment variables of each rank of this host.
         """
+        self._handle(self._stop)
         folder, ranks = self._folder / f"attempt_{self._num_attempts}", []
         for variables in envs.values():
             number = int(variables["RANK"])

@@ -15,7 +15,14 @@ from procpipe.launch.run import command
 MISTAKES = [
     (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
     (["-n", "0", "train.py"], "argument -n/--nproc-per-node: 0: give a number of at least 1"),
-    (["-n", "2", "--nnodes", "two", "train.py"], "argument --nnodes: invalid "),
+    (
+        ["-n", "2", "--nnodes", "two", "train.py"],
+        "argument --nnodes: two: give a number",
+    ),
+    (
+        ["-n", "2", "--nnodes", "0:2", "train.py"],
+        "argument --nnodes: 0: give a number",
+    ),
     (["-n", "2", "--max-restarts", "-1", "train.py"], "--max-restarts -1: give 0 or more"),
     (
         ["-n", "2", "--nnodes", "2", "train.py"],

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.dist.pool import job_environment
-from tests.launch.started import RUN, TIMEOUT_S, started
+from tests.launch.started import RUN, TIMEOUT_S, Job, free_port, started
 
 pytestmark = pytest.mark.dist
 
@@ -202,6 +202,19 @@ def test_ctrl_c_twice_kills_all_processes():
     assert ended.left == ()
     assert "procpipe: killing all processes" in ended.out
     assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
+
+
+def test_a_host_that_waits_for_another_ignores_what_nohup_ignores_and_ends_at_ctrl_c():
+    """torch waits for the store of the first host in C++, where no handler of Python's runs."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0"]
+    with Job() as job:
+        job.write("script.py", "")
+        run = job.start(["nohup", sys.executable, *RUN, *options, "script.py"])
+        run.wait_until(lambda: f"waits for hosts at {endpoint}" in run.output)
+        run.popen.send_signal(signal.SIGHUP)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.wait_end() == -signal.SIGINT, run.output
 
 
 def ready(run):
