@@ -1,4 +1,4 @@
-"""The emulated GPU's NCCL: each rule that a pipeline can break, with its setting on and off.
+"""The emulated GPU's NCCL: rules that a pipeline can break.
 
 Run on emulated GPUs only. Each test starts one process per rank, which runs one of the functions
 below; the first argument is the rank. An operation that has not ended after a while is assumed
@@ -30,6 +30,7 @@ from tests.test_emulated_gpu import (
     filled,
     hold,
     let_go,
+    made,
     new_memory,
     new_stream,
     query,
@@ -42,9 +43,7 @@ pytestmark = [
     pytest.mark.skipif(not EMULATED, reason="tests the emulated GPU, which is not loaded"),
 ]
 
-INVALID_ARGUMENT, INVALID_USAGE = 4, 5
 UINT8, INT32 = 1, 2
-SUM, MAXIMUM = 0, 2
 LAUNCH_FAILURE = 719
 WHILE_S = 0.3
 
@@ -60,22 +59,10 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-def initialize(name: str, rank: int, size: int = 2, gpu: int | None = None) -> tuple[int, Any]:
-    check("cudaSetDevice", rank if gpu is None else gpu)
-    communicator = ctypes.c_void_p()
-    identity = UniqueId(name.encode())
-    return call("ncclCommInitRank", ctypes.byref(communicator), size, identity, rank), communicator
-
-
-def connect(name: str, rank: int, size: int = 2) -> Any:
-    error, communicator = initialize(name, rank, size)
-    assert error == 0, last_error()
-    return communicator
-
-
-def last_error() -> str:
-    CUDA.ncclGetLastError.restype = ctypes.c_char_p
-    return str(CUDA.ncclGetLastError(None), "ascii")
+def connect(name: str, rank: int) -> Any:
+    """Connect two ranks, each with the GPU of its number."""
+    check("cudaSetDevice", rank)
+    return made("ncclCommInitRank", 2, UniqueId(name.encode()), rank)
 
 
 def send(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
@@ -167,31 +154,6 @@ def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
     assert [process.result() for process in processes] == [[False, 1, 2], None]
 
 
-def group_in_two_streams(rank, name):
-    """Send and receive an empty tensor and two others in one group; one stream is held at first."""
-    communicator, streams = connect(name, rank), [new_stream(), new_stream()]
-    sent, received = [filled(rank + 1), filled(rank + 3)], [new_memory(), new_memory()]
-    gate = hold(streams[1])
-    check("ncclGroupStart")
-    assert send(communicator, sent[0], 1 - rank, streams[0], 0) == 0
-    assert receive(communicator, received[0], 1 - rank, streams[0], 0) == 0
-    for memory in sent:
-        assert send(communicator, memory, 1 - rank, streams[0]) == 0
-    for memory in received:
-        assert receive(communicator, memory, 1 - rank, streams[1]) == 0
-    check("ncclGroupEnd")
-    before = ends(streams[0])
-    let_go(gate)
-    for stream in streams:
-        check("cudaStreamSynchronize", stream)
-    return [before, *(at(memory)[0] for memory in received)]
-
-
-def test_a_group_begins_after_the_work_in_all_its_streams(tmp_path):
-    processes = start(group_in_two_streams, new_id(), folder=tmp_path)
-    assert [process.result() for process in processes] == [[False, 2, 4], [False, 1, 3]]
-
-
 def disagree(rank, name, counts, dtypes):
     communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
     operation = send if rank == 0 else receive
@@ -218,90 +180,7 @@ def test_a_receive_must_fit_its_send(tmp_path, counts, dtypes, operations):
         assert operations[1] in text
 
 
-def reduce_by_different_operators(rank, name):
-    communicator, stream, memory = connect(name, rank), new_stream(), new_memory()
-    operator = (SUM, MAXIMUM)[rank]
-    count = ctypes.c_size_t(8)
-    assert call("ncclAllReduce", memory, memory, count, UINT8, operator, communicator, stream) == 0
-    error = call("cudaStreamSynchronize", stream)
-    CUDA.cudaGetErrorString.restype = ctypes.c_char_p
-    return [error, at(memory)[0], CUDA.cudaGetErrorString(error).decode()]
-
-
-def test_ranks_must_agree_on_the_operator(tmp_path):
-    for process in start(reduce_by_different_operators, new_id(), folder=tmp_path):
-        error, value, text = process.result()
-        assert (error, value) == (LAUNCH_FAILURE, POISON)
-        assert "rank 0 reduces 8 of uint8 by sum" in text
-        assert "rank 1 reduces 8 of uint8 by maximum" in text
-
-
-def use_wrongly(rank, name):
-    communicator, stream, memory = connect(name, rank, 1), new_stream(), new_memory()
-    check("cudaSetDevice", 1)
-    other_stream, other_memory = new_stream(), new_memory()
-    host_memory = ctypes.create_string_buffer(8)
-    return [
-        [send(communicator, data, peer, where), last_error()]
-        for data, where, peer in (
-            (memory, other_stream, 0),
-            (other_memory, stream, 0),
-            (host_memory, stream, 0),
-            (memory, stream, 1),
-        )
-    ]
-
-
-def test_streams_and_memory_of_others_are_refused(tmp_path):
-    found = Process(use_wrongly, 0, new_id(), folder=tmp_path).result()
-    errors = [error for error, _ in found]
-    assert errors == [INVALID_USAGE, INVALID_ARGUMENT, INVALID_ARGUMENT, INVALID_ARGUMENT]
-    texts = ["stream of another GPU", *["memory of another device"] * 2, "no such rank"]
-    for (_, text), part in zip(found, texts, strict=True):
-        assert part in text
-
-
 # ---- communicators -------------------------------------------------------------------------------
-
-
-def connect_alone(rank, name):
-    done = threading.Event()
-    errors: list[int] = []
-
-    def initialise():
-        errors.append(initialize(name, rank)[0])
-        done.set()
-
-    thread = threading.Thread(target=initialise)
-    thread.start()
-    report(done.wait(WHILE_S))
-    thread.join()
-    return errors
-
-
-@pytest.mark.parametrize("early", [0, 1])
-def test_initialisation_blocks_until_all_ranks_call_it(tmp_path, early):
-    name = new_id()
-    first = Process(connect_alone, early, name, folder=tmp_path)
-    assert first.next_report() is False
-    second = Process(connect_alone, 1 - early, name, folder=tmp_path)
-    second.next_report()
-    assert [first.result(), second.result()] == [[0], [0]]
-
-
-def share_gpu(rank, name):
-    error, _ = initialize(name, rank, gpu=0)
-    return [error, last_error()]
-
-
-def test_two_ranks_on_one_gpu_are_refused_unless_allowed(tmp_path):
-    for process in start(share_gpu, new_id(), folder=tmp_path):
-        error, text = process.result()
-        assert error == INVALID_USAGE
-        assert text.startswith("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device")
-    settings = {"folder": tmp_path, "nccl_multi_rank_gpu_enable": 1}
-    for process in start(share_gpu, new_id(), **settings):
-        assert process.result() == [0, ""]
 
 
 def wait_for_a_dead_peer(rank, name):
@@ -351,28 +230,6 @@ def test_aborts_hang_unless_they_are_in_a_group_or_parallel(tmp_path, grouped):
     assert other.result() is None
 
 
-def finalize(rank, name):
-    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
-    if rank == 1:
-        wait_for_test()
-    assert (send if rank else receive)(communicator, memory, 1 - rank, stream) == 0
-    finalizing = threading.Thread(target=check, args=("ncclCommFinalize", communicator))
-    finalizing.start()
-    if rank == 0:
-        finalizing.join(WHILE_S)
-        report(finalizing.is_alive())
-    finalizing.join()
-    check("ncclCommDestroy", communicator)
-    return [at(memory)[0], send(communicator, memory, 1 - rank, stream), last_error()]
-
-
-def test_finalizing_waits_for_operations(tmp_path):
-    receiver, sender = start(finalize, new_id(), folder=tmp_path)
-    assert receiver.next_report() is True
-    after = [2, INVALID_ARGUMENT, "the communicator was closed"]
-    assert [sender.result(), receiver.result()] == [after, after]
-
-
 def post_ahead(rank, names):
     communicators, streams = [connect(name, rank) for name in names], [new_stream() for _ in names]
     memories = [filled(rank + 1) for _ in names]
@@ -404,11 +261,6 @@ def test_a_gpu_has_room_for_some_communicators(tmp_path, slots, fits):
 # ---- what torch calls ----------------------------------------------------------------------------
 
 
-def refuse_memory():
-    memory = ctypes.c_void_p()
-    return [call("ncclMemAlloc", ctypes.byref(memory), ctypes.c_size_t(8)), last_error()]
-
-
 def test_no_call_of_torch_reaches_the_real_nccl(tmp_path):
     import torch
 
@@ -418,5 +270,3 @@ def test_no_call_of_torch_reaches_the_real_nccl(tmp_path):
     driver = ctypes.CDLL("libcuda.so.1")
     assert "ncclSend" in needed
     assert {name for name in needed if not hasattr(driver, name)} == set()
-    found = Process(refuse_memory, folder=tmp_path).result()
-    assert found == [INVALID_USAGE, "the emulated NCCL has no ncclMemAlloc"]

@@ -11,11 +11,9 @@ import resource
 import warnings
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -512,35 +510,3 @@ def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):
     for notes in (first, third):
         assert sum(each.startswith(note) for each in notes) == 1, notes
     assert second == fourth == []
-
-
-def train_different_models(bare):
-    """Train another model in each pipeline, with another schedule and number of steps."""
-    with mesh_of(bare, "dp", "pp") as mesh:
-        dp = mesh["dp"].get_local_rank()
-        plain = [make_model(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()][
-            dp
-        ]
-        options: dict[str, Any] = {
-            "schedule": ("1f1b", "gpipe")[dp],
-            "chunks": 2 + dp,
-            "checkpoint": "never",
-        }
-        options["loss_fn"] = (mean_loss, F.mse_loss)[dp]
-        stage = stage_in(bare, mesh, "different", plain, ([2, 4], [1, 2])[dp], **options)
-        with failing_all(stage, "different"):
-            for step in range(2 + dp):
-                input, target = make_batch(4, step)
-                if dp:
-                    input, target = input.double(), target[:, :2].double()
-                expected = options["loss_fn"](plain(input), target)
-                expected.backward()
-                found = stage.step(input, target)
-                assert_same(found, expected.detach(), f"loss {step}", TOLERANCE)
-                for name, parameter in stage.named_parameters():
-                    truth = dict(plain.named_parameters())[name].grad
-                    assert_same(parameter.grad, truth, f"gradient of {name}", TOLERANCE)
-
-
-def test_pipelines_of_a_mesh_may_train_different_models(ranks):
-    assert ranks(4).run(train_different_models, world=False).values() == [None] * 4

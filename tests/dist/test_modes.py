@@ -292,6 +292,27 @@ def test_a_layer_whose_recomputation_differs_is_an_error(ranks):
     assert re.search(r"task R\d@1 ", last.text)
 
 
+def change_in_the_loss(bare, mode):
+    """The last stage returns a view of its input, which the loss function changes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten()).double()
+    inputs, _ = make_batch()
+    options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": lambda x: x.mul_(2).square().mean()}
+    plain_step(model, (inputs,), None, 2, lambda x: (x * 2).square().mean())
+    with stage_of(bare, mode, model, [1, 1], **options) as stage:
+        stage.step(inputs, target=None)
+        assert_same_gradients(stage, model, mode, 1e-12)
+
+
+@pytest.mark.only_on_cpus
+def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
+    """What a layer changes in place: tests/compute/test_segment.py."""
+    ranks(2).run(change_in_the_loss, "never", world=False).values()
+    for mode in ("always", "except_last"):
+        errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
+        assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
+        assert all("loss_fn changed its partition's input in place" in e.text for e in errors)
+
+
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
     ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
 

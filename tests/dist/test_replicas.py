@@ -30,7 +30,6 @@ from procpipe.timeline.chrome import read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import merged
 from tests.dist.stages import assert_same, stage_of, world_of
-from tests.dist.test_failures import check_lost, kill
 
 pytestmark = pytest.mark.on_gpus
 
@@ -554,30 +553,6 @@ def test_gradients_of_one_micro_batch_are_added_up_from_within_its_backward(rank
         (sum_,) = (one for one in last.sums[rank] if one.what == "gradients 0")
         (timed,) = (timed for timed in last.rows[rank] if timed.task.kind == "B")
         assert timed.start_s < sum_.start_s < timed.end_s
-
-
-def train_beside_other_pipelines(bare, origin):
-    """Have other pipelines open, one of which sees first that the rank has ended, most times."""
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with contextlib.ExitStack() as stack:
-        for k in range(4):
-            stack.enter_context(stage_of(bare, f"other {k}", layers, [1, 1]))(torch.ones(8, 4))
-        options = {"replicas": 2, "loss_fn": F.mse_loss}
-        stage = stack.enter_context(
-            stage_of(bare, "killed", nn.Sequential(layers[0]), [1], **options)
-        )
-        stage.step(torch.ones(8, 4), torch.zeros(8, 4)).item()
-        if bare.rank == origin:
-            kill()
-        stage.step(torch.ones(8, 4), torch.zeros(8, 4))
-
-
-def test_the_pipeline_in_use_names_a_rank_that_is_killed(ranks):
-    outcomes = ranks(2).run(train_beside_other_pipelines, 0, world=False)
-
-    # Most of that time, five pipelines connect.
-    lost = "rank 0 (stage 0 of replica 0) ended without a message"
-    check_lost(outcomes, 0, lost, soon_s=50.0)
 
 
 def check_counts(bare):

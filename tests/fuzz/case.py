@@ -81,7 +81,7 @@ WORDS = [
     *("attention", "attention-alone", "encoder", "gru", "lstm"),
     *("layernorm", "batchnorm", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("strided", "expanded", "transposed", "wide"),
-    *("tuple", "pair", "list", "dict", "nested", "plain"),
+    *("tuple", "pair", "output", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
     *("dropout", "counting", "drawing", "drawing", "nothing"),

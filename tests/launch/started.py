@@ -5,8 +5,11 @@
         run.press("\\x03")
         ended = run.wait()
 
-    with two_hosts() as hosts, Job() as job:
-        agents = [job.start([*RUN, "--nnodes", 2, ...], host, num_ranks=1) for host in hosts]
+    with Job() as job:
+        agents = [
+            job.start([*RUN, "--nnodes", 2, ...], address, num_ranks=1)
+            for address in ("127.0.0.2", "127.0.0.3")
+        ]
         agents[0].wait_end()
 
 Launchers, and the first of their ranks, are forks of a process that has imported torch
@@ -38,7 +41,7 @@ import pytest
 
 from procpipe.launch import start_ranks
 from tests.dist.devices import is_on_gpus
-from tests.dist.forks import Forked, end_with_parent, fork_server
+from tests.dist.forks import Forked, fork_server
 from tests.dist.pool import job_environment
 from tests.dist.script import TOKEN, job_of, kill_job
 
@@ -48,58 +51,6 @@ RUN = ("-m", "procpipe.launch", "run")
 TIMEOUT_S = 90.0
 _POLL_S = 0.02
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
-
-
-class Host(NamedTuple):
-    """A place to start processes at."""
-
-    address: str  # for the other hosts
-    network: str = ""  # the name of its network namespace; "" for that of this process
-
-
-def loopback_addresses(num_hosts: int) -> list[Host]:
-    """Return addresses of this host; ranks with different ones use TCP, as on several hosts."""
-    return [Host(f"127.0.0.{number}") for number in range(2, 2 + num_hosts)]
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[Host]]:
-    """Yield network namespaces with a cable between them; addresses where that cannot be made."""
-    names = [f"pp{os.getpid()}n{number}" for number in range(2)]
-    hosts = [Host(f"10.231.77.{number}", name) for number, name in enumerate(names, start=1)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            "cable",
-            "type",
-            "veth",
-            "peer",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for host in hosts:
-            _ip("-n", host.network, "address", "add", f"{host.address}/24", "dev", "cable")
-            _ip("-n", host.network, "link", "set", "cable", "up")
-            _ip("-n", host.network, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"on the loopback: {getattr(error, 'stderr', error)}")
-        hosts = loopback_addresses(2)
-    try:
-        yield hosts
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                _ip("netns", "delete", name)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
 def free_port() -> int:
@@ -124,7 +75,7 @@ class Ended(NamedTuple):
 class Process:
     """One command of a job, with all its output and its children's."""
 
-    def __init__(self, job: Job, popen: subprocess.Popen[bytes] | Forked, name: str) -> None:
+    def __init__(self, job: Job, popen: Forked, name: str) -> None:
         self.job, self.popen = job, popen
         self._logs = {stream: job.path / f"{name}.{stream}" for stream in ("out", "err")}
         self.terminal: int | None = None
@@ -237,27 +188,26 @@ class Job:
     def start(
         self,
         argv: Sequence[object],
-        host: Host | None = None,
+        address: str = "",
         *,
-        num_ranks: int | None = None,
+        num_ranks: int,
         on_terminal: bool = False,
         **extra: str,
     ) -> Process:
-        """Start a command: what Python runs, as a fork, if ``num_ranks`` is given.
+        """Start what Python runs, as a fork.
 
         Args:
             argv: the words.
-            host: where; not in a network namespace, unless it is a fork.
+            address: of its host; ranks with different ones use TCP, as on several hosts.
             num_ranks: how many ranks of a launcher are forks, the first ones; at most as many as it
                 starts, as it would report those that are left.
             on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
             extra: environment variables.
         """
         words = [*map(str, argv)]
-        base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env = base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | extra
-        if host is not None and not host.network:
-            env["PROCPIPE_ADDRESS"] = host.address
+        env = job_environment({TOKEN: self.token, "TERM": "xterm"}) | extra
+        if address:
+            env["PROCPIPE_ADDRESS"] = address
         name = f"log{len(self._processes)}"
         with (
             open(os.devnull) as stdin,
@@ -269,18 +219,10 @@ class Job:
                 ours, theirs = os.openpty()
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
                 files = (stdin.fileno(), theirs, theirs)
-            popen: subprocess.Popen[bytes] | Forked
-            if num_ranks is None:
-                popen = subprocess.Popen(
-                    words, cwd=self.path, env=env, stdin=files[0], stdout=files[1], stderr=files[2],
-                    preexec_fn=end_with_parent,  # noqa: PLW1509 - one call of C
-                )  # fmt: skip
-            else:
-                popen = fork_server().start(
-                    words, env=env, cwd=self.path, files=files,
-                    num_ranks=0 if is_on_gpus() else num_ranks,
-                    network=host.network if host is not None else "",
-                )  # fmt: skip
+            popen = fork_server().start(
+                words, env=env, cwd=self.path, files=files,
+                num_ranks=0 if is_on_gpus() else num_ranks,
+            )  # fmt: skip
         process = Process(self, popen, name)
         if on_terminal:
             os.close(theirs)
