@@ -1,8 +1,10 @@
 """The hazards of the emulated GPU: without one of them, faulty programs would pass the other tests.
 
 What other tests need in order to pass has no test of its own. Run on emulated GPUs only (``make
-test-gpu``). Each test calls CUDA's C interface in processes with their own settings, each of which
-runs one of the functions below.
+test-gpu``). Most tests call CUDA's and NCCL's C interface in processes with settings of their own,
+without torch, each of which runs one of the functions below; the first argument of those for NCCL
+is the rank. An operation that has not ended after a while is assumed never to end: others end
+within milliseconds.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
+import uuid
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +37,10 @@ pytestmark = [
 NOT_READY = 600
 NON_BLOCKING, NO_TIMING = 1, 2
 POISON = 0x7F
+UINT8, INT32 = 1, 2
+LAUNCH_FAILURE = 719
 LONG_MS = 100_000
+WHILE_S = 0.3
 LIMIT_S = 60
 
 
@@ -142,10 +151,6 @@ def filled(value: int) -> Any:
     return memory
 
 
-def copy(to, source, stream, num_bytes: int = 8) -> None:
-    check("cudaMemcpyAsync", to, source, ctypes.c_size_t(num_bytes), 4, stream)
-
-
 def hold(stream: Any) -> Any:
     """Make a stream wait until ``let_go`` of the returned gate."""
     gate = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
@@ -168,31 +173,6 @@ def wait_until_done(streams) -> None:
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
-def read_new_memory():
-    return list(at(new_memory()))
-
-
-def test_new_memory_is_garbage(tmp_path):
-    assert run(read_new_memory, folder=tmp_path) == [POISON] * 8
-
-
-def read_in_stream_order():
-    source, target, first = filled(1), new_memory(), new_stream()
-    gate = hold(first)
-    copy(target, source, first)
-    second = new_stream()
-    fill(source, 2, second)
-    check("cudaStreamSynchronize", second)
-    before = list(at(target))
-    let_go(gate)
-    check("cudaStreamSynchronize", first)
-    return [before, list(at(target))]
-
-
-def test_copies_read_and_write_in_stream_order(tmp_path):
-    assert run(read_in_stream_order, folder=tmp_path) == [[POISON] * 8, [2] * 8]
 
 
 def write_behind():
@@ -295,3 +275,288 @@ def query_while_a_thread_waits():
 def test_a_query_hangs_while_another_thread_waits(tmp_path):
     """As it can on a real GPU: https://github.com/pytorch/pytorch/issues/104487."""
     assert run(query_while_a_thread_waits, folder=tmp_path) == [True, [0]]
+
+
+# ---- NCCL's calls --------------------------------------------------------------------------------
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+def connect(name: str, rank: int) -> Any:
+    """Connect two ranks, each with the GPU of its number."""
+    check("cudaSetDevice", rank)
+    return made("ncclCommInitRank", 2, UniqueId(name.encode()), rank)
+
+
+def send(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
+    return call("ncclSend", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
+
+
+def receive(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
+    return call("ncclRecv", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
+
+
+def ends(*streams: Any) -> bool:
+    """Return whether streams complete all their work within ``WHILE_S``."""
+    until = time.monotonic() + WHILE_S
+    while any(query(stream) == NOT_READY for stream in streams):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def start(function, *arguments: object, **settings: object) -> list[Process]:
+    """Start a function on two ranks."""
+    return [Process(function, rank, *arguments, **settings) for rank in (0, 1)]
+
+
+# ---- sends and receives --------------------------------------------------------------------------
+
+
+def exchange(rank, name, grouped):
+    communicator, stream = connect(name, rank), new_stream()
+    sent, received = filled(rank + 1), new_memory()
+    if grouped:
+        check("ncclGroupStart")
+    assert send(communicator, sent, 1 - rank, stream) == 0
+    assert receive(communicator, received, 1 - rank, stream) == 0
+    if grouped:
+        check("ncclGroupEnd")
+    report(ends(stream))
+    wait_for_test()  # until the other rank has reported too
+    check("ncclCommAbort", communicator)
+    check("cudaStreamSynchronize", stream)
+    return at(received)[0]
+
+
+@pytest.mark.parametrize(("grouped", "found"), [(True, [2, 1]), (False, [POISON, POISON])])
+def test_sends_and_receives_of_a_group_progress_together(tmp_path, grouped, found):
+    processes = start(exchange, uuid.uuid4().hex, grouped, folder=tmp_path)
+    assert [process.next_report() for process in processes] == [grouped, grouped]
+    assert [process.result() for process in processes] == found
+
+
+def send_early(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
+    if rank == 0:
+        assert send(communicator, memory, 1, stream) == 0
+        report(ends(stream))
+    else:
+        wait_for_test()
+        assert receive(communicator, memory, 0, stream) == 0
+    check("cudaStreamSynchronize", stream)
+    return at(memory)[0]
+
+
+def test_a_send_does_not_end_before_its_receive_has_begun(tmp_path):
+    sender, receiver = start(send_early, uuid.uuid4().hex, folder=tmp_path)
+    assert sender.next_report() is False
+    assert [receiver.result(), sender.result()] == [1, 1]
+
+
+def receive_in_two_streams(rank, name):
+    communicator, streams = connect(name, rank), [new_stream(), new_stream()]
+    if rank == 1:
+        for value in (1, 2):
+            assert send(communicator, filled(value), 0, streams[0]) == 0
+        check("cudaStreamSynchronize", streams[0])
+        return None
+    gate, targets = hold(streams[0]), [new_memory(), new_memory()]
+    for target, stream in zip(targets, streams, strict=True):
+        assert receive(communicator, target, 1, stream) == 0
+    before = ends(streams[1])
+    let_go(gate)
+    for stream in streams:
+        check("cudaStreamSynchronize", stream)
+    return [before, *(at(target)[0] for target in targets)]
+
+
+def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
+    processes = start(receive_in_two_streams, uuid.uuid4().hex, folder=tmp_path)
+    assert [process.result() for process in processes] == [[False, 1, 2], None]
+
+
+def disagree(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
+    if rank == 0:
+        assert send(communicator, memory, 1, stream) == 0
+    else:
+        assert receive(communicator, memory, 0, stream, 2, INT32) == 0
+    error = call("cudaStreamSynchronize", stream)
+    CUDA.cudaGetErrorString.restype = ctypes.c_char_p
+    text = CUDA.cudaGetErrorString(error).decode()
+    return [error, at(memory)[0], call("cudaDeviceSynchronize"), text]
+
+
+def test_a_receive_must_fit_its_send(tmp_path):
+    for rank, process in enumerate(start(disagree, uuid.uuid4().hex, folder=tmp_path)):
+        error, value, later, text = process.result()
+        assert (error, value) == (LAUNCH_FAILURE, rank + 1)
+        assert later == LAUNCH_FAILURE  # every later call fails as well
+        assert "rank 0 sends 8 of uint8" in text
+        assert "rank 1 receives 2 of int32" in text
+
+
+# ---- communicators -------------------------------------------------------------------------------
+
+
+def wait_for_a_dead_peer(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), new_memory()
+    if rank == 1:
+        return None
+    assert receive(communicator, memory, 1, stream) == 0
+    before, error = ends(stream), ctypes.c_int(-1)
+    check("ncclCommGetAsyncError", communicator, ctypes.byref(error))
+    check("ncclCommAbort", communicator)
+    check("cudaStreamSynchronize", stream)
+    return [before, error.value, at(memory)[0]]
+
+
+def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
+    processes = start(wait_for_a_dead_peer, uuid.uuid4().hex, folder=tmp_path)
+    assert [process.result() for process in processes] == [[False, 0, POISON], None]
+
+
+def abort(rank, names, grouped):
+    communicators = [connect(name, rank) for name in names]
+    if rank == 1:
+        wait_for_test()
+        return None
+    memory, streams = new_memory(), [new_stream() for _ in names]
+    for communicator, stream in zip(communicators, streams, strict=True):
+        assert receive(communicator, memory, 1, stream) == 0
+    if grouped:
+        check("ncclGroupStart")
+        for communicator in communicators:
+            check("ncclCommAbort", communicator)
+        check("ncclGroupEnd")
+        return ends(*streams)
+    first = threading.Thread(target=check, args=("ncclCommAbort", communicators[0]))
+    first.start()
+    first.join(WHILE_S)
+    hung = first.is_alive()
+    check("ncclCommAbort", communicators[1])
+    first.join()
+    return hung
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_aborts_hang_unless_they_are_in_a_group_or_parallel(tmp_path, grouped):
+    waiting, other = start(abort, [uuid.uuid4().hex for _ in range(2)], grouped, folder=tmp_path)
+    assert waiting.result() is True
+    assert other.result() is None
+
+
+def post_ahead(rank, names):
+    communicators, streams = [connect(name, rank) for name in names], [new_stream() for _ in names]
+    memories = [filled(rank + 1) for _ in names]
+    operation = send if rank == 1 else receive
+    uses = list(zip(communicators, memories, streams, strict=True))
+    if rank == 1:
+        uses.insert(0, uses.pop())
+    for i, (communicator, memory, stream) in enumerate(uses):
+        if rank == 1 and i == 1:
+            wait_for_test()
+        assert operation(communicator, memory, 1 - rank, stream) == 0
+        if rank == 0 and i < 2:
+            assert not ends(stream)  # so that it has its slot before the next one
+    if rank == 0:
+        report(ends(streams[2]))
+    for stream in streams:
+        check("cudaStreamSynchronize", stream)
+    return [at(memory)[0] for memory in memories]
+
+
+@pytest.mark.parametrize(("slots", "fits"), [(2, False), (3, True)])
+def test_a_gpu_has_room_for_some_communicators(tmp_path, slots, fits):
+    names = [uuid.uuid4().hex for _ in range(3)]
+    receiver, sender = start(post_ahead, names, folder=tmp_path, kernel_slots=slots)
+    assert receiver.next_report() is fits
+    assert [sender.result(), receiver.result()] == [[2, 2, 2], [2, 2, 2]]
+
+
+# ---- what torch calls ----------------------------------------------------------------------------
+
+
+def test_no_call_of_torch_reaches_the_real_nccl():
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    names = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True)
+    needed = set(re.findall(r" U (p?nccl\w+)", names.stdout))
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert "ncclSend" in needed
+    assert {name for name in needed if not hasattr(driver, name)} == set()
+
+
+# ---- torch's own streams, operators and allocator ------------------------------------------------
+
+
+@pytest.fixture
+def _loaded():
+    """Run each operator that a test runs while a stream is busy: its first run would wait."""
+    import torch
+
+    a = torch.ones(600, 600, device="cuda")
+    assert bool((((a @ a) + a + 1) * 1 == 602).all())
+    a += a
+    a += 1
+
+
+def keep_busy(stream) -> None:
+    """Keep a stream busy for a while, so that later work on it runs late."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        a = torch.ones(600, 600, device="cuda")
+        for _ in range(20):
+            a @ a
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("waits", [True, False])
+def test_wait_for_a_producer(waits):
+    import torch
+
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    result = torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    keep_busy(main)
+    result += 1
+    if waits:
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        seen = result * 1
+    side.synchronize()
+    with torch.cuda.stream(side):
+        assert bool((seen == 1).all()) is waits
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("records", [True, False])
+def test_record_stream(records, writes):
+    import torch
+
+    side = torch.cuda.Stream()
+    given, result = torch.ones(100, device="cuda"), torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    keep_busy(side)
+    with torch.cuda.stream(side):
+        if writes:
+            given += 1  # without record_stream the memory belongs to another tensor by then
+        else:
+            result += given
+    if records:
+        given.record_stream(side)
+    address = given.data_ptr()
+    del given
+    # Nothing else overwrites the memory: only the poison of freed memory changes the result.
+    other = (torch.zeros if writes else torch.empty)(100, device="cuda")
+    assert (other.data_ptr() == address) is not records
+    torch.cuda.synchronize()
+    good = bool((other == 0).all()) if writes else bool((result == 1).all())
+    assert good is records

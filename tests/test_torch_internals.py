@@ -15,7 +15,6 @@ from torch import nn
 
 from procpipe import torch_internals
 from procpipe.compute.split import splitter
-from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).parents[1]
 
