@@ -75,8 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # before torch is imported, which takes seconds
     forks.find_launch()
     devices.seed_only_cpu()
-    if config.getoption("--gpus") == "share":
-        os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
         raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
 

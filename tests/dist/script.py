@@ -128,11 +128,11 @@ def run_forked(
     """
     tears_down = tears_down or is_on_gpus()
     with _script_in_a_folder(path_or_code) as (script, folder):
-        argv, environments = [script, *args], _environments(num_ranks)
+        argv, environments = [script, *args], environments_of(num_ranks)
         return _run(argv, environments, folder, timeout_s, tears_down=tears_down)
 
 
-def _environments(num_ranks: int | None) -> list[dict[str, str]]:
+def environments_of(num_ranks: int | None) -> list[dict[str, str]]:
     """Return what a launcher would add to the environment of each process."""
     if num_ranks is None:
         return [{}]
@@ -239,10 +239,11 @@ def _stacks(token: str, launcher_pid: int, err: Path) -> str:
 
 
 def job_of(token: str) -> Iterator[psutil.Process]:
-    """Find the processes with a token in their environment."""
+    """Find the processes that are alive with a token in their environment."""
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(TOKEN) == token:
+        with contextlib.suppress(psutil.Error):  # it is ending, or of another user
+            is_ours = process.environ().get(TOKEN) == token
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
@@ -252,7 +253,8 @@ def kill_job(token: str) -> None:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, KILL_TIMEOUT_S)
+        for process in processes:
+            wait_end(process.pid, KILL_TIMEOUT_S)
 
 
 def wait_end(pid: int, timeout_s: float) -> bool:

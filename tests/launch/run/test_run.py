@@ -170,9 +170,8 @@ def test_an_exception_in_a_layer_is_reported_once():
 
 
 def test_ctrl_c_ends_all_processes():
-    """Rank 1 is a new process, not a fork."""
     with started(
-        "-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS), num_forked=1
+        "-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS), num_forked=2
     ) as run:
         run.wait_for("step 2")
         run.press("\x03")
@@ -259,3 +258,41 @@ sys.exit(3)
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
     assert "Its last lines on standard error:\n  no data\n" in ended.err
     assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
+
+
+#: Two pipelines, whose stages share layers by FSDP2.
+IN_A_MESH = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from procpipe import Stage
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+stage = Stage(model, balance=[2, 2], mesh=mesh["pp"], chunks=3, loss_fn=F.mse_loss)
+for layer in stage:
+    fully_shard(layer, mesh=mesh["dp"])
+for step in range(10**9):
+    stage.step(torch.ones(6, 8), torch.ones(6, 8))
+    if step == 2:
+        print("trains", flush=True)
+"""
+
+
+def test_a_killed_rank_of_a_mesh_ends_all_pipelines_and_is_named():
+    with started("-n", "4", script=(IN_A_MESH,), num_forked=4) as run:
+        run.wait_for("trains")
+        victim = run.rank(2)
+        start_s = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        ended = run.wait()
+
+    # Long before the timeouts of torch.distributed and of procpipe.
+    assert time.monotonic() - start_s < 30.0
+    assert ended.code == 128 + signal.SIGKILL, ended
+    assert ended.left == ()
+    assert "procpipe: stage 0 (rank 2) was killed by SIGKILL " in ended.err, ended
+    for rank, stage in ((0, 0), (1, 1), (3, 1)):
+        assert f"\n  stage {stage} (rank {rank}) was " in ended.err, ended
