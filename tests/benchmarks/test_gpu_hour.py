@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.gpu.hour import ROOT
 from benchmarks.gpu.steps import steps_for
-from tests.dist.script import run_script
+from tests.dist.script import run_forked
 
 #: What needs a NCCL that takes two ranks on a GPU, where there is one GPU.
 BY_NCCL = {"nccl-parity", "nccl-pair", "nccl-messages", "gpt-peers"}
@@ -30,7 +30,7 @@ def test_a_machine_with_fewer_gpus_has_fewer_steps():
 @pytest.mark.timeout(560)  # its parity starts 14 processes, on any number of cores
 def test_the_command_runs_its_steps_and_writes_their_tables(tmp_path):
     names = ("versions", "parity", "gpt-memory", "trace")
-    done = run_script(
+    done = run_forked(
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from benchmarks.__main__ import main; "
         "sys.exit(main(sys.argv[1:]))",
         args=["gpu", "--tiny", "--steps", *names, "--budget-s", "500", "--folder", str(tmp_path)],

@@ -1,12 +1,12 @@
-"""Runs a whole script in fresh processes, with plain Python or with torchrun, as a user would.
-
-    done = run_script(ROOT / "examples/train_digits.py", nproc=2, args=["--epochs", "1"])
-    done.check()
+"""Runs a whole script, without a launcher or under torchrun, as a user would.
 
     done = run_forked(ROOT / "examples/train_digits.py", num_ranks=2, args=["--epochs", "1"])
+    done.check()
 
-The second has no launcher. The processes of both have imported torch before (tests/dist/forks.py),
-except for the ranks of torchrun on GPUs, and for plain Python.
+    done = run_by_torchrun(ROOT / "examples/train_digits.py", num_ranks=2)
+
+The processes of both have imported torch before (tests/dist/forks.py), except for the ranks of
+torchrun on GPUs.
 
 The processes of a job are found by a token in their environment, since torchrun gives each rank
 its own session (and so its own process group). None outlives the call.
@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -76,34 +75,6 @@ class Completed:
         )
 
 
-def run_script(
-    path_or_code: Path | str,
-    *,
-    nproc: int | None = None,
-    args: Sequence[str] = (),
-    timeout_s: float = 90.0,
-) -> Completed:
-    """Run a script to its end, in an empty working directory that is removed afterwards.
-
-    Args:
-        path_or_code: a ``Path`` to a script, or a script's code as a ``str``.
-        nproc: number of ranks under torchrun; ``None`` runs ``python script`` without a launcher.
-        args: the script's arguments.
-        timeout_s: hard limit.
-
-    Raises:
-        RanksHungError: the time limit has passed; holds the output and the stacks of all threads
-            of every Python process. All processes are killed.
-    """
-    with _script_in_a_folder(path_or_code) as (script, folder):
-        argv = [script, *args]
-        if nproc is None:
-            return _run(argv, [{}], folder, timeout_s, is_new=True)
-        argv = [*TORCHRUN, f"--nproc-per-node={nproc}", *argv]
-        num_ranks = 0 if is_on_gpus() else nproc
-        return _run(argv, [{}], folder, timeout_s, tears_down=True, num_ranks=num_ranks)
-
-
 def run_forked(
     path_or_code: Path | str,
     *,
@@ -112,10 +83,10 @@ def run_forked(
     timeout_s: float = 90.0,
     tears_down: bool = False,
 ) -> Completed:
-    """Run a script to its end, as :func:`run_script` does, but as forks of one process.
+    """Run a script to its end, in an empty working directory that is removed afterwards.
 
     Args:
-        path_or_code: as for :func:`run_script`.
+        path_or_code: a ``Path`` to a script, or a script's code as a ``str``.
         num_ranks: how many processes, with the environment variables that a launcher would set;
             ``None`` for one process without a launcher.
         args: the script's arguments.
@@ -124,12 +95,21 @@ def run_forked(
             Always on GPUs, where libraries have much to free.
 
     Raises:
-        RanksHungError: the time limit has passed; as for :func:`run_script`.
+        RanksHungError: the time limit has passed; holds the output and the stacks of all threads
+            of every Python process. All processes are killed.
     """
     tears_down = tears_down or is_on_gpus()
     with _script_in_a_folder(path_or_code) as (script, folder):
         argv, environments = [script, *args], environments_of(num_ranks)
         return _run(argv, environments, folder, timeout_s, tears_down=tears_down)
+
+
+def run_by_torchrun(path_or_code: Path | str, *, num_ranks: int) -> Completed:
+    """Run a script under torchrun; else as :func:`run_forked` does."""
+    with _script_in_a_folder(path_or_code) as (script, folder):
+        argv = [*TORCHRUN, f"--nproc-per-node={num_ranks}", script]
+        num_forked = 0 if is_on_gpus() else num_ranks
+        return _run(argv, [{}], folder, 90.0, tears_down=True, num_ranks=num_forked)
 
 
 def environments_of(num_ranks: int | None) -> list[dict[str, str]]:
@@ -164,35 +144,23 @@ def _run(
     folder: Path,
     timeout_s: float,
     *,
-    is_new: bool = False,
-    tears_down: bool = False,
+    tears_down: bool,
     num_ranks: int = 0,
 ) -> Completed:
-    """Run a process for each environment, as new interpreters or forks."""
+    """Run a process for each environment."""
     token = uuid.uuid4().hex
     common = job_environment({"PYTHONFAULTHANDLER": "1", TOKEN: token}) | visible_to_script()
     cwd, out, err = folder / "cwd", folder / "stdout", folder / "stderr"
     start = time.monotonic()
-    processes: list[Forked | subprocess.Popen[bytes]] = []
+    processes: list[Forked] = []
     # Files, not pipes: a leftover process would keep a pipe open.
     with open(os.devnull) as stdin, out.open("ab") as stdout, err.open("ab") as stderr:
         files = (stdin.fileno(), stdout.fileno(), stderr.fileno())
         for environment in environments:
             env = common | environment
-            process: Forked | subprocess.Popen[bytes]
-            if is_new:
-                process = subprocess.Popen(
-                    [sys.executable, *argv],
-                    cwd=cwd,
-                    env=env,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                )
-            else:
-                process = fork_server().start(
-                    argv, env=env, cwd=cwd, files=files, tears_down=tears_down, num_ranks=num_ranks
-                )
+            process = fork_server().start(
+                argv, env=env, cwd=cwd, files=files, tears_down=tears_down, num_ranks=num_ranks
+            )
             processes.append(process)
     try:
         codes = [

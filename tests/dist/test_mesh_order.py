@@ -12,19 +12,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.meshes import (
-    TOLERANCE,
     Block,
     assert_same_gradients,
-    counting_loss,
     failing_all,
-    make_batch,
     make_model,
-    mean_loss,
     mesh_of,
     stage_in,
-    weighted_loss,
 )
 from tests.dist.stages import assert_same
+from tests.dist.test_replicas import (
+    TOLERANCE,
+    counting_loss,
+    make_batch,
+    mean_loss,
+    weighted_loss,
+)
 
 
 class Shortcut(nn.Module):

@@ -106,47 +106,6 @@ def change(layer, requires_grad, is_replaced):
 # -- clipping ------------------------------------------------------------------------------------
 
 
-def check_clipping(bare, balance):
-    """Every bit is equal: norms are combined in the order of the partitions."""
-    models = {
-        "all": make_model(),
-        "deep": nn.Sequential(  # another order of its norms gives another sum
-            *(nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 4)) for _ in range(4)),
-            nn.Linear(4, 3),
-        ).double(),
-        "two dtypes": nn.Sequential(
-            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
-        ),
-    }
-    inputs, target = make_batch()
-    for name, plain in models.items():
-        given = inputs.float() if name == "two dtypes" else inputs
-        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "schedule": "interleaved"}
-        with stage_of(bare, name, plain, balance, **options) as stage:
-            # Nothing to clip yet.
-            assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
-            norm_types: Any = (2.0, 1.0, math.inf, 0.0)
-            for norm_type in norm_types:
-                plain.zero_grad()
-                stage.zero_grad()
-                plain_step(plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=False)
-                stage.step(given, target)
-                for max_norm in (1e6, 1e-3):  # the first leaves the gradients as they are
-                    expected = torch.nn.utils.clip_grad_norm_(
-                        plain.parameters(), max_norm, norm_type
-                    )
-                    found = stage.clip_grad_norm_(max_norm, norm_type)
-                    what = f"{name}, norm {norm_type}, at most {max_norm}:"
-                    tolerance = 1e-6 if name == "two dtypes" else 0.0
-                    assert_same(found, expected, what, tolerance)
-                    assert_same_gradients(stage, plain, what, tolerance)
-
-
-class Cast(nn.Module):
-    def forward(self, input):
-        return input.double()
-
-
 def clip_what_is_not_finite(bare, error_if_nonfinite):
     with stage_of(bare, "inf", make_model(), [3, 2], loss_fn=F.cross_entropy) as stage:
         inputs, target = make_batch()
@@ -315,10 +274,6 @@ def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
 
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
     ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
-
-
-def test_clipping_over_all_stages(ranks):
-    ranks(2).run(check_clipping, [1, 1, 2, 1], world=False).values()
 
 
 def test_a_norm_that_is_not_finite(ranks):

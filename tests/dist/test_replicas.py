@@ -360,8 +360,6 @@ def other_call(stage, what, is_here, data):
         for item in stage.batches([data] * 2):
             stage.step(*item)
         return None
-    if what == "accumulate":
-        return stage.step(*data, accumulate=2 if is_here else 3)
     if what == "total":
         return stage.step(*data, total_weight=2 if is_here else 3)
     if what == "no_sync":
@@ -374,8 +372,6 @@ def other_call(stage, what, is_here, data):
     if what == "backward":
         loss = stage(data[0]).sum()
         return loss.backward() if is_here else stage.step(*data)
-    if what == "same_data":
-        return next(iter(stage.batches([data], same_data=is_here)))
     assert what == "break"
     for k, item in enumerate(stage.batches([data] * 3, same_data=True)):
         stage.step(*item)
@@ -401,8 +397,8 @@ def call_apart(bare, what):
 @pytest.mark.parametrize(
     "what",
     [
-        *("step and forward", "modes", "accumulate", "total", "no_sync", "clip"),
-        *("loop and sum", "backward", "same_data", "break"),
+        *("step and forward", "modes", "total", "no_sync", "clip", "loop and sum", "backward"),
+        "break",
     ],
 )
 def test_replicas_in_other_calls_end_with_an_error_that_names_both(ranks, what):

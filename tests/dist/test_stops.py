@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from procpipe import CallMismatchError, RemoteStageError, state
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_by_torchrun, run_forked
 from tests.dist.stages import stage_of
 from tests.launch.started import started
 
@@ -216,7 +216,7 @@ def test_the_documented_script_goes_on_where_a_signal_to_the_launcher_ended_it(t
     code, signalled = scripts(tmp_path / "resumed")
     signalled = signalled.replace('["epoch"] < 3', '["epoch"] < 10**6')  # until it comes
     if launcher == "torchrun":
-        ended = run_script(signalled, nproc=2)
+        ended = run_by_torchrun(signalled, num_ranks=2)
         assert ended.returncode == 1
         assert "SignalException" in ended.stderr
     else:

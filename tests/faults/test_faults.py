@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from procpipe import state
 from tests.faults import runner
 from tests.faults.__main__ import correct
 from tests.faults.job import Fault, Progress, held_by, note_named_memory, train_plainly
-from tests.faults.rounds import draw
+from tests.faults.rounds import TASK, TORCHRUN, draw
 from tests.faults.runner import Job, Rounds
 
 NUM_ROUNDS = 4
@@ -30,6 +31,19 @@ def test_a_round(seed, number):
     faults = rounds.run(number, draw(seed, number, short=True))
 
     assert not faults
+
+
+@pytest.mark.dist
+def test_an_exception_under_torchrun(seed):
+    """Whatever is drawn. Under ``procpipe run``: tests/launch/run/test_run.py."""
+    round_ = dataclasses.replace(
+        correct(seed), what="raise in forward", when=TASK, where="forward", origin=1, step=1,
+        launcher=TORCHRUN, tears_down=False,
+    )  # fmt: skip
+    command = f"(as a test) python -m tests.faults --seed {seed}"
+    rounds = Rounds(fresh=False, is_verbose=False, command=command, time_limit_s=TIME_LIMIT_S)
+
+    assert not rounds.run(0, round_)
 
 
 def test_wrong_losses_and_values_are_noticed(tmp_path):

@@ -65,7 +65,7 @@ RESUMED = Case(
         Run(
             balance=(2, 3),
             num_stages=2,
-            calls=(("step", (5,)), ("clip", ()), ("update", ())),
+            calls=(("step", (5,)), ("clip", (0,)), ("update", ())),
         ),
         Run(
             balance=(3, 2),
