@@ -15,7 +15,6 @@ import faulthandler
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -172,26 +171,6 @@ def wait_until_done(streams) -> None:
         time.sleep(0.001)
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def write_behind():
-    memory = new_memory(5000)
-    ctypes.memset((memory.value + 5000) // 4096 * 4096 + 4096, 1, 1)  # after the block's pages
-
-
-def use_after_free():
-    memory = new_memory()
-    check("cudaFree", memory)
-    assert new_memory().value != memory.value
-    at(memory)
-
-
-@pytest.mark.parametrize("function", [write_behind, use_after_free])
-def test_wrong_addresses_end_the_process(tmp_path, function):
-    assert Process(function, folder=tmp_path).exit_code() == -signal.SIGSEGV
-
-
 # ---- streams -------------------------------------------------------------------------------------
 
 
@@ -316,29 +295,6 @@ def start(function, *arguments: object, **settings: object) -> list[Process]:
 # ---- sends and receives --------------------------------------------------------------------------
 
 
-def exchange(rank, name, grouped):
-    communicator, stream = connect(name, rank), new_stream()
-    sent, received = filled(rank + 1), new_memory()
-    if grouped:
-        check("ncclGroupStart")
-    assert send(communicator, sent, 1 - rank, stream) == 0
-    assert receive(communicator, received, 1 - rank, stream) == 0
-    if grouped:
-        check("ncclGroupEnd")
-    report(ends(stream))
-    wait_for_test()  # until the other rank has reported too
-    check("ncclCommAbort", communicator)
-    check("cudaStreamSynchronize", stream)
-    return at(received)[0]
-
-
-@pytest.mark.parametrize(("grouped", "found"), [(True, [2, 1]), (False, [POISON, POISON])])
-def test_sends_and_receives_of_a_group_progress_together(tmp_path, grouped, found):
-    processes = start(exchange, uuid.uuid4().hex, grouped, folder=tmp_path)
-    assert [process.next_report() for process in processes] == [grouped, grouped]
-    assert [process.result() for process in processes] == found
-
-
 def send_early(rank, name):
     communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
     if rank == 0:
@@ -448,34 +404,6 @@ def test_aborts_hang_unless_they_are_in_a_group_or_parallel(tmp_path, grouped):
     waiting, other = start(abort, [uuid.uuid4().hex for _ in range(2)], grouped, folder=tmp_path)
     assert waiting.result() is True
     assert other.result() is None
-
-
-def post_ahead(rank, names):
-    communicators, streams = [connect(name, rank) for name in names], [new_stream() for _ in names]
-    memories = [filled(rank + 1) for _ in names]
-    operation = send if rank == 1 else receive
-    uses = list(zip(communicators, memories, streams, strict=True))
-    if rank == 1:
-        uses.insert(0, uses.pop())
-    for i, (communicator, memory, stream) in enumerate(uses):
-        if rank == 1 and i == 1:
-            wait_for_test()
-        assert operation(communicator, memory, 1 - rank, stream) == 0
-        if rank == 0 and i < 2:
-            assert not ends(stream)  # so that it has its slot before the next one
-    if rank == 0:
-        report(ends(streams[2]))
-    for stream in streams:
-        check("cudaStreamSynchronize", stream)
-    return [at(memory)[0] for memory in memories]
-
-
-@pytest.mark.parametrize(("slots", "fits"), [(2, False), (3, True)])
-def test_a_gpu_has_room_for_some_communicators(tmp_path, slots, fits):
-    names = [uuid.uuid4().hex for _ in range(3)]
-    receiver, sender = start(post_ahead, names, folder=tmp_path, kernel_slots=slots)
-    assert receiver.next_report() is fits
-    assert [sender.result(), receiver.result()] == [[2, 2, 2], [2, 2, 2]]
 
 
 # ---- what torch calls ----------------------------------------------------------------------------

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import signal
+import threading
 import weakref
 
 import pytest
@@ -21,6 +24,7 @@ from procpipe import (
     StageClosedError,
 )
 from procpipe.timeline.chrome import read
+from tests.dist.test_parity import Stash
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +96,7 @@ def four():
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
+        (lambda: nn.Sequential(Stash()), [1], {}, TypeError, "stashed by .*popped by no layer"),
     ],
 )
 def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
@@ -144,12 +149,6 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     with pytest.raises(ValueError, match=message) as caught:
         stage.step(*batch())
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
-
-
-def test_a_loss_of_a_target_needs_one(stage_of):
-    for loss_fn in (F.cross_entropy, nn.CrossEntropyLoss()):
-        with pytest.raises(TypeError, match=r"loss_fn needs a target \(missing a required"):
-            stage_of(make_model(), [4], loss_fn=loss_fn).step(batch()[0])
 
 
 def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
@@ -337,6 +336,28 @@ def test_calls_of_a_closed_stage_are_errors(stage_of):
         with pytest.raises(StageClosedError, match="the stage was closed"):
             call()
     assert stage.state_dict().keys() == make_model().state_dict().keys()
+
+
+def test_a_loop_stops_on_signals_in_the_main_thread_only():
+    errors = []
+
+    def loop():
+        stage = Stage(make_model(), [4])
+        with pytest.raises(RuntimeError, match="in the main thread only") as caught:
+            list(stage.batches([1], stop_on=(signal.SIGTERM,)))
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert errors
+
+
+def test_a_state_dict_of_the_whole_model_is_pickled(stage_of):
+    file = io.BytesIO()
+    torch.save(stage_of(make_model(), [4]).state_dict(), file)
+    file.seek(0)
+    assert list(torch.load(file)) == list(make_model().state_dict())
 
 
 def test_a_closed_stage_can_be_deleted():

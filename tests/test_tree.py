@@ -146,6 +146,10 @@ def test_a_container_keeps_its_class(value):
     assert is_same(unflatten(*flatten(value)), value)
 
 
+def test_a_defaultdict_keeps_its_factory():
+    assert unflatten(*flatten(defaults()))["new"] == []
+
+
 def test_a_literal_structure():
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
     tensors, (containers, leaves) = flatten((a, [None, {"k": b, 2: 0.5}], "*", (), c))

@@ -11,6 +11,7 @@ import resource
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -314,25 +315,33 @@ def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
 
 
 def save_badly(bare, folder):
-    """Save where one rank of one of two pipelines cannot; return each rank's error."""
+    """Save where one rank of one of two pipelines gives other names, or has no room."""
+    found = []
     with mesh_of(bare, "dp", "pp") as mesh:
-        stage = stage_in(bare, mesh, "disk", make_model(), [3, 3], loss_fn=mean_loss)
-        for layer in stage:
-            fully_shard(layer, mesh=mesh["dp"])
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if bare.rank == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
-        try:
-            return error_of(lambda: state.save(f"{folder}/run", stage))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        for what in ("names", "disk"):
+            stage = stage_in(bare, mesh, what, make_model(), [3, 3], loss_fn=mean_loss)
+            for layer in stage:
+                fully_shard(layer, mesh=mesh["dp"])
+            is_here = bare.rank == 3
+            extra = {"epochs" if is_here and what == "names" else "epoch": 1}
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if is_here and what == "disk":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+            try:
+                call = partial(state.save, f"{folder}/{what}", stage, extra=extra)
+                found.append(error_of(call))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
 
 
 def test_all_ranks_of_all_pipelines_raise_what_fails_on_one(ranks, tmp_path):
-    errors = ranks(4).run(save_badly, str(tmp_path), world=False, timeout_s=60).values()
+    found = ranks(4).run(save_badly, str(tmp_path), world=False, timeout_s=60).values()
+    names, disk = zip(*found, strict=True)
 
-    assert all("File too large" in error for error in errors), errors
-    assert [error.startswith("RemoteStageError") for error in errors] == [True] * 3 + [False]
+    assert all("on rank 3 than on rank 0: with asynchronous=False, 0 opt" in each for each in names)
+    assert all("File too large" in each for each in disk), disk
+    assert [each.startswith("RemoteStageError") for each in disk] == [True] * 3 + [False]
 
 
 class Counting(TorchDispatchMode):

@@ -325,19 +325,6 @@ def test_a_part_of_a_model_is_not_pickled(ranks):
     ranks(2).run(save_wrongly, world=False).values()
 
 
-def save_whole(bare):
-    """A stage that is the whole model, here of each of two replicas, is pickled as any module."""
-    with stage_of(bare, "whole", make_model(), None, replicas=2) as stage:
-        file = io.BytesIO()
-        torch.save(stage.state_dict(), file)
-        file.seek(0)
-        assert list(torch.load(file)) == list(make_model().state_dict())
-
-
-def test_a_state_dict_of_the_whole_model_is_pickled(ranks):
-    ranks(2).run(save_whole, world=False).values()
-
-
 def test_attributes(ranks):
     ranks(4).run(check_attributes, [1, 1, 1, 2], world=False).values()
 

@@ -145,11 +145,6 @@ class Sample:
 
 
 CANNOT_TRAVEL: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "entry 1 of the mini-batch": (
-        (X, {"y": Y, "n": object()}),
-        lambda b: b[0],
-        lambda b: b[1]["y"],
-    ),
     "'y' of the mini-batch": ({"y": [Y, object()], "x": X}, lambda b: b["x"], lambda b: b["y"][0]),
     "the mini-batch": (Sample(), lambda b: b.x, lambda b: b.y),
 }

@@ -10,31 +10,12 @@ from tests.faults.rounds import (
     NONE,
     PROCPIPE_RUN,
     TORCHRUN,
-    TRANSFER,
-    WHATS,
     Ending,
     draw,
     faults_of,
 )
 
 # -- drawing -------------------------------------------------------------------------------------
-
-
-def test_all_places_are_drawn_and_none_that_cannot_be():
-    rounds = [draw(7, number) for number in range(5000)]
-
-    assert {(r.what, r.when) for r in rounds} == {(w, t) for w, ts in WHATS.items() for t in ts}
-    assert {(r.num_stages, r.replicas) for r in rounds} >= {(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)}
-    for r in rounds:
-        stage = r.origin % r.num_stages
-        assert 0 <= r.origin < r.num_ranks <= 4
-        assert r.where != "loader" or stage == 0
-        assert r.where != "loss" or stage == r.num_stages - 1
-        waiting = [rank for rank in range(r.num_ranks) if r.waits_for(rank)]
-        assert len(waiting) == (r.when == TRANSFER and r.where != "any moment")
-        if r.when == TRANSFER and r.where == "forward":
-            assert waiting[0] // r.num_stages == r.origin // r.num_stages
-            assert r.micro_batch >= 1
 
 
 # -- judging -------------------------------------------------------------------------------------
