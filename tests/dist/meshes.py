@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,7 @@ def process_group(bare: Any) -> Iterator[None]:
 @contextmanager
 def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
     """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of torch, about views
     with process_group(bare):
         yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
 

@@ -17,7 +17,7 @@ from procpipe import Stage
 from procpipe.job.world import World
 from procpipe.skip import pop, skippable, stash
 from tests.dist.stages import assert_same
-from tests.dist.test_parity import Pop
+from tests.dist.test_parity import Pop, Stash
 
 pytestmark = pytest.mark.on_gpus
 
@@ -141,3 +141,25 @@ def test_an_error_names_the_layer_that_changes_a_popped_skip_tensor(ranks: Any) 
     outcomes = ranks(3).run(change_a_skip_that_is_needed_later, "always")
     assert outcomes[1].error.type == "RecomputeError"
     assert "layer '2' (PopInPlace) changed" in outcomes[1].error.text
+
+
+class OnlyInTraining(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.training else x
+
+
+def check_skips_that_are_left_out(world: World) -> None:
+    layers = [nn.Linear(4, 4), OnlyInTraining(Stash()), OnlyInTraining(Pop())]
+    plain = nn.Sequential(*layers).eval()
+    x = torch.ones(4, 4)
+    expected = plain(x).detach()
+    stage = Stage(plain, [2, 1], world=world)
+    assert_same(stage.fetch(stage(x)), expected, "output")
+
+
+def test_a_skip_may_be_left_out_at_both_ends(ranks: Any) -> None:
+    ranks(2).run(check_skips_that_are_left_out).values()

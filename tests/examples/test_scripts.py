@@ -121,7 +121,7 @@ def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_unet_learns_and_two_stages_print_and_draw_the_same_as_one(tmp_path):
-    args = ["--steps", "10", "--evaluate-every", "5", "--batch-size", "2", "--chunks", "2"]
+    args = ["--steps", "6", "--evaluate-every", "3", "--batch-size", "2", "--chunks", "2"]
     pictures, lines = [], []
     for num_ranks, balance in ((None, [41]), (2, [9, 32])):
         picture = tmp_path / f"{num_ranks}.png"

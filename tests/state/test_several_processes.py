@@ -303,8 +303,8 @@ def test_a_state_is_saved_in_the_background_while_training_goes_on(ranks, tmp_pa
 
 # -- memory --------------------------------------------------------------------------------------
 
-#: Layers of 4 MiB each; a quarter of the model is 16 MiB, of its moments 32 MiB.
-WIDTH, NUM_LAYERS = 1024, 16
+#: Layers of 4 MiB each; a quarter of the model is 8 MiB, of its moments 16 MiB.
+WIDTH, NUM_LAYERS = 1024, 8
 
 
 def big_model(device="meta"):
@@ -347,7 +347,7 @@ def stepped(module):
 
 def save_big(bare, folder):
     torch.manual_seed(1)
-    with stage_of(bare, "save", big_model("cpu"), [6, 10]) as stage:
+    with stage_of(bare, "save", big_model("cpu"), [3, 5]) as stage:
         state.export(f"{folder}/exported", stage)
         state.save(f"{folder}/saved", stage, stepped(stage))
 

@@ -181,8 +181,8 @@ for step, (input, target) in enumerate(stage.batches(until_stopped())):
         report(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
 """
 
-#: A host counts as lost after six silent seconds; a late one is waited for one second.
-SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+#: A host counts as lost after four silent seconds; a late one is waited for one second.
+SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
 
 
 def test_training_continues_without_a_lost_host_and_with_it_after_its_return():

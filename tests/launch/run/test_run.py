@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.dist.forks import fork_server
 from tests.dist.pool import job_environment
-from tests.launch.started import RUN, TIMEOUT_S, started
+from tests.launch.started import TIMEOUT_S, started
 
 pytestmark = pytest.mark.dist
 
@@ -88,25 +87,27 @@ def test_a_successful_run_without_a_terminal():
     assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
 
 
-@pytest.mark.parametrize(
-    ("streams", "shown"), [("2>&-", "output\n"), ("2>&1 >/dev/full", "error\n")]
-)
-def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, streams, shown):
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print('output', flush=True); print('error', file=sys.stderr)")
-    words = shlex.join([sys.executable, *RUN, "--quiet", "-n", "1", str(script)])
-    ended = subprocess.run(
-        ["sh", "-c", f"exec {words} {streams}"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=job_environment(),
-        timeout=TIMEOUT_S,
-    )
+#: Standard error is closed, as with 2>&- in a shell.
+CLOSED = "import os, sys; os.close(2); sys.stderr = sys.__stderr__ = None"
 
-    assert ended.returncode == 0, ended
-    assert shown in ended.stdout
+
+@pytest.mark.parametrize(("closed", "shown"), [(True, "output\n"), (False, "error\n")])
+def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, closed, shown):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("import sys; print('output', flush=True); print('error', file=sys.stderr)")
+    code = CLOSED if closed else "import sys"
+    code += f"; sys.argv[1:] = ['run', '--quiet', '-n', '1', {str(script)!r}]; import runpy; "
+    code += "runpy.run_module('procpipe.launch', run_name='__main__')"
+    with open(os.devnull) as stdin, log.open("w") as shows, open("/dev/full", "w") as full:
+        outputs = [shows, full] if closed else [full, shows]
+        files = (stdin.fileno(), *(file.fileno() for file in outputs))
+        launcher = fork_server().start(
+            ["-c", code], env=job_environment(), cwd=tmp_path, files=files, num_ranks=1
+        )
+    code = launcher.wait(TIMEOUT_S)
+
+    assert code == 0, log.read_text()
+    assert shown in log.read_text()
 
 
 def test_a_successful_run_on_a_terminal():
