@@ -313,28 +313,6 @@ def test_a_send_does_not_end_before_its_receive_has_begun(tmp_path):
     assert [receiver.result(), sender.result()] == [1, 1]
 
 
-def receive_in_two_streams(rank, name):
-    communicator, streams = connect(name, rank), [new_stream(), new_stream()]
-    if rank == 1:
-        for value in (1, 2):
-            assert send(communicator, filled(value), 0, streams[0]) == 0
-        check("cudaStreamSynchronize", streams[0])
-        return None
-    gate, targets = hold(streams[0]), [new_memory(), new_memory()]
-    for target, stream in zip(targets, streams, strict=True):
-        assert receive(communicator, target, 1, stream) == 0
-    before = ends(streams[1])
-    let_go(gate)
-    for stream in streams:
-        check("cudaStreamSynchronize", stream)
-    return [before, *(at(target)[0] for target in targets)]
-
-
-def test_operations_of_a_communicator_run_in_issue_order_over_streams(tmp_path):
-    processes = start(receive_in_two_streams, uuid.uuid4().hex, folder=tmp_path)
-    assert [process.result() for process in processes] == [[False, 1, 2], None]
-
-
 def disagree(rank, name):
     communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
     if rank == 0:
@@ -374,36 +352,6 @@ def wait_for_a_dead_peer(rank, name):
 def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
     processes = start(wait_for_a_dead_peer, uuid.uuid4().hex, folder=tmp_path)
     assert [process.result() for process in processes] == [[False, 0, POISON], None]
-
-
-def abort(rank, names, grouped):
-    communicators = [connect(name, rank) for name in names]
-    if rank == 1:
-        wait_for_test()
-        return None
-    memory, streams = new_memory(), [new_stream() for _ in names]
-    for communicator, stream in zip(communicators, streams, strict=True):
-        assert receive(communicator, memory, 1, stream) == 0
-    if grouped:
-        check("ncclGroupStart")
-        for communicator in communicators:
-            check("ncclCommAbort", communicator)
-        check("ncclGroupEnd")
-        return ends(*streams)
-    first = threading.Thread(target=check, args=("ncclCommAbort", communicators[0]))
-    first.start()
-    first.join(WHILE_S)
-    hung = first.is_alive()
-    check("ncclCommAbort", communicators[1])
-    first.join()
-    return hung
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_aborts_hang_unless_they_are_in_a_group_or_parallel(tmp_path, grouped):
-    waiting, other = start(abort, [uuid.uuid4().hex for _ in range(2)], grouped, folder=tmp_path)
-    assert waiting.result() is True
-    assert other.result() is None
 
 
 # ---- what torch calls ----------------------------------------------------------------------------

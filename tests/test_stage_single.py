@@ -402,6 +402,15 @@ def test_wrong_chunks_are_found_in_the_next_call(stage_of):
         stage(torch.randn(4, 2))
 
 
+def test_spectral_norm_is_recomputed():
+    """Its power iteration may write the values that a buffer has already."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 1))
+    stage = Stage(nn.Sequential(layer), [1], chunks=3, checkpoint="always", loss_fn=F.mse_loss)
+    for _ in range(3):
+        stage.step(torch.randn(6, 4), torch.randn(6, 1))
+
+
 def test_the_tasks_of_the_last_step_are_timed():
     stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, loss_fn=F.mse_loss)
     with pytest.raises(StageClosedError, match="before the first call"):

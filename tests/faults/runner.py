@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,9 @@ import torch
 
 from procpipe import state
 from tests.dist.forks import ROOT, Forked, fork_server
+from tests.dist.jobs import TOKEN, job_of, kill_job
 from tests.dist.pool import abort_all, job_environment
-from tests.dist.script import TOKEN, TORCHRUN, environments_of, job_of, kill_job
+from tests.dist.script import TORCHRUN, environments_of
 from tests.faults.job import Fault, Progress, held_by, model_of, optimizer_of, train_plainly
 from tests.faults.rounds import CLOSE, NONE, PROCPIPE_RUN, START, Ending, Round, faults_of
 
@@ -337,7 +337,6 @@ class Rounds:
         self._command = command
         self._time_limit_s = time_limit_s
         self.sums: Counter[str] = Counter()
-        self._ends_s: dict[str, list[float]] = {}
 
     def run(self, number: int, round_: Round) -> list[str]:
         """Run a round; return what was wrong with its end."""
@@ -351,10 +350,6 @@ class Rounds:
         self.sums["wrong"] += bool(faults)
         self.sums["hangs"] += not ending.codes
         self.sums["struck"] += ending.has_struck
-        is_stop = round_.what.startswith("stop")  # ends only after a timeout
-        if ending.fault_s is not None and any(ending.codes) and not is_stop:
-            kind = "kill" if round_.what.startswith("kill") else "exception"
-            self._ends_s.setdefault(f"{kind}, {round_.launcher}", []).append(ending.fault_s)
         if self._is_verbose:
             verdict = "WRONG" if faults else "ok"
             print(f"{number:4d} {verdict:5} {ending.duration_s:5.1f} s  {round_}", flush=True)
@@ -363,13 +358,8 @@ class Rounds:
         return faults
 
     def print_sums(self) -> None:
-        """Print the counts, and how long after a fault the last script ended."""
+        """Print the counts."""
         print(", ".join(f"{count} {name}" for name, count in self.sums.items()))
-        for kind, ends_s in sorted(self._ends_s.items()):
-            print(
-                f"from the fault to the end of the last script ({kind}): median "
-                f"{statistics.median(ends_s):.2f} s, longest {max(ends_s):.2f} s"
-            )
 
     def _print_wrong(self, number: int, round_: Round, faults: list[str], ending: Ending) -> None:
         print(f"\nround {number} went wrong: {round_}\n  " + "\n  ".join(faults))

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.launch.started import RUN, Job, free_port
+from tests.dist.jobs import Job
+from tests.launch.started import RUN, free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from tests.dist.forks import fork_server
+from tests.dist.jobs import TIMEOUT_S
 from tests.dist.pool import job_environment
-from tests.launch.started import TIMEOUT_S, started
+from tests.launch.started import started
 
 pytestmark = pytest.mark.dist
 
