@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +30,6 @@ def make_stage(world: Any, **options: Any) -> Stage:
     return Stage(make_model(), balance, world=world, chunks=2, **options)
 
 
-class Loaded(NamedTuple):
-    """A loader's item of a class of its own."""
-
-    x: Any
-    y: Any
-
-
 @dataclass
 class Example:
     """A loader's item of a class of its own, in which containers are nested."""
@@ -45,7 +38,6 @@ class Example:
     more: dict[str, Any]
 
 
-pytree._register_namedtuple(Loaded, serialized_type_name="tests.Loaded")
 pytree.register_dataclass(Example, serialized_type_name="tests.Example")
 
 
@@ -69,7 +61,6 @@ Y = torch.tensor([0, 5, 2, 1, 3])
 FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "tensor, masked": (X, lambda b: b, masked_mean),
     "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
-    "named tuple": (Loaded(X, Y), lambda b: b.x, lambda o, b: flat_cross_entropy(o, b.y)),
     "dataclass": (
         Example(X, {"y": Y, "k": (None, X)}),
         lambda b: b.x,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from procpipe import DeferredBatchNorm, RemoteStageError, Stage
 from tests.dist.stages import assert_same, stage_of, world_of
-from tests.dist.test_replicas import TOLERANCE
+from tests.dist.test_replicas import TOLERANCE, group_of
 
 pytestmark = pytest.mark.on_gpus
 
@@ -113,11 +113,20 @@ def check_norm_in_eval(bare):
             assert_same(buffer, expected[name], name, TOLERANCE)
 
 
+def check_versions(bare):
+    """Versions stay, though values are copied from replica 0: the backward pass needs them."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double()
+    with stage_of(bare, "versions", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
+        input = torch.randn(8, 3, dtype=torch.float64) + stage.replica
+        stage.step(input, ones(8, 3))
+        stage(input).sum().backward()
+        for name, buffer in stage.named_buffers():
+            assert torch.equal(*group_of(stage).gathered(buffer)), name
+
+
 @pytest.mark.parametrize(
     "check",
-    [
-        *(check_caches, check_other_shape, check_other_modes, check_norm_in_eval),
-    ],
+    [check_caches, check_other_shape, check_other_modes, check_norm_in_eval, check_versions],
 )
 def test_buffers_of_replicas(ranks, check):
     ranks(4).run(check, world=False).values()

@@ -1,8 +1,8 @@
-"""A process that is killed while it saves, or stopped and goes on later, harms no saved state.
+"""A process that is killed while it saves harms no saved state.
 
 A forked process is killed at its k-th call to the operating system that changes the folder, for
-every k. Then the folder is checked, loaded from and saved to again. A stopped one goes on when the
-job has been restarted and has saved the same step. Killed ranks are the fault test's.
+every k. Then the folder is checked, loaded from and saved to again. Killed ranks are the fault
+test's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.dist.script import run_forked
 pytestmark = pytest.mark.dist
 
 COMMON = """
-import contextlib, io, itertools, os, shutil, signal, socket, sys, threading, time
+import contextlib, io, itertools, os, shutil, signal, socket, sys
 from pathlib import Path
-import safetensors.torch, torch, torch.distributed, torch.nn.functional as F
+import safetensors.torch, torch, torch.nn.functional as F
 from torch import nn
 from procpipe import SavedStateError, Stage, state
 from procpipe.state import files
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 FOLDER = Path("runs")
 CHANGES = ("mkdir", "rename", "fsync", "rmdir", "unlink", "written")
 
-def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
+def kill_at_change(kill_at):
     count = 0
     def patch(name):
         original = getattr(os, name)
@@ -37,11 +37,11 @@ def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
             nonlocal count
             count += 1
             if count == kill_at:
-                signal.pthread_kill(threading.get_ident(), number)
+                os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         setattr(os, name, change)
     os.written = lambda: None
-    for name in names:
+    for name in CHANGES:
         patch(name)
     def write(place, data):  # the last bytes are zeros at first
         is_path = isinstance(place, Path)
@@ -55,12 +55,10 @@ def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
         whole = io.BytesIO()
         torchs(values, whole)
         write(place, whole.getvalue())
-    if "written" in names:
-        torch.save = save
-        safetensors.torch.save_file = lambda tensors, path, metadata: write(
-            path, safetensors.torch.save(tensors, metadata)
-        )
-    return lambda: count
+    torch.save = save
+    safetensors.torch.save_file = lambda tensors, path, metadata: write(
+        path, safetensors.torch.save(tensors, metadata)
+    )
 
 def in_fork(function, *args):
     pid = os.fork()
@@ -100,7 +98,7 @@ def check_loads(*steps):
     return saved.step
 
 def save_killed(step, kill_at):
-    count_changes(kill_at)
+    kill_at_change(kill_at)
     save(step)
 
 save(1); save(2)
@@ -122,7 +120,7 @@ print("survived", len(found))
 
 EXPORTS = """
 def export_killed(path, kill_at):
-    count_changes(kill_at)
+    kill_at_change(kill_at)
     state.export(path, make(1))
 
 for path in (Path("exported"), Path("exported.pt")):
