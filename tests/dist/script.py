@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.dist.jobs import TIMEOUT_S, Job
 from tests.dist.report import RanksFailedError
@@ -74,9 +75,8 @@ def run_forked(
     start_s = time.monotonic()
     with Job() as job:
         words = [_script_in(job, path_or_code), *args]
-        processes = [
-            job.start(words, tears_down=tears_down, **env) for env in environments_of(num_ranks)
-        ]
+        environments: Any = environments_of(num_ranks)
+        processes = [job.start(words, tears_down=tears_down, **env) for env in environments]
         codes = [each.wait_end(start_s + timeout_s - time.monotonic()) for each in processes]
         duration_s = time.monotonic() - start_s
         out, err = ("".join(each.raw(name) for each in processes) for name in ("out", "err"))

@@ -9,6 +9,7 @@ import io
 import shutil
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_digits_are_learned_and_an_interrupted_run_ends_the_same_on_fewer_stages
 
 def contents(folder):
     """Return weights and optimizer state of the newest saved state, read by plain PyTorch."""
-    values = {}
+    values: dict[str, Any] = {}
     for file in max(folder.glob("[0-9]*")).glob("*.pt"):
         saved = torch.load(file, weights_only=True)
         values |= {f"model.{name}": value for name, value in saved["model"].items()}

@@ -53,8 +53,8 @@ def test_wrong_losses_and_values_are_noticed(tmp_path):
     progress = Progress(Fault(round_))
     progress._fault.step = 0
     with torch.no_grad():
-        model[1].weight[0, 0] += 1e-6
-    optimizer.state[model[2].weight]["momentum_buffer"][0, 0] += 1e-6
+        model.get_parameter("l1.weight")[0, 0] += 1e-6
+    optimizer.state[model.get_parameter("l2.weight")]["momentum_buffer"][0, 0] += 1e-6
     state.save(tmp_path / "state", model, optimizer, extra={"progress": progress}, step=1)
     (tmp_path / "losses.1").write_text("0.125\n")
     step, wrong = runner._compare(round_, tmp_path)

@@ -105,9 +105,8 @@ def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, close
         launcher = fork_server().start(
             ["-c", code], env=job_environment(), cwd=tmp_path, files=files, num_ranks=1
         )
-    code = launcher.wait(TIMEOUT_S)
 
-    assert code == 0, log.read_text()
+    assert launcher.wait(TIMEOUT_S) == 0, log.read_text()
     assert shown in log.read_text()
 
 
