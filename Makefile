@@ -9,7 +9,7 @@
 # make gpu-hour test and measure on this machine's GPUs, in 8 minutes
 # make fuzz     compare random cases with the plain model: make fuzz SEED=1 CASES=2000
 # make models   compare torchvision's, timm's and transformers' models, cut as they are (CUDA build)
-# make soak     run 100 rounds of the fault test, and kill and resume real runs
+# make soak     run 100 rounds of the fault test, under real launchers
 # make versions run the tests under each supported torch and Python (30 GB, hours)
 # make clean    remove everything that make has made
 #
@@ -91,7 +91,6 @@ models: .venv-cuda/models.stamp
 
 soak: .venv/dev.stamp
 	$(BIN)/python -m tests.faults --fresh --rounds 100 --repeat-correct 100
-	$(BIN)/python -m tests.faults.restarts --kills 20 --nproc 3
 
 versions: .venv/versions.stamp
 	$(BIN)/nox $(NOX)

@@ -36,7 +36,7 @@ settings.load_profile("tests")
 #: All tests in this folder start processes.
 DIST = Path(devices.__file__).parent
 
-#: Has the seed of the random cases of tests/fuzz, another one in each run.
+#: Has the seed of what tests/fuzz and tests/faults draw, another one in each run.
 FUZZ_SEED = "PROCPIPE_FUZZ_SEED"
 
 #: Processes at a time; more would need more than 16 GiB of memory.
@@ -75,8 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # before torch is imported, which takes seconds
     forks.find_launch()
     devices.seed_only_cpu()
-    if config.getoption("--gpus") == "share":
-        os.environ[devices.SOME_CASES] = "1"
     if devices.is_on_gpus() and not devices.num_gpus():
         raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
 
@@ -150,9 +148,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_report_header() -> str:
-    """Return the line that names the seed of tests/fuzz."""
+    """Return the line that names the seed."""
     seed = os.environ[FUZZ_SEED]
-    return f"random cases of seed {seed}; to repeat them: {FUZZ_SEED}={seed}"
+    return f"random cases and faults of seed {seed}; to repeat them: {FUZZ_SEED}={seed}"
 
 
 @pytest.hookimpl(optionalhook=True)

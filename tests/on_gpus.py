@@ -5,9 +5,8 @@
 Emulated are 1, 2, 4 and 8 GPUs, with delays and starved streams: as many of these runs at a time as
 there are cores, up to 4, and each has GPUs of its own. Each test runs with one of these numbers,
 which the seed chooses among those that are enough for it; some run with every number
-(tests/conftest.py), and long ones with a part of their cases (tests/dist/devices.py). So another
-seed is another order of events, other numbers of GPUs and other cases. What a run prints comes when
-it has ended, and of several seeds only if it has failed.
+(tests/conftest.py). So another seed is another order of events, and other numbers of GPUs. What a
+run prints comes when it has ended, and of several seeds only if it has failed.
 """
 
 from __future__ import annotations

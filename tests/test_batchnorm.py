@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from procpipe import Stage
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.recompute import recomputing
 from tests.cases import for_each
@@ -207,47 +205,3 @@ def test_convert_leaves_sync_batch_norm() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3))
     DeferredBatchNorm.convert_deferred_batch_norm(model)
     assert type(model[0]) is nn.SyncBatchNorm
-
-
-def test_training_with_convolutions_ends_with_the_plain_models_state() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
-    deferred: Any = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
-    models = (plain, deferred)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for batch in batches((10, 3, 5, 5), num=4):
-        deferred[1].begin()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-        deferred[1].commit()
-    assert_same_state(deferred, plain)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_gradients_of_an_input_through_a_stage(checkpoint):
-    torch.manual_seed(0)
-    norm = nn.BatchNorm2d(3).double()
-    stage = Stage(
-        nn.Sequential(copy.deepcopy(norm)),
-        [1],
-        chunks=4,
-        deferred_batch_norm=True,
-        checkpoint=checkpoint,
-    )
-    assert isinstance(stage[0], DeferredBatchNorm)
-    for _ in range(3):
-        input = torch.rand(16, 3, 4, 4, dtype=torch.float64)
-        ours, theirs = input.clone().requires_grad_(), input.clone().requires_grad_()
-        output = stage(ours)
-        output.square().sum().backward()
-        norm(theirs)
-        # Each micro-batch is normalised by itself, so its gradient is, too.
-        plain = nn.BatchNorm2d(3).double()
-        torch.cat([plain(part) for part in theirs.chunk(4)]).square().sum().backward()
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(stage[0].running_mean, norm.running_mean)
-    torch.testing.assert_close(stage[0].running_var, norm.running_var)
-    assert stage[0].num_batches_tracked == 3
-    stage.close()

@@ -1,8 +1,10 @@
-"""The emulated GPU's hazards, with their settings on and off: without one, other tests would pass.
+"""The hazards of the emulated GPU: without one of them, faulty programs would pass the other tests.
 
 What other tests need in order to pass has no test of its own. Run on emulated GPUs only (``make
-test-gpu``). Each test calls CUDA's C interface in processes with their own settings, each of which
-runs one of the functions below.
+test-gpu``). Most tests call CUDA's and NCCL's C interface in processes with settings of their own,
+without torch, each of which runs one of the functions below; the first argument of those for NCCL
+is the rank. An operation that has not ended after a while is assumed never to end: others end
+within milliseconds.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
-import signal
+import re
+import subprocess
 import threading
 import time
+import uuid
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +33,13 @@ pytestmark = [
     pytest.mark.skipif(not EMULATED, reason="tests the emulated GPU, which is not loaded"),
 ]
 
-INVALID_VALUE, OUT_OF_MEMORY = 1, 2
-INITIALIZATION_ERROR, INVALID_CONTEXT = 3, 201
 NOT_READY = 600
-CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 NON_BLOCKING, NO_TIMING = 1, 2
 POISON = 0x7F
+UINT8, INT32 = 1, 2
+LAUNCH_FAILURE = 719
 LONG_MS = 100_000
+WHILE_S = 0.3
 LIMIT_S = 60
 
 
@@ -53,8 +58,7 @@ class Process:
         self._connection, child_end = context.Pipe()
         variables = {"EMULATED_GPU_DELAY_US": "0", "EMULATED_GPU_STARVE_MS": "0"}
         for name, value in {"count": 2, **settings}.items():
-            known = name.upper().startswith(("CUDA_", "NCCL_", "RANK"))
-            variables[name.upper() if known else f"EMULATED_GPU_{name.upper()}"] = str(value)
+            variables["RANK" if name == "rank" else f"EMULATED_GPU_{name.upper()}"] = str(value)
         work_arguments = (child_end, variables, function, arguments)
         self._process = context.Process(target=_work, args=work_arguments, daemon=True)
         self._process.start()
@@ -76,10 +80,6 @@ class Process:
     def exit_code(self) -> int | None:
         self._process.join(LIMIT_S)
         return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.exit_code()
 
 
 #: The connection of this process to its test.
@@ -150,10 +150,6 @@ def filled(value: int) -> Any:
     return memory
 
 
-def copy(to, source, stream, num_bytes: int = 8) -> None:
-    check("cudaMemcpyAsync", to, source, ctypes.c_size_t(num_bytes), 4, stream)
-
-
 def hold(stream: Any) -> Any:
     """Make a stream wait until ``let_go`` of the returned gate."""
     gate = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
@@ -173,81 +169,6 @@ def query(stream: Any) -> int:
 def wait_until_done(streams) -> None:
     while any(query(stream) == NOT_READY for stream in streams):
         time.sleep(0.001)
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def read_new_memory():
-    return list(at(new_memory()))
-
-
-def test_new_memory_is_garbage(tmp_path):
-    assert run(read_new_memory, folder=tmp_path) == [POISON] * 8
-    assert run(read_new_memory, folder=tmp_path, poison=0) == [0] * 8
-
-
-def read_in_stream_order():
-    source, target, first = filled(1), new_memory(), new_stream()
-    gate = hold(first)
-    copy(target, source, first)
-    second = new_stream()
-    fill(source, 2, second)
-    check("cudaStreamSynchronize", second)
-    before = list(at(target))
-    let_go(gate)
-    check("cudaStreamSynchronize", first)
-    return [before, list(at(target))]
-
-
-def test_copies_read_and_write_in_stream_order(tmp_path):
-    assert run(read_in_stream_order, folder=tmp_path) == [[POISON] * 8, [2] * 8]
-
-
-def write_behind():
-    memory = new_memory(5000)
-    ctypes.memset((memory.value + 5000) // 4096 * 4096 + 4096, 1, 1)  # after the block's pages
-
-
-def use_after_free():
-    memory = new_memory()
-    check("cudaFree", memory)
-    assert new_memory().value != memory.value
-    at(memory)
-
-
-@pytest.mark.parametrize("function", [write_behind, use_after_free])
-def test_wrong_addresses_end_the_process(tmp_path, function):
-    assert Process(function, folder=tmp_path).exit_code() == -signal.SIGSEGV
-
-
-def test_without_guard_pages_a_wrong_write_is_not_detected(tmp_path):
-    assert run(write_behind, folder=tmp_path, guard=0) is None
-
-
-def allocate(mib: int, device: int = 0):
-    check("cudaSetDevice", device)
-    error = call("cudaMalloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(mib << 20))
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    check("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
-    return [error, free.value >> 20, total.value >> 20]
-
-
-def allocate_and_wait(mib: int):
-    report(allocate(mib))
-    wait_for_test()
-
-
-def test_memory_is_limited_over_all_living_processes(tmp_path):
-    settings = {"folder": tmp_path, "memory_mib": "64,32"}
-    assert run(allocate, 40, **settings) == [0, 24, 64]
-    second = Process(allocate_and_wait, 40, **settings)  # the first one's memory is free again
-    assert second.next_report() == [0, 24, 64]
-    assert run(allocate, 40, **settings) == [OUT_OF_MEMORY, 24, 64]
-    assert run(allocate, 20, 1, **settings) == [0, 12, 32]
-    assert run(allocate, 40, 0, **settings, cuda_visible_devices=1) == [OUT_OF_MEMORY, 32, 32]
-    second.kill()
-    assert run(allocate, 40, **settings) == [0, 24, 64]
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -312,51 +233,6 @@ def test_some_streams_do_nothing_until_they_are_waited_for(tmp_path, wait, end):
     assert run(starve, wait, folder=tmp_path, starve_ms=LONG_MS) == [True, end]
 
 
-def count() -> int:
-    return int(CUDA.emulated_gpu_synchronizations())
-
-
-def copy_pageable():
-    """Copy from and to memory that is not pinned, after a slow operation; then from pinned."""
-    stream, memory = new_stream(), new_memory()
-    buffer = ctypes.create_string_buffer(b"1" * 8)
-    fill(memory, 2, stream)
-    copy(buffer, memory, stream)  # to the host: complete when the call returns
-    arrived = list(at(buffer))
-    buffer.raw = b"3" * 9
-    copy(memory, buffer, stream)
-    buffer.raw = b"4" * 9  # from the host: the buffer was read when the call returned
-    check("cudaStreamSynchronize", stream)
-    sent, counted = list(at(memory)), count()
-    gate = hold(stream)
-    copy(memory, made("cudaHostAlloc", ctypes.c_size_t(8), 0), stream)  # its stream waits
-    assert query(stream) == NOT_READY
-    let_go(gate)
-    return [arrived, sent, counted, count() - counted]
-
-
-def test_pageable_copies_synchronize_and_pinned_ones_do_not(tmp_path):
-    settings = {"folder": tmp_path, "delay_us": 50_000, "seed": 1}
-    assert run(copy_pageable, **settings) == [[2] * 8, [ord("3")] * 8, 3, 0]
-
-
-def count_each():
-    stream, memory, counts = new_stream(), new_memory(), []
-    event = made("cudaEventCreateWithFlags", 0)
-    calls: list[tuple[Any, ...]] = [("cudaEventRecord", event, stream)]
-    calls += [("cudaStreamWaitEvent", stream, event, 0), ("cudaStreamSynchronize", stream)]
-    calls += [("cudaEventSynchronize", event), ("cudaDeviceSynchronize",), ("cudaFree", memory)]
-    for name, *arguments in calls:
-        before = count()
-        check(name, *arguments)
-        counts.append(count() - before)
-    return counts
-
-
-def test_synchronizations_of_the_host_are_counted(tmp_path):
-    assert run(count_each, folder=tmp_path) == [0, 0, 1, 1, 1, 1]
-
-
 def query_while_a_thread_waits():
     stream, other = new_stream(), new_stream()
     gate, found = hold(stream), []
@@ -380,146 +256,183 @@ def test_a_query_hangs_while_another_thread_waits(tmp_path):
     assert run(query_while_a_thread_waits, folder=tmp_path) == [True, [0]]
 
 
-def capture(queries: bool):
-    stream, graph = new_stream(), ctypes.c_void_p()
-    check("cudaStreamBeginCapture", stream, 0)
-    if queries:
-        threads = [threading.Thread(target=query, args=[new_stream()]) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            thread.join()
-    found = [query(stream)] if queries else []
-    return [*found, call("cudaStreamEndCapture", stream, ctypes.byref(graph))]
+# ---- NCCL's calls --------------------------------------------------------------------------------
 
 
-def test_a_query_in_any_thread_breaks_a_capture(tmp_path):
-    assert run(capture, False, folder=tmp_path) == [0]
-    assert run(capture, True, folder=tmp_path) == [CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED]
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-def use_another_stream():
-    held_stream, other, memory = new_stream(), new_stream(), filled(1)  # a third stream
-    gate, event = hold(held_stream), made("cudaEventCreateWithFlags", NO_TIMING)
-    fill(memory, 2, other)
-    time.sleep(0.3)
-    before = query(other)
-    let_go(gate)
-    check("cudaEventRecord", event, other)
-    check("cudaStreamSynchronize", other)
-    return before
+def connect(name: str, rank: int) -> Any:
+    """Connect two ranks, each with the GPU of its number."""
+    check("cudaSetDevice", rank)
+    return made("ncclCommInitRank", 2, UniqueId(name.encode()), rank)
 
 
-@pytest.mark.parametrize(
-    ("connections", "number", "found"), [(0, 1, 0), (1, 1, NOT_READY), (1, 2, 0)]
-)
-def test_streams_of_one_hardware_queue_wait_for_one_another(tmp_path, connections, number, found):
-    """Three streams are used, the first of which is that of ``filled``."""
-    settings = {"connections": connections, "cuda_device_max_connections": number}
-    assert run(use_another_stream, folder=tmp_path, **settings) == found
+def send(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
+    return call("ncclSend", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
 
 
-# ---- CUDA IPC and stream memory operations -------------------------------------------------------
+def receive(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
+    return call("ncclRecv", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
 
 
-def own_memory(replaced: bool = False):
-    """Report a handle of memory, and the result of opening it here; wait for the test.
-
-    With ``replaced``, the memory was freed and replaced by other memory.
-    """
-    memory, handle = filled(7), (ctypes.c_char * 64)()
-    check("cuIpcGetMemHandle", handle, memory)
-    opened = open_memory(bytes(handle), 0)
-    if replaced:
-        check("cudaFree", memory)
-        memory = new_memory()
-    report([opened, bytes(handle)])
-    wait_for_test()
-    return list(at(memory))
+def ends(*streams: Any) -> bool:
+    """Return whether streams complete all their work within ``WHILE_S``."""
+    until = time.monotonic() + WHILE_S
+    while any(query(stream) == NOT_READY for stream in streams):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
 
 
-class Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * 64),)
+def start(function, *arguments: object, **settings: object) -> list[Process]:
+    """Start a function on two ranks."""
+    return [Process(function, rank, *arguments, **settings) for rank in (0, 1)]
 
 
-def open_memory(raw: bytes, device: int):
-    check("cudaSetDevice", device)
-    handle, address = Handle.from_buffer_copy(raw), ctypes.c_uint64()
-    error = call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, 1)
-    if error:
-        return [error, None]
-    content = list(ctypes.string_at(address.value, 8))
-    stream = new_stream()
-    write_error = call("cuStreamWriteValue64_v2", stream, address, ctypes.c_uint64(9), 0)
+# ---- sends and receives --------------------------------------------------------------------------
+
+
+def send_early(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
+    if rank == 0:
+        assert send(communicator, memory, 1, stream) == 0
+        report(ends(stream))
+    else:
+        wait_for_test()
+        assert receive(communicator, memory, 0, stream) == 0
     check("cudaStreamSynchronize", stream)
-    for expected in (0, INVALID_VALUE):
-        assert call("cuIpcCloseMemHandle", address) == expected
-    return [content, write_error]
+    return at(memory)[0]
 
 
-def test_a_handle_of_freed_memory_is_invalid(tmp_path):
-    owner = Process(own_memory, True, folder=tmp_path)
-    _, handle = owner.next_report()
-    assert run(open_memory, handle, 0, folder=tmp_path) == [INVALID_VALUE, None]
-    assert owner.result() == [POISON] * 8
+def test_a_send_does_not_end_before_its_receive_has_begun(tmp_path):
+    sender, receiver = start(send_early, uuid.uuid4().hex, folder=tmp_path)
+    assert sender.next_report() is False
+    assert [receiver.result(), sender.result()] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [[7] * 8, INVALID_VALUE]),
-        ({"cuda_visible_devices": "1"}, [[7] * 8, INVALID_VALUE]),
-        ({"remote_writes": 1}, [[7] * 8, 0]),
-    ],
-)
-def test_streams_do_not_write_memory_of_another_gpu(tmp_path, settings, expected):
-    owner = Process(own_memory, folder=tmp_path)
-    _, handle = owner.next_report()
-    device = 0 if "cuda_visible_devices" in settings else 1
-    assert run(open_memory, handle, device, folder=tmp_path, **settings) == expected
-    owner.result()
+def disagree(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
+    if rank == 0:
+        assert send(communicator, memory, 1, stream) == 0
+    else:
+        assert receive(communicator, memory, 0, stream, 2, INT32) == 0
+    error = call("cudaStreamSynchronize", stream)
+    CUDA.cudaGetErrorString.restype = ctypes.c_char_p
+    text = CUDA.cudaGetErrorString(error).decode()
+    return [error, at(memory)[0], call("cudaDeviceSynchronize"), text]
 
 
-# ---- processes, devices, errors ------------------------------------------------------------------
+def test_a_receive_must_fit_its_send(tmp_path):
+    for rank, process in enumerate(start(disagree, uuid.uuid4().hex, folder=tmp_path)):
+        error, value, later, text = process.result()
+        assert (error, value) == (LAUNCH_FAILURE, rank + 1)
+        assert later == LAUNCH_FAILURE  # every later call fails as well
+        assert "rank 0 sends 8 of uint8" in text
+        assert "rank 1 receives 2 of int32" in text
 
 
-def use_in_forked_child(first: bool):
-    if first:
-        new_memory()
-    child = os.fork()
-    if child == 0:
-        os._exit(call("cudaMalloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(8)))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# ---- communicators -------------------------------------------------------------------------------
 
 
-def test_a_forked_child_cannot_use_cuda_after_its_parent_has(tmp_path):
-    assert run(use_in_forked_child, True, folder=tmp_path) == INITIALIZATION_ERROR
-    assert run(use_in_forked_child, False, folder=tmp_path) == 0
+def wait_for_a_dead_peer(rank, name):
+    communicator, stream, memory = connect(name, rank), new_stream(), new_memory()
+    if rank == 1:
+        return None
+    assert receive(communicator, memory, 1, stream) == 0
+    before, error = ends(stream), ctypes.c_int(-1)
+    check("ncclCommGetAsyncError", communicator, ctypes.byref(error))
+    check("ncclCommAbort", communicator)
+    check("cudaStreamSynchronize", stream)
+    return [before, error.value, at(memory)[0]]
 
 
-def use_driver_in_new_thread():
-    """Return errors of the driver's calls in a thread without a context, then with one."""
-    check("cudaSetDevice", 1)
-    number, stream = new_memory(), new_stream()
-    write = ("cuStreamWriteValue64_v2", stream, number, ctypes.c_uint64(1), 0)
-    context, address, errors = made("cuDevicePrimaryCtxRetain", 1), ctypes.c_uint64(), []
-
-    def work():
-        device = ctypes.c_int(-1)
-        errors.append(call(*write))
-        check("cuCtxPushCurrent_v2", context)
-        errors.append(call(*write))
-        check("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(8))
-        check("cudaGetDevice", ctypes.byref(device))
-        errors.append(device.value)
-        check("cuCtxPopCurrent_v2", None)
-        check("cudaGetDevice", ctypes.byref(device))
-        errors.append(device.value)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return errors
+def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
+    processes = start(wait_for_a_dead_peer, uuid.uuid4().hex, folder=tmp_path)
+    assert [process.result() for process in processes] == [[False, 0, POISON], None]
 
 
-def test_each_thread_has_contexts_of_its_own(tmp_path):
-    assert run(use_driver_in_new_thread, folder=tmp_path) == [INVALID_CONTEXT, 0, 1, 0]
+# ---- what torch calls ----------------------------------------------------------------------------
+
+
+def test_no_call_of_torch_reaches_the_real_nccl():
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    names = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True)
+    needed = set(re.findall(r" U (p?nccl\w+)", names.stdout))
+    driver = ctypes.CDLL("libcuda.so.1")
+    assert "ncclSend" in needed
+    assert {name for name in needed if not hasattr(driver, name)} == set()
+
+
+# ---- torch's own streams, operators and allocator ------------------------------------------------
+
+
+@pytest.fixture
+def _loaded():
+    """Run each operator that a test runs while a stream is busy: its first run would wait."""
+    import torch
+
+    a = torch.ones(600, 600, device="cuda")
+    assert bool((((a @ a) + a + 1) * 1 == 602).all())
+    a += a
+    a += 1
+
+
+def keep_busy(stream) -> None:
+    """Keep a stream busy for a while, so that later work on it runs late."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        a = torch.ones(600, 600, device="cuda")
+        for _ in range(20):
+            a @ a
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("waits", [True, False])
+def test_wait_for_a_producer(waits):
+    import torch
+
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    result = torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    keep_busy(main)
+    result += 1
+    if waits:
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        seen = result * 1
+    side.synchronize()
+    with torch.cuda.stream(side):
+        assert bool((seen == 1).all()) is waits
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("records", [True, False])
+def test_record_stream(records, writes):
+    import torch
+
+    side = torch.cuda.Stream()
+    given, result = torch.ones(100, device="cuda"), torch.zeros(100, device="cuda")
+    torch.cuda.synchronize()
+    keep_busy(side)
+    with torch.cuda.stream(side):
+        if writes:
+            given += 1  # without record_stream the memory belongs to another tensor by then
+        else:
+            result += given
+    if records:
+        given.record_stream(side)
+    address = given.data_ptr()
+    del given
+    # Nothing else overwrites the memory: only the poison of freed memory changes the result.
+    other = (torch.zeros if writes else torch.empty)(100, device="cuda")
+    assert (other.data_ptr() == address) is not records
+    torch.cuda.synchronize()
+    good = bool((other == 0).all()) if writes else bool((result == 1).all())
+    assert good is records

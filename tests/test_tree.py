@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from procpipe.data.microbatch import NoChunk, gather, scatter
 from procpipe.errors import BoundaryError
-from procpipe.tree import TENSOR, Flat, flatten, in_words, map_tensors, unflatten
+from procpipe.tree import Flat, flatten, in_words, map_tensors, unflatten
 from tests.cases import for_each
 
 
@@ -151,16 +150,6 @@ def test_a_defaultdict_keeps_its_factory():
     assert unflatten(*flatten(defaults()))["new"] == []
 
 
-def test_a_literal_structure():
-    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    tensors, (containers, leaves) = flatten((a, [None, {"k": b, 2: 0.5}], "*", (), c))
-    assert [id(tensor) for tensor in tensors] == [id(a), id(b), id(c)]
-    assert leaves == '[[], null, [], 0.5, "*", []]'
-    assert json.loads(containers)[1]["type"] == "builtins.tuple"
-    assert flatten(a) == ([a], TENSOR)
-    assert flatten((a, b)) == ([a, b], (flatten((a, 1))[1][0], ""))
-
-
 @for_each("value", [math.inf, -math.inf, math.nan, -0.0, 2**100, "\ud800", 5e-324])
 def test_unusual_plain_values_survive_json(value):
     assert repr(unflatten([], flatten([value])[1])) == repr([value])
@@ -199,13 +188,6 @@ def test_a_class_that_is_not_registered_here_is_not_rebuilt(name):
         unflatten([], (containers.replace("tests.Registered", name), leaves))
 
 
-def test_map_tensors():
-    value = {"a": [torch.ones(2), 3], "b": None}
-    assert map_tensors(len, value) == {"a": [2, 3], "b": None}
-    assert map_tensors(len, torch.ones(4)) == 4
-    assert map_tensors(len, "no tensor") == "no tensor"
-
-
 def test_flat_takes_tensors_out_of_their_graph():
     weight = nn.Parameter(torch.ones(2))
     flat = Flat.of((weight, weight.detach(), weight * 2, 7))
@@ -215,32 +197,6 @@ def test_flat_takes_tensors_out_of_their_graph():
     first, second, third, seven = flat.value
     assert [t.tolist() for t in (first, second, third)] == [[1, 1], [1, 1], [2, 2]]
     assert seven == 7
-
-
-def test_a_structure_that_does_not_fit_is_an_assertion_error():
-    _, structure = flatten((torch.ones(1), 1))
-    with pytest.raises(AssertionError, match="more tensors than the structure has places"):
-        unflatten([1, 2, 3], structure)
-
-
-def test_micro_batches_have_the_class_of_the_mini_batch():
-    table = torch.ones(5)
-    value = Output({"ids": torch.arange(4)}, Pair(torch.ones(4, 2), NoChunk(table)))
-    parts, sizes = scatter((value,), 2)
-    assert sizes == [2, 2]
-    ((second,), (first,)) = parts[1], parts[0]
-    assert isinstance(second, Output)
-    assert first.loss["ids"].tolist() == [0, 1]
-    assert second.loss["ids"].tolist() == [2, 3]
-    assert second.hidden.y is table
-
-
-def test_outputs_of_micro_batches_are_joined_in_their_class():
-    whole = gather([Output(torch.tensor(i), Pair(torch.full((2, 1), i), None)) for i in range(3)])
-    assert isinstance(whole, Output)
-    assert isinstance(whole.hidden, Pair)
-    assert whole.hidden.x.flatten().tolist() == [0, 0, 1, 1, 2, 2]
-    assert whole.loss.tolist() == [0, 1, 2]
 
 
 def test_values_as_text():

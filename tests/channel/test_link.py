@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
-from procpipe.channel.meta import dense
 from procpipe.errors import OverwrittenError, RemoteStageError
 from procpipe.tree import Flat
 from tests.channel.meshes import make_meshes
@@ -99,35 +98,6 @@ def test_sent_tensors_are_released_as_transfers_end(meshes):
         sender.send(Flat.of(BIG.clone()))
 
     assert len(sender.in_flight) < 60
-
-
-def test_only_tensors_that_are_not_dense_are_copied():
-    x = torch.arange(24.0).reshape(2, 3, 4)
-    for tensor in (x, x.permute(2, 0, 1), x[1:], x[:0]):
-        assert dense(tensor) is tensor
-    for tensor in (x[:, ::2], x[:1].expand(5, 3, 4), torch._neg_view(x)):
-        assert torch.equal(dense(tensor), tensor)
-        assert not dense(tensor).is_neg()
-        assert dense(tensor).untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
-    transport = Slow()
-    sender, receiver = ends(meshes, transport, transport)
-    posted = []
-
-    def send_three():
-        for _ in range(3):
-            sender.send(Flat.of(BIG))
-
-    for act in (
-        *(send_three, meshes[1].poll, *[receiver.expect] * 4),
-        *(lambda: sender.send(Flat.of(BIG)), meshes[1].poll),
-    ):
-        act()
-        posted.append(transport.num_posted)
-
-    assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
 @pytest.mark.parametrize("fails", ["receive", "send"])

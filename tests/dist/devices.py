@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
-
-T = TypeVar("T")
 
 #: What all processes of a test run compute on: "cpus" or "gpus".
 VARIABLE = "PROCPIPE_TEST_DEVICES"
-
-#: If set, a test of many cases runs a third of them (``--gpus=share``).
-SOME_CASES = "PROCPIPE_TEST_SOME_CASES"
 
 #: Allowed differences between a real GPU and the CPU, relative to a tensor's largest value: its
 #: kernels sum in another order. An emulated GPU gives the same bits as the CPU.
@@ -68,17 +61,6 @@ def devices_of_ranks(num_ranks: int) -> list[str]:
     if not is_on_gpus():
         return ["cpu"] * num_ranks
     return [f"cuda:{rank % num_gpus()}" for rank in range(num_ranks)]
-
-
-def some_of(cases: Iterable[T]) -> Sequence[T]:
-    """Return all cases; in ``make test-gpu`` with emulated GPUs every third, chosen by the seed.
-
-    The seeds 0, 1 and 2 together run all cases. All ranks get the same cases.
-    """
-    cases = list(cases)
-    if SOME_CASES not in os.environ:
-        return cases
-    return cases[int(os.environ["EMULATED_GPU_SEED"]) % 3 :: 3] or cases[-1:]
 
 
 def visible_to_script() -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Makes a fork like a new interpreter, which runs a main module; see tests/dist/forks.py.
 
-enter      its network namespace
 become     its session, files, folder, environment and main module
 End.run    runs that, and ends the process
 """
@@ -23,14 +22,6 @@ from tests.dist.forks import ROOM
 
 if TYPE_CHECKING:
     from tests.dist.forks import Start
-
-
-def enter(network: str) -> None:
-    """Move this process into a network namespace, as ``ip netns exec`` does."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{network}") as file:
-        if libc.setns(file.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[str, Any]]:

@@ -90,7 +90,6 @@ class Start:
         cwd: the working folder.
         tears_down: end as Python does, which frees all modules and their objects.
         num_ranks: how many ranks of torch's agent, which this child runs, are forks as well.
-        network: the name of the network namespace to run in; "" for the server's.
     """
 
     argv: tuple[str, ...]
@@ -98,7 +97,6 @@ class Start:
     cwd: str
     tears_down: bool = False
     num_ranks: int = 0
-    network: str = ""
 
 
 class Parent(Protocol):
@@ -202,10 +200,9 @@ class ForkServer:
         files: tuple[int, int, int],
         tears_down: bool = False,
         num_ranks: int = 0,
-        network: str = "",
     ) -> Forked:
         """Start a process; the files are its standard input, output and error."""
-        start = Start(tuple(argv), dict(env), str(cwd), tears_down, num_ranks, network)
+        start = Start(tuple(argv), dict(env), str(cwd), tears_down, num_ranks)
         with self._lock:
             with contextlib.suppress(ConnectionError):  # then _answer() raises
                 send_start(self._requests, start, files)
@@ -343,7 +340,7 @@ if __name__ == "__main__" and not sys.argv[1].isdecimal():
     sys.exit(_hand_over(sys.argv[1:]))
 
 if __name__ == "__main__":
-    from tests.dist.forked_child import End, become, enter
+    from tests.dist.forked_child import End, become
 
     end = End()
     _load(IMPORTS)
@@ -352,8 +349,6 @@ if __name__ == "__main__":
 
     name_methods_fast()
     start, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if start.network:
-        enter(start.network)
     if start.num_ranks:
         start, descriptors = fork_ranks(start, descriptors)
     end.run(*become(start, descriptors), tears_down=start.tears_down)

@@ -1,15 +1,15 @@
-"""Models, mini-batches and stages for the tests of pipelines in a DeviceMesh, on four ranks."""
+"""The model and stages for the tests of pipelines in a DeviceMesh, on four ranks."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,10 +18,8 @@ from procpipe import Stage
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting
 from procpipe.job.world import World
-from procpipe.losses import MaskedCrossEntropy
 from tests.dist.stages import assert_same
-
-TOLERANCE = 1e-12
+from tests.dist.test_replicas import TOLERANCE
 
 
 class Block(nn.Module):
@@ -36,41 +34,11 @@ class Block(nn.Module):
         return input + self.down(torch.tanh(self.up(input)))
 
 
-class Head(nn.Linear):
-    """Classifies all tokens of all samples."""
-
-    def forward(self, input):
-        return super().forward(input.flatten(0, 1))
-
-
 def make_model():
-    """Make six layers: token numbers to the classes of all tokens."""
+    """Make six layers: token numbers to classes, as in test_replicas.py."""
     torch.manual_seed(1)
-    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), Head(6, 7)
+    layers = nn.Embedding(7, 6), Block(6), nn.Tanh(), Block(6), nn.LayerNorm(6), nn.Linear(6, 7)
     return nn.Sequential(*layers).double()
-
-
-def make_batch(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 7, (2, size, 3), generator=generator)
-
-
-def mean_loss(output, target):
-    return F.cross_entropy(output, target.flatten())
-
-
-class Counting(MaskedCrossEntropy):
-    """The mean over tokens that are not 0, which says how many these are."""
-
-    def __call__(self, output, target):
-        return super().__call__(output, target.flatten())
-
-
-counting_loss = Counting(ignore_index=0)
-
-
-def weighted_loss(output, target):
-    return F.cross_entropy(output, target.flatten(), ignore_index=0)
 
 
 @contextmanager
@@ -91,6 +59,7 @@ def process_group(bare: Any) -> Iterator[None]:
 @contextmanager
 def mesh_of(bare: Any, *names: str) -> Iterator[DeviceMesh]:
     """Make torch's default process group, with all ranks of the run, and a mesh of 2 x 2."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of torch, about views
     with process_group(bare):
         yield init_device_mesh("cpu", (2, bare.num_ranks // 2), mesh_dim_names=names)
 

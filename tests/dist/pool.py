@@ -226,7 +226,7 @@ class Worker:
     def _failure_of_death(self) -> Failure:
         end = self.wait_death()
         stacks = self.stacks.read_text() if self.stacks.exists() else ""
-        return Failure("ProcessDied", (), end, f"{end}\n{stacks}")
+        return Failure("ProcessDied", end, f"{end}\n{stacks}")
 
     def _output(self) -> str:
         with self.log.open("rb") as log:

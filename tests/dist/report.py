@@ -24,13 +24,11 @@ class Failure:
 
     Attributes:
         type: name of the exception's class; ``"ProcessDied"`` if the process itself ended.
-        bases: names of all its base classes, nearest first, without ``object``.
         text: ``str(exception)``, then its notes, one per line.
         traceback: the whole traceback, with causes.
     """
 
     type: str
-    bases: tuple[str, ...]
     text: str
     traceback: str
 
@@ -39,14 +37,9 @@ class Failure:
         notes = getattr(error, "__notes__", [])
         return cls(
             type=type(error).__name__,
-            bases=tuple(base.__name__ for base in type(error).__mro__[1:-1]),
             text="\n".join([str(error), *notes]),
             traceback="".join(traceback.format_exception(error)),
         )
-
-    def is_a(self, name: str) -> bool:
-        """Return whether ``except <name>`` would have caught it."""
-        return name == self.type or name in self.bases
 
 
 @dataclass(frozen=True)

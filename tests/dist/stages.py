@@ -230,15 +230,3 @@ def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
         value = layer(*value) if spread else layer(value)
         spread = False
     return value
-
-
-def rows(num_rows=6, num_columns=4):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(num_rows, num_columns, generator=generator, dtype=torch.float64)
-
-
-def named(**layers: nn.Module) -> nn.Sequential:
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    return model.double()

@@ -5,7 +5,6 @@ Mini-batches of every size, targets and losses of every kind, evaluation between
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -39,40 +38,6 @@ def make_batch(size, seed=2):
 
 
 # -- mini-batches that count nothing ---------------------------------------------------------------
-
-
-def num_valid(target):
-    return (target >= 0).sum().item()
-
-
-def mean_of_valid(output, target):
-    """Divide 0 by 0 where nothing is valid, forward and backward."""
-    is_valid = target >= 0
-    losses = F.cross_entropy(output, target.clamp(min=0), reduction="none")
-    return (losses * is_valid).sum() / is_valid.sum()
-
-
-def check_all_left_out(bare):
-    plain = make_model()
-    balance = [5 - bare.num_ranks + 1, *[1] * (bare.num_ranks - 1)]
-    inputs, _ = make_batch(6)
-    nothing = torch.full((6,), -1)
-    options: Any = {"chunks": 3, "loss_fn": mean_of_valid, "loss_weight": num_valid}
-    for where in (0, bare.num_ranks - 1):
-        with (
-            stage_of(bare, f"target on {where}", plain, balance, **options) as stage,
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(2):
-                loss = stage.step(inputs, nothing if bare.rank == where else None)
-                assert_same(loss, torch.zeros((), dtype=torch.float64), "loss")
-                for name, parameter in stage.named_parameters():
-                    assert_same(parameter.grad, torch.zeros_like(parameter), name)
-        assert [str(each.message).partition(" of a mini")[0] for each in caught] == [
-            "loss_weight is 0 for every micro-batch"
-        ] * (bare.rank == where)
-        assert all(each.filename == __file__ for each in caught)
 
 
 # -- loaders -------------------------------------------------------------------------------------
@@ -173,11 +138,6 @@ def test_loaders(ranks, balance):
 
 def test_a_loop_inside_a_loop(ranks):
     ranks(2).run(check_nested, [2, 3], world=False).values()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_loss_and_gradients_are_zero_if_all_weights_are_zero(ranks, num_ranks):
-    ranks(num_ranks).run(check_all_left_out, world=False).values()
 
 
 def read_from_a_function(world: Any) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import Remote, Stage, StageStatistics
@@ -230,25 +229,3 @@ def refill_one_input(world: World) -> list[float]:
 
 def test_an_input_may_be_refilled_after_the_call(ranks: Any) -> None:
     assert ranks(2).run(refill_one_input).values() == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
-
-
-class PastAutograd(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x.data.add_(1)
-        return x * 2
-
-
-def change_past_autograd(world: World) -> None:
-    layers = [nn.Linear(4, 4), PastAutograd(), nn.Linear(4, 4)]
-    stage = Stage(
-        nn.Sequential(*layers), [1, 2], chunks=2, checkpoint="always", loss_fn=F.mse_loss,
-        world=world,
-    )  # fmt: skip
-    stage.step(torch.randn(4, 4), torch.randn(4, 4))
-
-
-def test_a_change_past_autograd_is_reported(ranks: Any) -> None:
-    victim, origin = ranks(2).run(change_past_autograd).errors()
-    assert origin.type == "RecomputeError"
-    assert "past autograd" in origin.text
-    assert victim.type == "RemoteStageError"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,54 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import NoChunk, Remote
+from procpipe import Remote
 from procpipe.skip import pop, skippable, stash
-from tests.cases import pairs
-from tests.dist.stages import MODES, assert_same, assert_same_gradients, plain_step, stage_of
-from tests.dist.test_boundaries import Case, Do, check_case, rows
+from tests.dist.stages import assert_same, assert_same_gradients, plain_step, stage_of
+from tests.dist.test_boundaries import Do, rows
 from tests.test_tree import Encoding, NotRegistered, Output, Pair, Registered
 
 pytestmark = pytest.mark.on_gpus
-
-
-def cases() -> dict[str, Case]:
-    x = rows()
-    return {
-        "dataclasses and named tuples": Case(
-            (
-                Do(lambda f, x: Output(f(x), Pair(x, Output(f(x), 3))), 4),
-                Do(lambda f, o: dataclasses.replace(o, loss=f(o.loss) + o.hidden.y.loss), 4),
-                Do(lambda f, o: Pair(f(o.loss) + o.hidden.x, o.hidden.y), 4),
-            ),
-            (x,),
-        ),
-        "dicts": Case(
-            (
-                Do(lambda f, e: collections.OrderedDict(h=f(e["x"]) * e["scale"], e={3: e}), 4),
-                Do(lambda f, d: (d.move_to_end("h"), {**d["e"][3], "g": f(d["h"]), "h": d})[1], 4),
-                Do(lambda f, e: collections.OrderedDict(e=f(e["g"]) + e["h"]["h"] * e["scale"]), 4),
-            ),
-            ({"x": x, "scale": x.exp(), "table": NoChunk(rows(2))},),
-        ),
-        "registered types": Case(
-            (
-                Do(lambda f, x: Registered(f(x), x, [0.5, "tanh"]), 4),
-                Do(lambda f, r: Output(f(r.a) * r.scale[0], Pair(*f(r.b).topk(2))), 4),
-                Do(lambda f, d: f(d.loss)[:, :2] + d.hidden.x * d.hidden.y, 4),
-            ),
-            (x,),
-        ),
-    }
-
-
-def check_boundaries(bare):
-    torch.set_default_dtype(torch.float64)
-    for (name, case), mode, chunks in pairs(cases().items(), MODES, (1, 3)):
-        check_case(bare, f"{name}, {mode}, {chunks} chunks", case, mode, chunks)
-
-
-def test_containers_between_stages(ranks):
-    ranks(3).run(check_boundaries, world=False).values()
 
 
 # -- targets, loaders, skips, fetch ----------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.devices import is_emulated
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_by_torchrun, run_forked
 
 #: Each process sees the GPUs that a launcher allows it, set before torch is imported.
 NARROWED = """
@@ -40,7 +40,7 @@ print("trained on", stage.devices)
 def test_each_process_sees_one_gpu(visible, devices, transport):
     script = NARROWED.format(visible=list(visible), devices=devices, transport=transport)
 
-    assert run_script(script, nproc=2).check().stdout.count("trained on") == 2
+    assert run_by_torchrun(script, num_ranks=2).check().stdout.count("trained on") == 2
 
 
 SMALLER = """

@@ -198,7 +198,14 @@ def train_and_overwrite(world: Any, place: str) -> tuple[list[Tensor], dict[str,
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("place", ["pageable", "pinned", "device"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "pageable",
+        pytest.param("pinned", marks=pytest.mark.gpu),
+        pytest.param("device", marks=pytest.mark.gpu),
+    ],
+)
 def test_input_target_and_loss_may_be_changed_in_place_after_the_step(
     ranks: Any, place: str
 ) -> None:

@@ -1,11 +1,13 @@
-"""What is kept, and for how long: nothing outlives its mini-batch, and no open file its stage."""
+"""What is kept, and for how long: nothing outlives its mini-batch, and no open file its stage.
+
+What a checkpoint mode recomputes: tests/plan. That no graph is kept meanwhile: tests/compute.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
-import weakref
 from typing import Any
 
 import pytest
@@ -21,13 +23,13 @@ pytestmark = pytest.mark.on_gpus
 NUM_STEPS = 16
 
 
-def tensors_by_step(bare, mode):
+def tensors_by_step(bare):
     """Count the live tensors after few and after many steps; nothing is held after any."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(bare.num_ranks)))
     num_tensors = []
-    options: Any = {"chunks": 4, "checkpoint": mode, "loss_fn": nn.functional.mse_loss}
-    with stage_of(bare, mode, model, [1] * bare.num_ranks, **options) as stage:
+    options: Any = {"chunks": 4, "loss_fn": nn.functional.mse_loss}
+    with stage_of(bare, "flat", model, [1] * bare.num_ranks, **options) as stage:
         optimizer = torch.optim.AdamW(stage.parameters())
         for k in range(NUM_STEPS):
             inputs, target = torch.randn(2, 20, 6, dtype=torch.float64)
@@ -122,9 +124,8 @@ def outputs_in_use(bare):
 
 
 @pytest.mark.only_on_cpus  # GPUs lag behind their hosts, and what they will still send is kept
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_is_flat_over_many_steps(ranks, mode):
-    for before, after in ranks(2).run(tensors_by_step, mode, world=False).values():
+def test_memory_is_flat_over_many_steps(ranks):
+    for before, after in ranks(2).run(tensors_by_step, world=False).values():
         assert before == after
 
 
@@ -146,64 +147,6 @@ def test_sent_tensors_are_freed_when_they_have_arrived(ranks):
 
     assert first[0] <= 4
     assert first[1:] == [0, 0, 0]
-
-
-# -- autograd graphs ------------------------------------------------------------------------------
-
-
-class Held(torch.autograd.Function):
-    """Notes weak references to its graphs."""
-
-    @staticmethod
-    def forward(ctx, input, alive):
-        ctx.token = type("Token", (), {})()
-        alive.append(weakref.ref(ctx.token))
-        return input.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class Holding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.alive: list[weakref.ref[Any]] = []
-
-    def forward(self, input):
-        return Held.apply(input * self.weight, self.alive)
-
-
-def num_graphs_between(bare, chunks, num_rows):
-    """Count this stage's graphs that are alive between forward and backward, by mode."""
-    found: dict[str, Any] = {}
-    for mode in MODES:
-        model = nn.Sequential(*(Holding() for _ in range(bare.num_ranks)))
-        balance = [1] * bare.num_ranks
-        with stage_of(bare, mode, model, balance, chunks=chunks, checkpoint=mode) as stage:
-            output = stage(torch.ones(num_rows, 2))
-            gc.collect()
-            layer: Any = stage[0]
-            found[mode] = sum(reference() is not None for reference in layer.alive)
-            output.sum().backward()
-            del output
-            gc.collect()
-            assert not any(reference() for reference in layer.alive), mode
-    return found
-
-
-@pytest.mark.only_on_cpus
-@pytest.mark.parametrize(
-    ("chunks", "num_rows", "expected"),
-    [
-        (4, 3, {"always": 0, "except_last": 1, "never": 3}),  # fewer samples than chunks
-        (1, 8, {"always": 0, "except_last": 1, "never": 1}),  # the only micro-batch is the last
-    ],
-)
-def test_how_many_graphs_each_checkpoint_mode_keeps(ranks, chunks, num_rows, expected):
-    for found in ranks(2).run(num_graphs_between, chunks, num_rows, world=False).values():
-        assert found == expected
 
 
 # -- open files -----------------------------------------------------------------------------------

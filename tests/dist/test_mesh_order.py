@@ -5,26 +5,26 @@ In another order gradients would be those of other layers.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.meshes import (
-    TOLERANCE,
     Block,
     assert_same_gradients,
-    counting_loss,
     failing_all,
-    make_batch,
     make_model,
-    mean_loss,
     mesh_of,
     stage_in,
-    weighted_loss,
 )
 from tests.dist.stages import assert_same
+from tests.dist.test_replicas import (
+    TOLERANCE,
+    counting_loss,
+    make_batch,
+    mean_loss,
+    weighted_loss,
+)
 
 
 class Shortcut(nn.Module):
@@ -88,8 +88,7 @@ def check_differing(bare, mesh, layer, zeros_in):
     for each in stage:
         shard(each, mesh["dp"])
     dp = mesh["dp"].get_local_rank()
-    with failing_all(stage, name), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of torch, about views
+    with failing_all(stage, name):
         for step in range(2):  # in the first one it is not known what loss_fn returns
             parts = [make_batch(6, 2 * step + k) for k in range(2)]
             parts[zeros_in][0][4:] = 0

@@ -106,47 +106,6 @@ def change(layer, requires_grad, is_replaced):
 # -- clipping ------------------------------------------------------------------------------------
 
 
-def check_clipping(bare, balance):
-    """Every bit is equal: norms are combined in the order of the partitions."""
-    models = {
-        "all": make_model(),
-        "deep": nn.Sequential(  # another order of its norms gives another sum
-            *(nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 4)) for _ in range(4)),
-            nn.Linear(4, 3),
-        ).double(),
-        "two dtypes": nn.Sequential(
-            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Cast(), nn.Linear(4, 3).double()
-        ),
-    }
-    inputs, target = make_batch()
-    for name, plain in models.items():
-        given = inputs.float() if name == "two dtypes" else inputs
-        options: Any = {"chunks": 3, "loss_fn": F.cross_entropy, "schedule": "interleaved"}
-        with stage_of(bare, name, plain, balance, **options) as stage:
-            # Nothing to clip yet.
-            assert_same(stage.clip_grad_norm_(1.0), torch.tensor(0.0), f"{name}: no gradients")
-            norm_types: Any = (2.0, 1.0, math.inf, 0.0)
-            for norm_type in norm_types:
-                plain.zero_grad()
-                stage.zero_grad()
-                plain_step(plain, (given,), target, 3, F.cross_entropy, is_backward_reversed=False)
-                stage.step(given, target)
-                for max_norm in (1e6, 1e-3):  # the first leaves the gradients as they are
-                    expected = torch.nn.utils.clip_grad_norm_(
-                        plain.parameters(), max_norm, norm_type
-                    )
-                    found = stage.clip_grad_norm_(max_norm, norm_type)
-                    what = f"{name}, norm {norm_type}, at most {max_norm}:"
-                    tolerance = 1e-6 if name == "two dtypes" else 0.0
-                    assert_same(found, expected, what, tolerance)
-                    assert_same_gradients(stage, plain, what, tolerance)
-
-
-class Cast(nn.Module):
-    def forward(self, input):
-        return input.double()
-
-
 def clip_what_is_not_finite(bare, error_if_nonfinite):
     with stage_of(bare, "inf", make_model(), [3, 2], loss_fn=F.cross_entropy) as stage:
         inputs, target = make_batch()
@@ -292,12 +251,29 @@ def test_a_layer_whose_recomputation_differs_is_an_error(ranks):
     assert re.search(r"task R\d@1 ", last.text)
 
 
+def change_in_the_loss(bare, mode):
+    """The last stage returns a view of its input, which the loss function changes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten()).double()
+    inputs, _ = make_batch()
+    options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": lambda x: x.mul_(2).square().mean()}
+    plain_step(model, (inputs,), None, 2, lambda x: (x * 2).square().mean())
+    with stage_of(bare, mode, model, [1, 1], **options) as stage:
+        stage.step(inputs, target=None)
+        assert_same_gradients(stage, model, mode, 1e-12)
+
+
+@pytest.mark.only_on_cpus
+def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
+    """What a layer changes in place: tests/compute/test_segment.py."""
+    ranks(2).run(change_in_the_loss, "never", world=False).values()
+    for mode in ("always", "except_last"):
+        errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
+        assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
+        assert all("loss_fn changed its partition's input in place" in e.text for e in errors)
+
+
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
     ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
-
-
-def test_clipping_over_all_stages(ranks):
-    ranks(2).run(check_clipping, [1, 1, 2, 1], world=False).values()
 
 
 def test_a_norm_that_is_not_finite(ranks):
@@ -347,19 +323,6 @@ def save_wrongly(bare):
 
 def test_a_part_of_a_model_is_not_pickled(ranks):
     ranks(2).run(save_wrongly, world=False).values()
-
-
-def save_whole(bare):
-    """A stage that is the whole model, here of each of two replicas, is pickled as any module."""
-    with stage_of(bare, "whole", make_model(), None, replicas=2) as stage:
-        file = io.BytesIO()
-        torch.save(stage.state_dict(), file)
-        file.seek(0)
-        assert list(torch.load(file)) == list(make_model().state_dict())
-
-
-def test_a_state_dict_of_the_whole_model_is_pickled(ranks):
-    ranks(2).run(save_whole, world=False).values()
 
 
 def test_attributes(ranks):

@@ -115,50 +115,6 @@ def test_a_skip_tensor_is_sent_once_and_directly(ranks: Any, mode: str) -> None:
         assert messages.get("skip", 0) == (4 if is_first else 0)
 
 
-def build_with_unmatched_skips(world: World) -> None:
-    Stage(nn.Sequential(Stash(), nn.Linear(4, 4), nn.Linear(4, 4)), [1, 2], world=world)
-
-
-def test_unmatched_skips_are_refused_on_every_rank(ranks: Any) -> None:
-    for failure in ranks(2).run(build_with_unmatched_skips).errors():
-        assert failure.type == "TypeError"
-        assert (
-            "'skip' is stashed by layer '0' (pops declared: 1), and popped by no layer"
-            in failure.text
-        )
-
-
-def model_with_skippable_loss() -> tuple[nn.Sequential, nn.Sequential]:
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), Pop(), nn.Linear(4, 4)]
-    judge = nn.Sequential(nn.Linear(4, 4), Stash(), nn.Tanh(), Pop())
-    return nn.Sequential(*layers).double(), judge.double()
-
-
-def check_skippable_loss(world: World) -> None:
-    """The loss is a network whose skip tensor has the same name as one of the stage's."""
-    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
-    plain, judge = model_with_skippable_loss()
-    for part in reversed(x.chunk(2)):
-        (judge(plain(part)).square().mean() / 2).backward()
-    whole, judge = model_with_skippable_loss()
-    judge.to(world.device)
-    stage = Stage(
-        whole, [2, 3], chunks=2, checkpoint="always", loss_fn=lambda y: judge(y).square().mean(),
-        world=world,
-    )  # fmt: skip
-    stage.step(x, target=None)
-    for name, parameter in stage.named_parameters():
-        truth = plain.get_parameter(name).grad
-        assert parameter.grad is not None
-        assert truth is not None
-        assert_same(parameter.grad, truth, name)
-
-
-def test_the_loss_may_have_skips_of_its_own(ranks: Any) -> None:
-    ranks(2).run(check_skippable_loss).values()
-
-
 @skippable(pop=["skip"])
 class PopInPlace(nn.Module):
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
@@ -197,14 +153,11 @@ class OnlyInTraining(nn.Module):
 
 
 def check_skips_that_are_left_out(world: World) -> None:
-    torch.manual_seed(0)
     layers = [nn.Linear(4, 4), OnlyInTraining(Stash()), OnlyInTraining(Pop())]
     plain = nn.Sequential(*layers).eval()
     x = torch.ones(4, 4)
-    # By micro-batches: on some CPUs the last digits depend on the number of rows.
-    expected = torch.cat([plain(part).detach() for part in x.chunk(2)])
-    stage = Stage(plain, [2, 1], chunks=2, world=world)
-    stage.eval()
+    expected = plain(x).detach()
+    stage = Stage(plain, [2, 1], world=world)
     assert_same(stage.fetch(stage(x)), expected, "output")
 
 

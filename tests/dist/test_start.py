@@ -1,13 +1,13 @@
 """Pipelines in scripts: several in one, in turn, beside torch.distributed, under torchrun.
 
-That a rank may end meanwhile: tests/faults. Again after a failure: tests/launch/run/test_hosts.py.
+That a rank may end or raise: tests/faults. Again after a failure: tests/launch/run/test_hosts.py.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_by_torchrun, run_forked
 
 pytestmark = pytest.mark.dist
 
@@ -34,7 +34,7 @@ def script(body):
 
 def test_pipelines_under_one_launcher():
     """Two run in turn beside a user's process group; others are closed or never called."""
-    done = run_script(
+    done = run_by_torchrun(
         script("""
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -62,7 +62,7 @@ for stage in (a, b):
     except Exception as error:
         sys.stdout.write(f"{type(error).__name__} {error}\\n")  # in one piece
 """),
-        nproc=2,
+        num_ranks=2,
     ).check()
 
     refused = "StageClosedError step() cannot run: the stage was closed"
@@ -111,35 +111,3 @@ print("done")
 
     assert done.stdout.splitlines() == ["done"] * 2
     assert done.stderr == ""
-
-
-#: Raises in the second step.
-RAISING = """
-    import torch, torch.nn.functional as F
-    from torch import nn
-    from procpipe import Stage
-
-    class Layer(nn.Linear):
-        def forward(self, x):
-            if step == 1:
-                raise KeyError("boom")
-            return super().forward(x)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Layer(4, 4), nn.Linear(4, 4))
-    stage = Stage(model, [1, 3], chunks=2, loss_fn=F.mse_loss)
-    x = torch.ones(4, 4)
-    for step in range(2):
-        stage.step(x, x)
-"""
-
-
-def test_torchrun_shows_the_traceback_and_the_place_of_an_exception():
-    """That it names the rank that failed first, and is left by all ranks in time: tests/faults."""
-    done = run_script(RAISING, nproc=2)
-
-    _, _, report = done.stderr.partition("Root Cause (first observed failure):")
-    assert done.returncode == 1
-    assert "KeyError: 'boom'" in report, done
-    assert "procpipe: in stage 1 (rank 1), task F0@1 (micro-batch 0), layer '2' (Layer)" in report
-    assert "Warning" not in done.stderr
-    assert "terminate called" not in done.stderr

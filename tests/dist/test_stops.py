@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from procpipe import CallMismatchError, RemoteStageError, state
-from tests.dist.script import run_forked, run_script
+from tests.dist.script import run_by_torchrun, run_forked
 from tests.dist.stages import stage_of
-from tests.launch.started import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +60,7 @@ def check_stop(bare, who, num_replicas):
 
 @pytest.mark.parametrize(
     ("num_ranks", "who", "num_replicas"),
-    [(1, 0, 1), (2, 0, 1), (3, 2, 1), (4, 3, 2)],
+    [(1, 0, 1), (3, 2, 1), (4, 3, 2)],
 )
 def test_a_signal_to_any_rank_ends_the_loop_on_all(ranks, num_ranks, who, num_replicas):
     ranks(num_ranks).run(check_stop, who, num_replicas, world=False).values()
@@ -122,26 +120,6 @@ def check_mismatch(bare, of_ranks):
 def test_ranks_with_other_signals(ranks):
     for of_ranks in ([(), STOP_ON], [STOP_ON, ()], [STOP_ON, STOP_ON[:1]]):
         ranks(2).run(check_mismatch, of_ranks, world=False).values()
-
-
-def check_thread(bare):
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        with open_stage(bare, "thread", bare.num_ranks) as stage:
-            try:
-                list(stage.batches(ITEMS, stop_on=STOP_ON))
-            except (RuntimeError, RemoteStageError) as error:
-                errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert "in the main thread only" in str(errors[0])
-
-
-def test_a_loop_stops_on_signals_in_the_main_thread_only(ranks):
-    ranks(2).run(check_thread, world=False).values()
 
 
 class Interrupting(Dataset[torch.Tensor]):
@@ -211,20 +189,13 @@ def losses_of(text):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("launcher", ["torchrun", "procpipe run"])
-def test_the_documented_script_goes_on_where_a_signal_to_the_launcher_ended_it(tmp_path, launcher):
+def test_the_documented_script_goes_on_where_a_signal_to_torchrun_ended_it(tmp_path):
     code, signalled = scripts(tmp_path / "resumed")
     signalled = signalled.replace('["epoch"] < 3', '["epoch"] < 10**6')  # until it comes
-    if launcher == "torchrun":
-        ended = run_script(signalled, nproc=2)
-        assert ended.returncode == 1
-        assert "SignalException" in ended.stderr
-    else:
-        with started("-n", "2", "--quiet", script=(signalled,), num_forked=2) as run:
-            done = run.wait()
-        assert done.code == 128 + signal.SIGTERM
-        assert "ended by SIGTERM" in done.err
-    first = losses_of(ended.stdout if launcher == "torchrun" else done.out)
+    ended = run_by_torchrun(signalled, num_ranks=2)
+    assert ended.returncode == 1
+    assert "SignalException" in ended.stderr
+    first = losses_of(ended.stdout)
     assert len(first) >= 6
     (folder,) = (tmp_path / "resumed" / "two").iterdir()
     more = code.replace('["epoch"] < 3', f'["epoch"] < {len(first) // 4 + 1}')

@@ -20,21 +20,6 @@ from tests.dist.test_parity import BALANCES, in_a_fold, in_a_loop, make_model
 pytestmark = pytest.mark.on_gpus
 
 
-def check_misfits(bare: Any) -> None:
-    for balance, schedule, message in (
-        ([3, 6], "zb-v", "makes 2 partitions for 2 stages, but schedule='zb-v' can run 4"),
-        ([9], "interleaved", "makes 1 partitions for 2 stages, but schedule='interleaved' can run"),
-        ([1, 2, 3, 3], "gpipe", "balance .1, 2, 3, 3. makes 4 partitions, but there are 2"),
-        ([1, 2, 3, 3], two_at_a_time, "4 partitions for 2 stages, but schedule='a function' can"),
-    ):
-        with pytest.raises((ValueError, IndexError), match=message):
-            Stage(make_model(), balance, schedule=schedule, world=world_of(bare, message))
-
-
-def test_a_balance_that_does_not_fit_the_schedule_is_reported(ranks):
-    ranks(2).run(check_misfits, world=False).values()
-
-
 def valid_for_one(m: int, n: int) -> Plan:
     """A user's plan that is valid for one micro-batch only."""
     if m == 2:

@@ -178,12 +178,8 @@ def _failure_of(error: BaseException) -> Failure:
 def _with_close(first: Failure | None, closing: Failure) -> Failure:
     if first is None:
         return closing
-    return Failure(
-        first.type,
-        first.bases,
-        first.text,
-        f"{first.traceback}\nand then closing the world failed:\n{closing.traceback}",
-    )
+    story = f"{first.traceback}\nand then closing the world failed:\n{closing.traceback}"
+    return Failure(first.type, first.text, story)
 
 
 class ToCpu(pickle.Pickler):

@@ -19,7 +19,7 @@ from procpipe.plan.schedules.gpipe import gpipe as plan_of_gpipe
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b as plan_of_1f1b
 from tests.cases import for_each
 from tests.dist.meshes import process_group
-from tests.dist.script import run_script
+from tests.dist.script import run_by_torchrun
 from tests.dist.stages import assert_same, assert_same_gradients, stage_of, zero_grad
 
 FILE = Path(__file__).parents[2] / "examples/tiny_pipeline.py"
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_the_stage_and_of_the_model(
 
 @pytest.mark.dist
 def test_the_script_trains_under_torchrun():
-    done = run_script(FILE, nproc=2).check()
+    done = run_by_torchrun(FILE, num_ranks=2).check()
     losses = re.findall(r"loss ([\d.]+), of the whole model ([\d.]+)\n", done.stdout)
     assert len(losses) == 9
     assert all(ours == expected for ours, expected in losses)

@@ -13,8 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,8 +27,9 @@ import torch
 
 from procpipe import state
 from tests.dist.forks import ROOT, Forked, fork_server
+from tests.dist.jobs import TOKEN, job_of, kill_job
 from tests.dist.pool import abort_all, job_environment
-from tests.dist.script import TOKEN, TORCHRUN
+from tests.dist.script import TORCHRUN, environments_of
 from tests.faults.job import Fault, Progress, held_by, model_of, optimizer_of, train_plainly
 from tests.faults.rounds import CLOSE, NONE, PROCPIPE_RUN, START, Ending, Round, faults_of
 
@@ -79,17 +78,10 @@ class Job:
             self._processes = [self._start(words, self._log, {}, fresh=fresh)]
 
     def _start_ranks(self, words: list[str]) -> list[Forked | subprocess.Popen[bytes]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        number = str(self._round.num_ranks)
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        common |= {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number}
         processes = []
-        for rank in map(str, range(self._round.num_ranks)):
-            log = self._folder / "logs" / rank / "output.log"
+        for env in environments_of(self._round.num_ranks):
+            log = self._folder / "logs" / env["RANK"] / "output.log"
             log.parent.mkdir(parents=True)
-            env = common | {"RANK": rank, "LOCAL_RANK": rank}
             processes.append(self._start(words, log, env, fresh=False))
         return processes
 
@@ -149,7 +141,7 @@ class Job:
 
     def abort(self) -> None:
         """Make every process write the stacks of its threads, and end; kill the rest."""
-        ours = self.processes()
+        ours = [*job_of(self._token)]
         ranks = [process for process in ours if process.pid != self._processes[0].pid]
         abort_all(process.pid for process in (ranks if self._round.launcher != NONE else ours))
         psutil.wait_procs(ours, 5.0)
@@ -157,23 +149,9 @@ class Job:
 
     def kill(self) -> None:
         """Kill what is alive."""
-        while ours := self.processes():
-            for process in ours:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(ours, 1.0)
+        kill_job(self._token)
         for process in self._processes:
             process.wait(VANISH_TIMEOUT_S)
-
-    def processes(self) -> list[psutil.Process]:
-        """Return the job's processes that are alive."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = process.environ().get(TOKEN) == self._token
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
 
     def outputs(self) -> Iterator[str]:
         """Read what each rank wrote."""
@@ -195,7 +173,7 @@ class Job:
         return left
 
     def _left(self) -> Iterator[str]:
-        processes = self.processes()
+        processes = [*job_of(self._token)]
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
@@ -359,7 +337,6 @@ class Rounds:
         self._command = command
         self._time_limit_s = time_limit_s
         self.sums: Counter[str] = Counter()
-        self._ends_s: dict[str, list[float]] = {}
 
     def run(self, number: int, round_: Round) -> list[str]:
         """Run a round; return what was wrong with its end."""
@@ -373,10 +350,6 @@ class Rounds:
         self.sums["wrong"] += bool(faults)
         self.sums["hangs"] += not ending.codes
         self.sums["struck"] += ending.has_struck
-        is_stop = round_.what.startswith("stop")  # ends only after a timeout
-        if ending.fault_s is not None and any(ending.codes) and not is_stop:
-            kind = "kill" if round_.what.startswith("kill") else "exception"
-            self._ends_s.setdefault(f"{kind}, {round_.launcher}", []).append(ending.fault_s)
         if self._is_verbose:
             verdict = "WRONG" if faults else "ok"
             print(f"{number:4d} {verdict:5} {ending.duration_s:5.1f} s  {round_}", flush=True)
@@ -385,13 +358,8 @@ class Rounds:
         return faults
 
     def print_sums(self) -> None:
-        """Print the counts, and how long after a fault the last script ended."""
+        """Print the counts."""
         print(", ".join(f"{count} {name}" for name, count in self.sums.items()))
-        for kind, ends_s in sorted(self._ends_s.items()):
-            print(
-                f"from the fault to the end of the last script ({kind}): median "
-                f"{statistics.median(ends_s):.2f} s, longest {max(ends_s):.2f} s"
-            )
 
     def _print_wrong(self, number: int, round_: Round, faults: list[str], ending: Ending) -> None:
         print(f"\nround {number} went wrong: {round_}\n  " + "\n  ".join(faults))

@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import pytest
 
 from tests.faults.rounds import (
-    LAUNCHERS,
     NONE,
-    PAIRS,
     PROCPIPE_RUN,
     TORCHRUN,
-    TRANSFER,
-    WHATS,
     Ending,
     draw,
-    expected_of,
     faults_of,
 )
 
 # -- drawing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_hundred_rounds_have_each_pair_of_what_and_launcher(seed):
-    counts = Counter((r.what, r.launcher) for r in (draw(seed, n) for n in range(100)))
-
-    assert set(counts) == set(PAIRS)
-    assert len(PAIRS) == len(WHATS) * len(LAUNCHERS) - 1
-
-
-def test_all_places_are_drawn_and_none_that_cannot_be():
-    rounds = [draw(7, number) for number in range(5000)]
-
-    assert {(r.what, r.when) for r in rounds} == {(w, t) for w, ts in WHATS.items() for t in ts}
-    assert {(r.num_stages, r.replicas) for r in rounds} >= {(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)}
-    for r in rounds:
-        stage = r.origin % r.num_stages
-        assert 0 <= r.origin < r.num_ranks <= 4
-        assert r.where != "loader" or stage == 0
-        assert r.where != "loss" or stage == r.num_stages - 1
-        waiting = [rank for rank in range(r.num_ranks) if r.waits_for(rank)]
-        assert len(waiting) == (r.when == TRANSFER and r.where != "any moment")
-        if r.when == TRANSFER and r.where == "forward":
-            assert waiting[0] // r.num_stages == r.origin // r.num_stages
-            assert r.micro_batch >= 1
 
 
 # -- judging -------------------------------------------------------------------------------------
@@ -126,32 +95,3 @@ def test_the_one_report_of_procpipe_run_is_checked(raised):
     assert faults(report.format(1)) == []
     assert faults(report.format(2)) == ["procpipe run names rank 2"]
     assert faults(report.format(1) + REPORT) == ["2 tracebacks on the screen, not 1"]
-
-
-def test_a_job_that_must_end_well_may_not_report_a_failure(raised):
-    round_ = dataclasses.replace(raised, what="fork")
-    quiet = ("", "", "")
-
-    well = Ending((0, 0, 0), quiet, steps=(3, 3, 3), loaded_step=3)
-    round_ = dataclasses.replace(round_, num_steps=3)
-
-    assert expected_of(round_).is_well
-    assert faults_of(round_, well) == []
-    made = dataclasses.replace(well, steps=(3, 2, 3))
-    assert faults_of(round_, made) == ["the ranks made (3, 2, 3) steps, and 3 are saved"]
-    early = dataclasses.replace(well, steps=(2, 2, 2), loaded_step=2)
-    assert faults_of(round_, early) == ["2 steps are saved, not 3"]
-    assert faults_of(round_, dataclasses.replace(well, codes=(0, -6, 0))) != []
-    left = dataclasses.replace(well, outputs=("", "procpipe: rank 1 left early", ""))
-    assert faults_of(round_, left) == ["a rank of a job that ended well reports a failure"]
-    printed = dataclasses.replace(well, outputs=(REPORT, "", ""))
-    assert faults_of(round_, printed) == ["1 tracebacks, not 0"]
-
-
-def test_after_a_kill_at_any_moment_the_job_may_have_been_over(raised):
-    round_ = dataclasses.replace(raised, what="kill", when=TRANSFER, where="any moment")
-
-    over = Ending((0, 0, 0), ("", "", ""), has_struck=False, loaded_step=round_.num_steps)
-
-    assert faults_of(round_, over) == []
-    assert faults_of(round_, dataclasses.replace(over, has_struck=True)) != []

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
 
 from tests.dist.pool import Pool
-from tests.fuzz.case import SCHEDULES, Case, draw
+from tests.fuzz.case import Case, draw
 from tests.fuzz.judge import explain, judge, together
 
 #: Runs after which the pool gets new processes.
@@ -54,7 +53,6 @@ def run(seed: int, cases: dict[int, Case]) -> int:
     finally:
         pool.close()
     took_s = time.monotonic() - start_s
-    _print_counts(passed)
     num_exact = sum(case.is_exact for case in passed)
     num_run = len(passed) + len(failed)
     print(f"seed {seed}: {num_run} cases in {took_s:.0f} s, {num_run / took_s:.1f} a second")
@@ -62,15 +60,6 @@ def run(seed: int, cases: dict[int, Case]) -> int:
     if failed:
         print(f"{len(failed)} FAILED: {sorted(failed)}")
     return int(bool(failed))
-
-
-def _print_counts(cases: list[Case]) -> None:
-    runs = [run for case in cases for run in case.runs]
-    num = Counter((run.schedule, run.num_stages, run.replicas) for run in runs)
-    shapes = sorted({(run.num_stages, run.replicas) for run in runs})
-    print(f"{'runs, stages x replicas':24}" + "".join(f"{n:>5} x {r}" for n, r in shapes))
-    for schedule in SCHEDULES:
-        print(f"{schedule:24}" + "".join(f"{num[schedule, *shape]:9}" for shape in shapes))
 
 
 if __name__ == "__main__":

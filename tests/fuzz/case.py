@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ WORDS = [
     *("attention", "attention-alone", "encoder", "gru", "lstm"),
     *("layernorm", "batchnorm", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("strided", "expanded", "transposed", "wide"),
-    *("tuple", "pair", "list", "dict", "nested", "plain"),
+    *("tuple", "pair", "output", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
     *("dropout", "counting", "drawing", "drawing", "nothing"),
@@ -104,6 +105,9 @@ INPUTS = ("one", "ids", "several", "nested", "named", "images")
 #: Kinds of targets; only the first three have a ``loss_weight``.
 LOSSES = ("classes", "tokens", "distance", "nested", "none")
 MAY_WEIGH = LOSSES[:3]
+
+#: The norms by which gradients are clipped.
+NORMS = (2.0, 1.0, math.inf)
 
 #: Divisions of parameters into groups with options of their own.
 GROUPS = ("one", "decay", "head", "both")
@@ -350,7 +354,7 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
         if is_scaled and chance.random() < 0.2:
             yield "overflow", (chance.randrange(100),)
         if chance.random() < 0.3:
-            yield "clip", ()
+            yield "clip", (chance.randrange(len(NORMS)),)
         if chance.random() < 0.6:
             yield "update", ()
         if chance.random() < 0.4:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, compress
 from operator import and_
 from typing import Any
@@ -203,7 +204,7 @@ class Comparison:
         self._stage, self._oracle, self._case, self._run = stage, oracle, case, run
         self._both = (stage, oracle.model)
         self._training = Training(
-            stage, case, lambda: stage.clip_grad_norm_(MAX_NORM), stage.scaler, is_new=is_new
+            stage, case, partial(stage.clip_grad_norm_, MAX_NORM), stage.scaler, is_new=is_new
         )
         self._is_synced = True
         self._evaluated: tuple[float, Tensor] = (0.0, torch.zeros(()))  # loss and weight, summed
@@ -241,8 +242,8 @@ class Comparison:
             (self._stage.chunks,) = numbers
             self._oracle.between(act, numbers)
         elif act.startswith("zero") or self._oracle.has_gradients():  # else a scaler would refuse
-            name = self._oracle.overflowing(numbers) if act == "overflow" else ""
-            found, expected = self._training.do(act, name), self._oracle.between(act, numbers)
+            what = self._oracle.what_of(act, numbers)
+            found, expected = self._training.do(act, what), self._oracle.between(act, numbers)
             self._compare(found, expected, "norm", tolerance=self._tolerance or TOLERANCE)
         self._compare_state()
 

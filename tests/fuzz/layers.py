@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,16 @@ class Pair(NamedTuple):
     second: Any
 
 
+@dataclass
+class Output:
+    """As a model's output in transformers: a container of a registered class."""
+
+    first: Any
+    second: Any = None
+
+
 pytree._register_namedtuple(Pair, serialized_type_name="tests.fuzz.Pair")
+pytree.register_dataclass(Output, serialized_type_name="tests.fuzz.Output")
 
 
 def fold(value: Any) -> Tensor:
@@ -334,6 +344,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "wide": _linked(lambda f, x: f(x).repeat(1, 1, 96)),
     "tuple": _linked(lambda f, x: (f(x), x)),
     "pair": _linked(lambda f, x: Pair(f(x), {"x": x, 2: Pair(1, None)})),
+    "output": _linked(lambda f, x: Output(f(x), Pair(Output(x), {"x": Output(3)}))),
     "list": _linked(lambda f, x: [x, (f(x), [], None), 0.5, True]),
     "dict": _linked(
         lambda f, x: OrderedDict(
@@ -397,6 +408,8 @@ def _leaves(value: Any) -> list[Any]:
         children = [(key, value[key]) for key in value if key != "unused"]
         found = [leaf for key, child in children for leaf in (*_leaves(child), *_leaves(key))]
         return [*found, number]
+    if isinstance(value, Output):
+        return _leaves((value.first, value.second, number))
     if isinstance(value, (tuple, list)):
         return [*(leaf for child in value for leaf in _leaves(child)), number]
     return [number if isinstance(value, str) or value is None else number + value]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.fuzz.case import Case, Run, is_training
+from tests.fuzz.case import NORMS, Case, Run, is_training
 from tests.fuzz.data import (
     Batch,
     joined,
@@ -84,7 +84,7 @@ class Oracle:
         if act == "chunks":
             (self._chunks,) = numbers
         else:
-            return self.training.do(act, self.overflowing(numbers) if act == "overflow" else "")
+            return self.training.do(act, self.what_of(act, numbers))
         return None
 
     def has_gradients(self) -> bool:
@@ -95,10 +95,14 @@ class Oracle:
         """Return whether updates have made a parameter very large; they begin at 1 or less."""
         return not all(p.abs().max() < LARGEST for p in self.model.parameters())
 
-    def overflowing(self, numbers: tuple[int, ...]) -> str:
-        """Return the name of a parameter with a gradient, chosen by a number."""
-        named = [name for name, p in self.model.named_parameters() if p.grad is not None]
-        return named[numbers[0] % len(named)]
+    def what_of(self, act: str, numbers: tuple[int, ...]) -> Any:
+        """Return what a number chooses: a norm, or the name of a parameter with a gradient."""
+        if act == "clip":
+            return NORMS[numbers[0]]
+        if act == "overflow":
+            named = [name for name, p in self.model.named_parameters() if p.grad is not None]
+            return named[numbers[0] % len(named)]
+        return None
 
     def call(self, act: str, shares: list[Batch]) -> Expected:
         """Do what a run does with a mini-batch, given that of each replica."""
@@ -189,9 +193,9 @@ class Oracle:
                 torch.autograd.backward(roots, gradients)
         return [mapped(_detached, each) for each in outputs], [loss.detach() for loss in losses]
 
-    def _clip(self) -> Tensor:
+    def _clip(self, norm_type: float) -> Tensor:
         gradients = [p for p in self.model.parameters() if p.grad is not None]
-        return nn.utils.clip_grad_norm_(gradients, MAX_NORM)
+        return nn.utils.clip_grad_norm_(gradients, MAX_NORM, norm_type)
 
     def _forward(self, parts: list[list[Batch]]) -> list[Any]:
         """Return the outputs of the micro-batches of all replicas."""

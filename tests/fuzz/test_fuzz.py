@@ -28,12 +28,10 @@ from tests.fuzz.case import (
     Case,
     Run,
     draw,
-    simpler,
 )
 from tests.fuzz.compare import run_case
-from tests.fuzz.judge import ROOT, explain, judge, smallest, together
+from tests.fuzz.judge import ROOT, explain, judge, together
 from tests.fuzz.layers import LAYERS
-from tests.sources import nodes_of, tree_of
 
 NUM_CASES = 12
 
@@ -66,7 +64,7 @@ RESUMED = Case(
         Run(
             balance=(2, 3),
             num_stages=2,
-            calls=(("step", (5,)), ("clip", ()), ("update", ())),
+            calls=(("step", (5,)), ("clip", (0,)), ("update", ())),
         ),
         Run(
             balance=(3, 2),
@@ -143,17 +141,12 @@ def test_a_case_is_drawn_the_same_and_is_valid():
     for number, case in enumerate(cases):
         assert draw(5, number) == case
         assert eval(str(case), {"Case": Case, "Run": Run}) == case
-        check_valid(case)
-
-
-def check_valid(case):
-    for run in case.runs:
-        assert sum(run.balance) == len(case.words) + 1
-        assert len(run.balance) % run.num_stages == 0
-        for act, sizes in run.calls:
-            assert act in BETWEEN or all(map(any, run.rounds(sizes)))
-    if case.is_head_tied:
-        assert case.inputs == "ids"
+        for run in case.runs:
+            assert sum(run.balance) == len(case.words) + 1
+            assert len(run.balance) % run.num_stages == 0
+            for act, sizes in run.calls:
+                assert act in BETWEEN or all(map(any, run.rounds(sizes)))
+        assert case.inputs == "ids" or not case.is_head_tied
 
 
 @pytest.mark.parametrize(
@@ -185,18 +178,6 @@ def with_(case, **changes):
     return dataclasses.replace(case, runs=(run,), **changes)
 
 
-def test_a_case_that_fails_is_made_smaller():
-    drawn = [draw(7, number) for number in range(100)]
-    large = [case for case in drawn if len(case.runs) == 2 and case.runs[1].replicas == 2]
-    case = max(large, key=lambda case: len(case.words))
-    for smaller in simpler(case):
-        check_valid(smaller)
-
-    small = smallest(case, lambda tried: len(tried.words) > 1 and "step" in str(tried.runs))
-    assert (small.num_ranks, len(small.words), len(small.runs)) == (1, 2, 1)
-    assert small.runs[0].checkpoint == "never"
-
-
 def test_a_failure_is_printed_as_a_script_that_repeats_it(pool, monkeypatch, capsys):
     wrong = dataclasses.replace(EXACT, layers="affine unknown", runs=(Run(balance=(1, 2)),) * 2)
     (fault,) = judge(pool, [wrong])
@@ -215,7 +196,8 @@ def test_the_oracle_imports_nothing_of_procpipe():
     names, waiting = set(), {"tests.fuzz.oracle"}
     while waiting:
         names.add(name := waiting.pop())
-        for node in nodes_of(tree_of(ROOT / f"{name.replace('.', '/')}.py")):
+        text = (ROOT / f"{name.replace('.', '/')}.py").read_text()
+        for node in ast.walk(ast.parse(text)):
             imported = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not any(each.startswith("procpipe") for each in imported), name

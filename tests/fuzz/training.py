@@ -36,7 +36,7 @@ class Training:
     Args:
         module: the plain model, or a stage.
         case: says which.
-        clip: of the gradients, returns their norm.
+        clip: of the gradients, by a type of norm; returns their norm.
         connect: is called with the scaler, if there is one.
         is_new: whether nothing is to be loaded; if not, all begin with other options.
     """
@@ -45,7 +45,7 @@ class Training:
         self,
         module: nn.Module,
         case: Case,
-        clip: Callable[[], Tensor],
+        clip: Callable[[float], Tensor],
         connect: Callable[[GradScaler], Any] | None = None,
         *,
         is_new: bool = True,
@@ -98,10 +98,11 @@ class Training:
         """Multiply a loss by the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def do(self, act: str, name: str = "") -> Tensor | None:
+    def do(self, act: str, what: Any = None) -> Tensor | None:
         """Do what a script does between mini-batches; return the norm of "clip".
 
-        ``name`` is that of the parameter of which "overflow" sets a gradient's value to inf.
+        ``what`` is the type of that norm, or the name of the parameter of which "overflow" sets a
+        gradient's value to inf.
         """
         if act == "update":
             self._update()
@@ -109,9 +110,9 @@ class Training:
             if self.scaler is not None and not self._is_unscaled:
                 self.scaler.unscale_(self.optimizer)
                 self._is_unscaled = True
-            return self._clip()
+            return self._clip(what)
         elif act == "overflow":
-            parameter = dict(self.module.named_parameters()).get(name)
+            parameter = dict(self.module.named_parameters()).get(what)
             if self._is_unscaled:
                 pass  # the scaler has looked for an inf already
             elif parameter is not None and parameter.grad is not None:

@@ -166,12 +166,13 @@ def test_an_older_entry_of_the_store_is_read_again(job, monkeypatch, what):
             link.close()
 
 
-@pytest.mark.parametrize("keys", [("a", "b"), ("", "b"), ("a", ""), ("a", "a")])
+@pytest.mark.parametrize("keys", [("a", "b"), ("", "b"), ("a", "a")])
 def test_ranks_with_different_keys(job, monkeypatch, keys):
     meeting, ranks = meeting_of("xy"), []
+    options = {} if len({*keys}) == 1 else {"timeout_s": 0.5}
     for number, key in enumerate(keys):
         monkeypatch.setenv("PROCPIPE_KEY", key)  # "" counts as none
-        ranks += job("xy"[number], 2, meeting, first=number, timeout_s=1.0)
+        ranks += job("xy"[number], 2, meeting, first=number, **options)
     errors = [rank.ended() for rank in ranks]
 
     if len({*keys}) == 1:

@@ -65,7 +65,8 @@ def test_the_devices_of_ranks(
     ("num_gpus", "visible", "rank", "devices", "error", "words"),
     [
         (0, None, 0, ["cpu"], IndexError, r"3 processes but 1 device \['cpu'\]"),
-        (0, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
+        (2, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
+        (2, None, 0, ["cuda"] * 3, ValueError, r"list one device a process, all CPUs"),
         (0, None, 0, "cpu", ValueError, r"devices='cpu': list one device a process"),
         (0, None, 0, ["meta"] * 3, ValueError, r"devices=\['meta', 'meta', 'meta'\]: list one"),
         (

@@ -1,105 +1,27 @@
-"""Starts jobs as a user would, on a terminal or not, on one host or several; reads the output.
+"""Starts ``procpipe run`` as a user would, on a terminal or not.
 
-    with started("-n", "2", script=(CODE,), on_terminal=True) as run:      # procpipe run
-        run.wait_for("step 3")
-        run.press("\\x03")
-        ended = run.wait()
-
-    with two_hosts() as hosts, Job() as job:
-        agents = [job.start([*RUN, "--nnodes", 2, ...], host, num_ranks=1) for host in hosts]
-        agents[0].wait_end()
-
-Launchers, and the first of their ranks, are forks of a process that has imported torch
-(tests/dist/forks.py), which saves seconds. The terminal is a real pseudo-terminal, which the
-launcher controls: Ctrl-C comes as a signal. All other processes have a token in their environment,
-and end with the ``with`` block.
+with started("-n", "2", script=(CODE,), on_terminal=True) as run:
+    run.wait_for("step 3")
+    run.press("\\x03")
+    ended = run.wait()
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
 import socket
-import struct
-import subprocess
-import tempfile
-import termios
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO
 
-import psutil
 import pytest
 
 from procpipe.launch import start_ranks
-from tests.dist.devices import is_on_gpus
-from tests.dist.forks import Forked, end_with_parent, fork_server
-from tests.dist.pool import job_environment
-from tests.dist.script import TOKEN, job_of, kill_job
+from tests.dist.forks import Forked, fork_server
+from tests.dist.jobs import Job, Process
 
 RUN = ("-m", "procpipe.launch", "run")
-
-#: How long a test of a few seconds may take on a machine that is busy with others.
-TIMEOUT_S = 90.0
-_POLL_S = 0.02
-_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
-
-
-class Host(NamedTuple):
-    """A place to start processes at."""
-
-    address: str  # for the other hosts
-    network: str = ""  # the name of its network namespace; "" for that of this process
-
-
-def loopback_addresses(num_hosts: int) -> list[Host]:
-    """Return addresses of this host; ranks with different ones use TCP, as on several hosts."""
-    return [Host(f"127.0.0.{number}") for number in range(2, 2 + num_hosts)]
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[Host]]:
-    """Yield network namespaces with a cable between them; addresses where that cannot be made."""
-    names = [f"pp{os.getpid()}n{number}" for number in range(2)]
-    hosts = [Host(f"10.231.77.{number}", name) for number, name in enumerate(names, start=1)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip(
-            "-n",
-            names[0],
-            "link",
-            "add",
-            "cable",
-            "type",
-            "veth",
-            "peer",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for host in hosts:
-            _ip("-n", host.network, "address", "add", f"{host.address}/24", "dev", "cable")
-            _ip("-n", host.network, "link", "set", "cable", "up")
-            _ip("-n", host.network, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"on the loopback: {getattr(error, 'stderr', error)}")
-        hosts = loopback_addresses(2)
-    try:
-        yield hosts
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                _ip("netns", "delete", name)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
 
 
 def free_port() -> int:
@@ -107,194 +29,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-class Ended(NamedTuple):
-    """How a run ended."""
-
-    code: int  # the launcher's exit code; negative if a signal ended it
-    out: str  # what came to standard output, or on the terminal: without escape sequences
-    err: str  # what came to standard error, where that is no terminal
-    raw: str  # as ``out``, with escape sequences
-    left: tuple[str, ...]  # command lines of the processes that outlived the launcher
-    name: str  # of the run's folder of logs
-    logs: dict[str, str]  # what is in that folder, by path: "attempt_0/rank_1/stderr.log"
-
-
-class Process:
-    """One command of a job, with all its output and its children's."""
-
-    def __init__(self, job: Job, popen: subprocess.Popen[bytes] | Forked, name: str) -> None:
-        self.job, self.popen = job, popen
-        self._logs = {stream: job.path / f"{name}.{stream}" for stream in ("out", "err")}
-        self.terminal: int | None = None
-        self._reader: threading.Thread | None = None
-
-    def read_from(self, terminal: int) -> None:
-        """Collect all that comes on a terminal."""
-
-        def collect() -> None:
-            with contextlib.suppress(OSError), self._logs["out"].open("ab", 0) as log:
-                while data := os.read(terminal, 1 << 16):
-                    log.write(data)
-            os.close(terminal)
-
-        self.terminal, self._reader = terminal, threading.Thread(target=collect, daemon=True)
-        self._reader.start()
-
-    def raw(self, stream: str = "out") -> str:
-        return self._logs[stream].read_bytes().decode(errors="replace")
-
-    def text(self, stream: str = "out") -> str:
-        return _ESCAPES.sub("", self.raw(stream)).replace("\r\n", "\n")
-
-    @property
-    def output(self) -> str:
-        """All that was written so far, standard output and error."""
-        return self.raw("out") + self.raw("err")
-
-    def wait_until(self, condition: Callable[[], Any], what: str = "the condition") -> Any:
-        """Wait until there is a value, and return it; the process must not end before."""
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while True:
-            has_ended = self.popen.poll() is not None
-            if found := condition():
-                return found
-            assert not has_ended, f"it ended before {what}\n{self.output}"
-            assert time.monotonic() < deadline_s, f"no {what} in time\n{self.output}"
-            time.sleep(_POLL_S)
-
-    def wait_for(self, pattern: str) -> None:
-        self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
-
-    def rank(self, number: int) -> psutil.Process:
-        """Find the process of a rank."""
-
-        def find() -> psutil.Process | None:
-            for process in psutil.Process(self.popen.pid).children():
-                with contextlib.suppress(psutil.Error):
-                    if process.environ().get("RANK") == str(number):
-                        return process
-            return None
-
-        return self.wait_until(find, f"process of rank {number}")
-
-    def press(self, key: str) -> None:
-        assert self.terminal is not None
-        os.write(self.terminal, key.encode())
-
-    def wait_end(self) -> int:
-        """Wait for the end of the command, and return its exit code."""
-        try:
-            return self.popen.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end in time\n{self.output}") from None
-
-    def wait(self) -> Ended:
-        """Wait for the launcher's end."""
-        code, left = self.wait_end(), self.job.survivors()
-        kill_job(self.job.token)
-        if self._reader is not None:
-            self._reader.join(TIMEOUT_S)
-        root = next(self.job.path.glob("procpipe-logs/*"), self.job.path / "none")
-        files = [path for path in root.rglob("*") if path.is_file()]
-        logs = {str(path.relative_to(root)): path.read_text() for path in files}
-        return Ended(code, self.text(), self.text("err"), self.raw(), tuple(left), root.name, logs)
-
-    def kill_all(self) -> None:
-        """Kill the command and all its descendants at once, as if the host lost power."""
-        processes = [psutil.Process(self.popen.pid)]
-        processes += processes[0].children(recursive=True)
-        for process in processes:
-            process.suspend()  # so that none sees another end
-        for process in processes:
-            process.kill()
-        self.popen.wait(TIMEOUT_S)
-
-
-class Job:
-    """Commands that belong together, in a folder of their own; all their processes end with it."""
-
-    def __init__(self) -> None:
-        self.token = uuid.uuid4().hex
-        self._processes: list[Process] = []
-
-    def __enter__(self) -> Job:
-        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-launch-")
-        self.path = Path(self._folder.name)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        kill_job(self.token)
-        for process in self._processes:
-            process.popen.wait()
-        self._folder.cleanup()
-
-    def write(self, name: str, text: str) -> None:
-        """Write a file into the job's folder."""
-        (self.path / name).write_text(text)
-
-    def start(
-        self,
-        argv: Sequence[object],
-        host: Host | None = None,
-        *,
-        num_ranks: int | None = None,
-        on_terminal: bool = False,
-        **extra: str,
-    ) -> Process:
-        """Start a command: what Python runs, as a fork, if ``num_ranks`` is given.
-
-        Args:
-            argv: the words.
-            host: where; not in a network namespace, unless it is a fork.
-            num_ranks: how many ranks of a launcher are forks, the first ones; at most as many as it
-                starts, as it would report those that are left.
-            on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
-            extra: environment variables.
-        """
-        words = [*map(str, argv)]
-        base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env = base | job_environment({TOKEN: self.token, "TERM": "xterm"}) | extra
-        if host is not None and not host.network:
-            env["PROCPIPE_ADDRESS"] = host.address
-        name = f"log{len(self._processes)}"
-        with (
-            open(os.devnull) as stdin,
-            (self.path / f"{name}.out").open("w") as out,
-            (self.path / f"{name}.err").open("w") as err,
-        ):
-            files = (stdin.fileno(), out.fileno(), err.fileno())
-            if on_terminal:
-                ours, theirs = os.openpty()
-                fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
-                files = (stdin.fileno(), theirs, theirs)
-            popen: subprocess.Popen[bytes] | Forked
-            if num_ranks is None:
-                popen = subprocess.Popen(
-                    words, cwd=self.path, env=env, stdin=files[0], stdout=files[1], stderr=files[2],
-                    preexec_fn=end_with_parent,  # noqa: PLW1509 - one call of C
-                )  # fmt: skip
-            else:
-                popen = fork_server().start(
-                    words, env=env, cwd=self.path, files=files,
-                    num_ranks=0 if is_on_gpus() else num_ranks,
-                    network=host.network if host is not None else "",
-                )  # fmt: skip
-        process = Process(self, popen, name)
-        if on_terminal:
-            os.close(theirs)
-            process.read_from(ours)
-        self._processes.append(process)
-        return process
-
-    def survivors(self) -> list[str]:
-        """Return the command lines of processes that still run."""
-        found = []
-        for process in job_of(self.token):
-            with contextlib.suppress(psutil.Error):
-                found.append(" ".join(process.cmdline()))
-        return found
 
 
 @contextlib.contextmanager

@@ -1,43 +1,47 @@
-"""The ready files for Slurm and Kubernetes, run on this machine by stand-ins for the schedulers."""
+"""The ready files for Slurm and Kubernetes, run by stand-ins for the schedulers and for torchrun.
+
+Each notes the words that torchrun gets, which torchrun's own parser reads. That a job of these
+options trains on several hosts: tests/launch/run/test_hosts.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from tests.launch.started import Job, free_port, loopback_addresses
+from tests.dist.pool import job_environment
+from tests.held import happens
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 POD = ROOT / "launch" / "kubernetes" / "job.yaml"
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
-#: Writes its place, and waits for the other rank and, with --wait, for a file; without torch, since
-#: only the schedulers' files are tested.
-SCRIPT = """
+NODES = ["127.0.0.2", "127.0.0.3"]
+TIMEOUT_S = 60.0
+
+#: Runs until there is a file if the script has the argument --wait.
+TORCHRUN = """
 import json, os, sys, time
-rank = os.environ["RANK"]
-names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID",
-         "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE")
-place = {name: os.environ[name] for name in names}
-with open(f"rank{rank}.part", "w") as file:
-    json.dump([place, sys.argv[1:]], file)
-os.rename(f"rank{rank}.part", f"rank{rank}.json")
-while not os.path.exists("rank0.json") or not os.path.exists("rank1.json"):
-    time.sleep(0.05)
+assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+node = os.environ.get("SLURM_NODEID") or os.environ["JOB_COMPLETION_INDEX"]
+with open(f"node{node}.part", "w") as file:
+    json.dump(sys.argv[1:], file)
+os.rename(f"node{node}.part", f"node{node}.json")
 while "--wait" in sys.argv and not os.path.exists("stop"):
-    time.sleep(0.05)
-print("rank", rank, "is done")
+    time.sleep(0.01)
 """
 
-#: Starts each task of a step on an "own node" of the loopback, as srun does with one task a node.
+#: Starts each task of a step on an "own node", as srun does with one task a node.
 SRUN = """
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -60,138 +64,116 @@ else:
 """
 
 
-def with_commands(job, **scripts):
-    """Return a PATH on which these Python programs come before all others."""
-    folder = job.path / "bin"
-    folder.mkdir()
+def environment_with(folder, **scripts):
+    """Return an environment on whose PATH these Python programs come before all others."""
+    (folder / "bin").mkdir()
     for name, text in scripts.items():
-        path = folder / name
+        path = folder / "bin" / name
         path.write_text(f"#!{sys.executable}\n{text}")
         path.chmod(0o755)
-    # torchrun is in the folder of Python, which an activated environment has on its PATH.
-    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    env = job_environment({"PATH": path})
+    return {key: value for key, value in env.items() if not key.startswith("SLURM_")}
 
 
-def places_of(job):
-    return {rank: json.loads((job.path / f"rank{rank}.json").read_text()) for rank in (0, 1)}
-
-
-def have_started(job):
-    return all((job.path / f"rank{rank}.json").exists() for rank in (0, 1))
+def given_to_torchrun(folder, node):
+    """Return what torchrun reads in the words that it was given on a node."""
+    words = json.loads((folder / f"node{node}.json").read_text())
+    return vars(get_args_parser().parse_args(words))
 
 
 # -- Slurm ---------------------------------------------------------------------------------------
 
 
-def sbatch(job, *words, srun=SRUN):
-    """Run the batch script as Slurm does on the first of two nodes."""
-    job.write("train.py", SCRIPT)
-    path = with_commands(job, srun=srun, scontrol=SCONTROL)
-    slurm = {
-        "PATH": path,
-        "SLURM_JOB_ID": str(free_port()),  # the port is derived from it
-        "SLURM_JOB_NAME": "procpipe",
-        "SLURM_JOB_NODELIST": ",".join(host.address for host in loopback_addresses(2)),
-        "SLURM_NNODES": "2",
-    }
-    return job.start(["bash", SBATCH, *words], **slurm), slurm
+def sbatch(folder, *words, srun=SRUN):
+    """Start the batch script as Slurm does on the first of two nodes."""
+    env = environment_with(folder, srun=srun, scontrol=SCONTROL, torchrun=TORCHRUN)
+    env |= {"SLURM_JOB_ID": "20007", "SLURM_JOB_NAME": "procpipe", "SLURM_NNODES": "2"}
+    env["SLURM_JOB_NODELIST"] = ",".join(NODES)
+    return subprocess.Popen(
+        ["bash", SBATCH, *words], cwd=folder, env=env, stdout=subprocess.PIPE, text=True
+    )
 
 
-def test_slurm_starts_one_torchrun_a_node_and_queues_again_before_the_time_limit():
-    with Job() as job:
-        batch, slurm = sbatch(job, "train.py", "--wait", "two words")
-        batch.wait_until(lambda: have_started(job))
-        batch.popen.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
-        batch.wait_until(lambda: "time limit is near: queued again" in batch.output)
-        batch.wait_until((job.path / "scontrol.log").exists)
-        assert batch.popen.poll() is None  # the job runs until Slurm ends it
-        job.write("stop", "")
-        assert batch.wait_end() == 0, batch.output
+def test_slurm_starts_one_torchrun_a_node_and_queues_again_before_the_time_limit(tmp_path):
+    batch = sbatch(tmp_path, "train.py", "--wait", "two words")
+    try:
+        for node in range(2):
+            assert happens((tmp_path / f"node{node}.json").exists, TIMEOUT_S)
+        batch.send_signal(signal.SIGUSR1)  # as by --signal=B:USR1@120
+        assert happens((tmp_path / "scontrol.log").exists, TIMEOUT_S)
+        assert batch.poll() is None  # the job runs until Slurm ends it
+    finally:
+        (tmp_path / "stop").touch()
+    output, _ = batch.communicate(timeout=TIMEOUT_S)
 
-        for rank, (place, words) in places_of(job).items():
-            assert words == ["--wait", "two words"]
-            assert place["MASTER_ADDR"] in slurm["SLURM_JOB_NODELIST"].split(",")
-            del place["MASTER_ADDR"]
-            assert place == {
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-                "TORCHELASTIC_RUN_ID": slurm["SLURM_JOB_ID"],
-                "TORCHELASTIC_MAX_RESTARTS": "0",
-                "TORCHELASTIC_USE_AGENT_STORE": "False",
-            }
-            assert f"rank {rank} is done" in batch.output
-        assert (job.path / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
-        logs = job.path / f"procpipe-{slurm['SLURM_JOB_ID']}"
-        assert len(list(logs.rglob("stdout.log"))) == 2
-        assert not job.survivors()
+    assert batch.returncode == 0
+    assert output == "time limit is near: queued again\n"
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 20007\n"
+    for node, address in enumerate(NODES):
+        expected = {
+            "nnodes": "2",
+            "nproc_per_node": "1",
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": f"{NODES[0]}:10007",
+            "rdzv_id": "20007",
+            "rdzv_conf": f"is_host={int(node == 0)}",
+            "local_addr": address,
+            "max_restarts": 0,
+            "log_dir": str(tmp_path / "procpipe-20007"),
+            "training_script": "train.py",
+            "training_script_args": ["--wait", "two words"],
+        }
+        assert expected.items() <= given_to_torchrun(tmp_path, node).items()
 
 
-def test_the_batch_script_ends_with_the_exit_code_of_a_failure():
-    with Job() as job:
-        batch, _ = sbatch(job, "train.py", srun="raise SystemExit(3)")
+def test_the_batch_script_ends_with_the_exit_code_of_a_failure(tmp_path):
+    batch = sbatch(tmp_path, "train.py", srun="raise SystemExit(3)")
+    batch.communicate(timeout=TIMEOUT_S)
 
-        assert batch.wait_end() == 3
+    assert batch.returncode == 3
 
 
 # -- Kubernetes ----------------------------------------------------------------------------------
 
 
-def documents():
-    """Return the service and the job of the file."""
+def test_a_torchrun_is_started_in_each_pod_and_pods_can_find_pod_0(tmp_path):
     yaml = pytest.importorskip("yaml")
-    return [*yaml.safe_load_all(POD.read_text())]
-
-
-def test_pods_can_find_pod_0():
-    service, job = documents()
-    pod = job["spec"]["template"]["spec"]
-    name = job["metadata"]["name"]
+    service, job = yaml.safe_load_all(POD.read_text())
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
+    (container,) = pod["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
 
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
-    assert environment(pod)["RDZV_HOST"] == f"{name}-0.{pod['subdomain']}"
+    assert variables["RDZV_HOST"] == f"{name}-0.{pod['subdomain']}"
+    assert [name for name, value in variables.items() if value is None] == ["POD_IP"]
 
-
-def environment(pod):
-    (container,) = pod["containers"]
-    return {variable["name"]: variable.get("value") for variable in container["env"]}
-
-
-def test_kubernetes_command_starts_a_torchrun_a_pod():
-    _, spec = documents()
-    pod = spec["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert [v["name"] for v in container["env"] if "value" not in v] == ["POD_IP"]
-    hosts = loopback_addresses(2)
-    with Job() as job:
-        job.write("train.py", SCRIPT)
-        variables = environment(pod) | {
-            "PATH": with_commands(job),
-            "NPROC": "1",
-            "RDZV_HOST": hosts[0].address,
-            "RDZV_PORT": str(free_port()),
+    env = environment_with(tmp_path, torchrun=TORCHRUN) | variables | {"RDZV_HOST": NODES[0]}
+    for node, address in enumerate(NODES):
+        subprocess.run(
+            [*container["command"], *container["args"]],
+            cwd=tmp_path,
+            env=env | {"POD_IP": address, "JOB_COMPLETION_INDEX": str(node)},
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+        expected = {
+            "nnodes": "2",
+            "nproc_per_node": "8",
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": f"{NODES[0]}:29400",
+            "rdzv_id": "procpipe-train",
+            "rdzv_conf": f"is_host={int(node == 0)}",
+            "local_addr": address,
+            "max_restarts": 3,
+            "training_script": "train.py",
+            "training_script_args": ["--epochs", "10"],
         }
-        pods = [
-            job.start(
-                [*container["command"], *container["args"]],
-                host,
-                **variables | {"POD_IP": host.address, "JOB_COMPLETION_INDEX": str(index)},
-            )
-            for index, host in enumerate(hosts)
-        ]
-        for agent in pods:
-            assert agent.wait_end() == 0, agent.output
-
-        for place, words in places_of(job).values():
-            assert words == ["--epochs", "10"]
-            assert place["WORLD_SIZE"] == "2"
-            assert place["TORCHELASTIC_RUN_ID"] == "procpipe-train"
-            assert place["TORCHELASTIC_MAX_RESTARTS"] == "3"
-            assert place["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-        assert not job.survivors()
+        assert expected.items() <= given_to_torchrun(tmp_path, node).items()
 
 
 # -- all -----------------------------------------------------------------------------------------

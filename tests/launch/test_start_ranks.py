@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from procpipe.launch.start_ranks import start_ranks
-from tests.dist.script import TOKEN, job_of
+from tests.dist.jobs import TOKEN, job_of
 from tests.launch.started import start_as_forks
 
 pytestmark = pytest.mark.dist

@@ -1,8 +1,8 @@
-"""A process that is killed while it saves, or stopped and goes on later, harms no saved state.
+"""A process that is killed while it saves harms no saved state.
 
 A forked process is killed at its k-th call to the operating system that changes the folder, for
-every k. Then the folder is checked, loaded from and saved to again. A stopped one goes on when the
-job has been restarted and has saved the same step. Killed ranks are the fault test's.
+every k. Then the folder is checked, loaded from and saved to again. Killed ranks are the fault
+test's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.dist.script import run_forked
 pytestmark = pytest.mark.dist
 
 COMMON = """
-import contextlib, io, itertools, os, shutil, signal, socket, sys, threading, time
+import contextlib, io, itertools, os, shutil, signal, socket, sys
 from pathlib import Path
-import safetensors.torch, torch, torch.distributed, torch.nn.functional as F
+import safetensors.torch, torch, torch.nn.functional as F
 from torch import nn
 from procpipe import SavedStateError, Stage, state
 from procpipe.state import files
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 FOLDER = Path("runs")
 CHANGES = ("mkdir", "rename", "fsync", "rmdir", "unlink", "written")
 
-def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
+def kill_at_change(kill_at):
     count = 0
     def patch(name):
         original = getattr(os, name)
@@ -37,11 +37,11 @@ def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
             nonlocal count
             count += 1
             if count == kill_at:
-                signal.pthread_kill(threading.get_ident(), number)
+                os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         setattr(os, name, change)
     os.written = lambda: None
-    for name in names:
+    for name in CHANGES:
         patch(name)
     def write(place, data):  # the last bytes are zeros at first
         is_path = isinstance(place, Path)
@@ -55,12 +55,10 @@ def count_changes(kill_at=None, names=CHANGES, number=signal.SIGKILL):
         whole = io.BytesIO()
         torchs(values, whole)
         write(place, whole.getvalue())
-    if "written" in names:
-        torch.save = save
-        safetensors.torch.save_file = lambda tensors, path, metadata: write(
-            path, safetensors.torch.save(tensors, metadata)
-        )
-    return lambda: count
+    torch.save = save
+    safetensors.torch.save_file = lambda tensors, path, metadata: write(
+        path, safetensors.torch.save(tensors, metadata)
+    )
 
 def in_fork(function, *args):
     pid = os.fork()
@@ -100,7 +98,7 @@ def check_loads(*steps):
     return saved.step
 
 def save_killed(step, kill_at):
-    count_changes(kill_at)
+    kill_at_change(kill_at)
     save(step)
 
 save(1); save(2)
@@ -122,7 +120,7 @@ print("survived", len(found))
 
 EXPORTS = """
 def export_killed(path, kill_at):
-    count_changes(kill_at)
+    kill_at_change(kill_at)
     state.export(path, make(1))
 
 for path in (Path("exported"), Path("exported.pt")):
@@ -215,95 +213,6 @@ def test_the_end_of_a_script_waits_for_its_save():
     assert "KeyError: 'mine'" in second
     assert "no longer waits" not in second
     assert "terminate called" not in done.stderr
-
-
-STALE = """
-def make(rank, port, value):
-    stage = make_stage(rank, port)
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter.fill_(value)
-    return stage
-
-def first_attempt(rank, port, stopped_rank, where, asynchronous):
-    stage = make(rank, port, 1.0)
-    state.save(FOLDER, stage, step=20)
-    if rank == stopped_rank:
-        note_end()
-        if where == "write":
-            write = files.write
-            files.write = lambda *args: (
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),  # at once
-                write(*args),
-            )
-        else:
-            count_changes(1 + (where == "mkdir"), (where,), signal.SIGSTOP)
-    state.save(FOLDER, stage, step=30, asynchronous=asynchronous).wait()
-
-def note_end():  # what the change that it was stopped at has led to
-    write = files.write
-    def noted(*args):
-        try:
-            write(*args)
-            Path("went on").write_text("written")
-        except BaseException as error:
-            Path("went on").write_text(type(error).__name__)
-            raise
-    files.write = noted
-
-def second_attempt(rank, port):
-    stage = make(rank, port, 3.0)
-    assert state.load(FOLDER, stage).step == 20
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter.fill_(2.0)
-    state.save(FOLDER, stage, step=30)
-    stage.close()
-
-def run_rank(rank, port, function, *args):
-    globals()[function](rank, port, *args)
-
-def wait_stopped(pid):
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
-
-for stopped_rank, where, asynchronous in CASES:
-    port = free_port()
-    pids = [
-        in_fork(run_rank, rank, port, "first_attempt", stopped_rank, where, asynchronous)
-        for rank in (0, 1)
-    ]
-    wait_stopped(pids[stopped_rank])
-    os.kill(pids[1 - stopped_rank], signal.SIGKILL)
-    end_of(pids[1 - stopped_rank])
-    assert run("second_attempt") == [0, 0]
-    os.kill(pids[stopped_rank], signal.SIGCONT)
-    end_of(pids[stopped_rank])
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    saved = state.load(FOLDER, model)
-    values = {value for parameter in model.parameters() for value in parameter.unique().tolist()}
-    assert (saved.step, values) == (30, {2.0}), (where, saved, values, names())
-    if where != "mkdir":
-        assert Path("went on").read_text() == "FileNotFoundError", Path("went on").read_text()
-    shutil.rmtree(FOLDER)
-print("survived", len(CASES))
-"""
-
-#: The rank that is stopped; before which change, "write" being before any; if in the background.
-STOPPED = [
-    (1, "write", False),
-    (1, "fsync", False),
-    (1, "rename", False),
-    (1, "rename", True),
-    (0, "mkdir", False),
-    (0, "rename", False),
-]
-
-
-def test_a_stopped_process_that_goes_on_after_a_restart_harms_no_newer_state():
-    done = run_forked(COMMON + RANKS + f"CASES = {STOPPED}\n" + STALE, timeout_s=120)
-
-    assert done.stdout == f"survived {len(STOPPED)}\n", done
 
 
 def test_files_of_several_saves_are_no_whole_state(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import json
 from pathlib import Path
 from typing import Any
 
@@ -245,23 +244,6 @@ def test_a_folder_of_other_files_is_no_saved_state(tmp_path, values):
     torch.save(values, folder / "stage-0-of-1.pt")
     with pytest.raises(SavedStateError, match=r"stage-0-of-1\.pt was not written by"):
         state.load(tmp_path, nn.Linear(1, 1))
-
-
-def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
-    model = nn.Linear(1, 1)
-    folder, file = tmp_path / "folder", tmp_path / "elsewhere/model.safetensors"
-    state.export(file.parent, model)
-    folder.mkdir()
-    index = folder / "model.safetensors.index.json"
-    (folder / "a.safetensors").symlink_to(file)  # as a cache of Hugging Face has it
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), "a.safetensors")}))
-    state.load_weights(folder, model)
-    index.write_text(json.dumps({"weight_map": {"weight": "a.safetensors"}}))
-    with pytest.raises(ValueError, match="bias is missing"):  # where the index has it not
-        state.load_weights(folder, model)
-    index.write_text(json.dumps({"weight_map": {"weight": "b.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"b.safetensors"):
-        state.load_weights(folder, model)
 
 
 def test_what_safetensors_cannot_hold_is_refused(tmp_path):

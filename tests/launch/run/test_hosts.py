@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.launch.started import RUN, Job, free_port, loopback_addresses, two_hosts
+from tests.dist.jobs import Job
+from tests.launch.started import RUN, free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
@@ -72,13 +73,17 @@ def plain_losses(steps):
     return losses
 
 
-def start(job, hosts, port, place, num_ranks, options, conf="", attempts=1):
+#: Addresses of this machine, between which ranks use TCP.
+HOSTS = ("127.0.0.2", "127.0.0.3")
+
+
+def start(job, port, place, num_ranks, options, conf="", attempts=1):
     """Start ``procpipe run`` on a host, at most so many times; the meeting point is the first."""
-    host = hosts[place != "first"]
-    words = [*RUN, "-n", num_ranks, "--local-addr", host.address, "--rdzv-id", "test", *options]
-    words += ["--rdzv-endpoint", f"{hosts[0].address}:{port}"]
+    address = HOSTS[place != "first"]
+    words = [*RUN, "-n", num_ranks, "--local-addr", address, "--rdzv-id", "test", *options]
+    words += ["--rdzv-endpoint", f"{HOSTS[0]}:{port}"]
     words += ["--rdzv-conf", f"is_host={int(place == 'first')},{conf}", "train.py"]
-    return job.start(words, host, num_ranks=num_ranks * attempts, PLACE=place)
+    return job.start(words, address, num_ranks=num_ranks * attempts, PLACE=place)
 
 
 def reports(job, **expected):
@@ -130,11 +135,11 @@ while True:
 
 
 def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
-    with two_hosts() as hosts, Job() as job:
+    port = free_port()
+    with Job() as job:
         job.write("train.py", TRAIN + MEET_STRANGERS)
-        port = free_port()
-        first = start(job, hosts, port, "first", 1, ["--nnodes", 2])
-        second = start(job, hosts, port, "second", 2, ["--nnodes", 2])
+        first = start(job, port, "first", 1, ["--nnodes", 2])
+        second = start(job, port, "second", 2, ["--nnodes", 2])
         first.wait_until(lambda: len(reports(job)) == 3)
         ranks = {report["rank"]: report for report in reports(job)}
         (victim,) = reports(job, place="first")
@@ -146,7 +151,7 @@ def test_hosts_of_different_sizes_train_as_one_process_until_a_rank_is_killed():
         assert len(reports(job, place="second")) == 2
         for rank, report in ranks.items():
             assert report["losses"] == pytest.approx(plain_losses(3), abs=1e-12)
-            address = hosts[report["place"] == "second"].address
+            address = HOSTS[report["place"] == "second"]
             assert report["listened"] == [address]  # the sockets between ranks
             assert set(report["listens"]) - ({"::"} if rank == 0 else set()) <= {address}  # a store
             assert report["links"] == {
@@ -177,22 +182,22 @@ for step, (input, target) in enumerate(stage.batches(until_stopped())):
         report(loss=loss, attempt=os.environ["TORCHELASTIC_RESTART_COUNT"], links=links(stage))
 """
 
-#: A host counts as lost after six silent seconds; a late one is waited for one second.
-SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+#: A host counts as lost after four silent seconds; a late one is waited for one second.
+SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
 
 
 def test_training_continues_without_a_lost_host_and_with_it_after_its_return():
     """The returned host counts its restarts from 0 again; the other host counts from 1."""
-    hosts, port = loopback_addresses(2), free_port()
+    port = free_port()
     options = ["--nnodes", "1:2", "--max-restarts", 3]
     with Job() as job:
         job.write("train.py", TRAIN + ELASTIC)
-        first = start(job, hosts, port, "first", 1, options, SOON, attempts=3)
-        lost = start(job, hosts, port, "second", 1, options, SOON)
+        first = start(job, port, "first", 1, options, SOON, attempts=3)
+        lost = start(job, port, "second", 1, options, SOON)
         first.wait_until(lambda: len(reports(job, size=2)) == 2)
         lost.kill_all()
         first.wait_until(lambda: reports(job, size=1))
-        back = start(job, hosts, port, "back", 1, options, SOON)
+        back = start(job, port, "back", 1, options, SOON)
         first.wait_until(lambda: len(reports(job, size=2)) == 4)
         job.write("stop", "")
 

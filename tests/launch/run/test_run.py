@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
+from tests.dist.forks import fork_server
+from tests.dist.jobs import TIMEOUT_S, Job
 from tests.dist.pool import job_environment
-from tests.launch.started import RUN, TIMEOUT_S, Job, free_port, started
+from tests.launch.started import RUN, free_port, started
 
 pytestmark = pytest.mark.dist
 
@@ -88,25 +89,26 @@ def test_a_successful_run_without_a_terminal():
     assert ended.logs["attempt_0/rank_1/stderr.log"] == "rank 1 says goodbye\n"
 
 
-@pytest.mark.parametrize(
-    ("streams", "shown"), [("2>&-", "output\n"), ("2>&1 >/dev/full", "error\n")]
-)
-def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, streams, shown):
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print('output', flush=True); print('error', file=sys.stderr)")
-    words = shlex.join([sys.executable, *RUN, "--quiet", "-n", "1", str(script)])
-    ended = subprocess.run(
-        ["sh", "-c", f"exec {words} {streams}"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=job_environment(),
-        timeout=TIMEOUT_S,
-    )
+#: Standard error is closed, as with 2>&- in a shell.
+CLOSED = "import os, sys; os.close(2); sys.stderr = sys.__stderr__ = None"
 
-    assert ended.returncode == 0, ended
-    assert shown in ended.stdout
+
+@pytest.mark.parametrize(("closed", "shown"), [(True, "output\n"), (False, "error\n")])
+def test_a_stream_that_is_closed_or_full_does_not_hide_the_other(tmp_path, closed, shown):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text("import sys; print('output', flush=True); print('error', file=sys.stderr)")
+    code = CLOSED if closed else "import sys"
+    code += f"; sys.argv[1:] = ['run', '--quiet', '-n', '1', {str(script)!r}]; import runpy; "
+    code += "runpy.run_module('procpipe.launch', run_name='__main__')"
+    with open(os.devnull) as stdin, log.open("w") as shows, open("/dev/full", "w") as full:
+        outputs = [shows, full] if closed else [full, shows]
+        files = (stdin.fileno(), *(file.fileno() for file in outputs))
+        launcher = fork_server().start(
+            ["-c", code], env=job_environment(), cwd=tmp_path, files=files, num_ranks=1
+        )
+
+    assert launcher.wait(TIMEOUT_S) == 0, log.read_text()
+    assert shown in log.read_text()
 
 
 def test_a_successful_run_on_a_terminal():
@@ -170,9 +172,8 @@ def test_an_exception_in_a_layer_is_reported_once():
 
 
 def test_ctrl_c_ends_all_processes():
-    """Rank 1 is a new process, not a fork."""
     with started(
-        "-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS), num_forked=1
+        "-n", "2", on_terminal=True, script=training(10**9, LEAVE_SLEEPERS), num_forked=2
     ) as run:
         run.wait_for("step 2")
         run.press("\x03")
@@ -272,3 +273,41 @@ sys.exit(3)
     assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
     assert "Its last lines on standard error:\n  no data\n" in ended.err
     assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
+
+
+#: Two pipelines, whose stages share layers by FSDP2.
+IN_A_MESH = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from procpipe import Stage
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+stage = Stage(model, balance=[2, 2], mesh=mesh["pp"], chunks=3, loss_fn=F.mse_loss)
+for layer in stage:
+    fully_shard(layer, mesh=mesh["dp"])
+for step in range(10**9):
+    stage.step(torch.ones(6, 8), torch.ones(6, 8))
+    if step == 2:
+        print("trains", flush=True)
+"""
+
+
+def test_a_killed_rank_of_a_mesh_ends_all_pipelines_and_is_named():
+    with started("-n", "4", script=(IN_A_MESH,), num_forked=4) as run:
+        run.wait_for("trains")
+        victim = run.rank(2)
+        start_s = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        ended = run.wait()
+
+    # Long before the timeouts of torch.distributed and of procpipe.
+    assert time.monotonic() - start_s < 30.0
+    assert ended.code == 128 + signal.SIGKILL, ended
+    assert ended.left == ()
+    assert "procpipe: stage 0 (rank 2) was killed by SIGKILL " in ended.err, ended
+    for rank, stage in ((0, 0), (1, 1), (3, 1)):
+        assert f"\n  stage {stage} (rank {rank}) was " in ended.err, ended

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import psutil
-import pytest
 
 from procpipe.job.board import Board
 from procpipe.launch.run.ranks import Rank
@@ -59,19 +58,6 @@ def test_rates_are_of_the_time_between_readings():
     board = rows.ranks[0].board = Board.create(0, 1)  # of another Stage
     do_steps(board, 2, samples=10)
     assert shown(rows)[0]["samples/s"] == ""
-
-
-@pytest.mark.parametrize("rates", [(1000, 10), (10, 1000)])
-def test_rates_are_of_the_last_seconds_only(rates):
-    board, clock = Board.create(0, 1), Clock()
-    rows = Rows(ranks_of(board), clock)
-    for rate in rates:
-        for _ in range(20):
-            do_steps(board, 1, samples=rate)
-            rows.table()
-            clock.now_s += 1.0
-
-    assert shown(rows)[0]["samples/s"] == f"{rates[1]:,}"
 
 
 def test_a_row_shows_the_activity_of_a_stage():
