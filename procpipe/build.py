@@ -24,17 +24,10 @@ from procpipe.compute.segment import Segment
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
-from procpipe.errors import BalanceError
 from procpipe.job.world import World
-from procpipe.model.cut import (
-    check_enough_layers,
-    cut,
-    fit_balance,
-    layer_facts,
-    replicas_for,
-)
+from procpipe.model.cut import check_balance, cut, layer_facts
 from procpipe.model.materialize import materialize
-from procpipe.model.ties import Tie, find_shared, find_ties
+from procpipe.model.ties import Tie, find_ties
 from procpipe.notes import write_note
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
@@ -47,7 +40,7 @@ from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
-from procpipe.skip.layout import SkipLayout
+from procpipe.skip.layout import SkipLayout, layout_of
 from procpipe.version import __version__
 
 
@@ -62,7 +55,7 @@ class Cut:
     elsewhere: set[str]  # the names of all other layers
     skips: SkipLayout  # which skip tensors cross partitions
     ties: list[Tie]  # the parameters and buffers that several partitions use
-    #: The names of each parameter that several layers of one of these partitions use.
+    #: The names of each parameter that several layers of one partition use.
     shared: list[tuple[str, ...]]
     tied: Tied  # this stage's copies of those that other stages have, too
     facts: list[str]  # a line about each layer of the full model
@@ -79,28 +72,16 @@ def cut_model(
 ) -> Cut:
     """Cut a checked model and bring this rank's layers to its device."""
     grid = world.grid
-    entries = fit_balance(
-        balance,
-        len(module),
-        grid.num_stages,
-        is_launched=world.is_launched,
-        num_replicas=grid.num_replicas,
-        partitions_per_stage=schedule.partitions_per_stage,
-        of_mesh=grid.numbers if grid.is_part else None,
-    )
-    try:
-        placement = schedule.place(len(entries), grid.num_stages)
-    except BalanceError as error:
-        fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
-        if fits is None or grid.is_part:
-            raise
-        raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
+    entries = check_balance(balance, len(module))
+    if not world.is_launched:
+        entries = [len(module)]  # one stage, whatever the balance
+    placement = schedule.place(len(entries), grid.num_stages)
     facts = layer_facts(module)
     parts = cut(module, entries)
-    skips = SkipLayout.of(parts)
-    ties = find_ties(parts)
+    skips = layout_of(parts)
+    found = find_ties(parts)
+    ties = [tie for tie in found if len(tie.partitions) > 1]
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
-    shared = [names for part in ours.values() for names in find_shared(part)]
     all_layers = dict(module.named_children())
     names = [name for part in ours.values() for name in part]
     materialize(all_layers, names, world.device, seed=torch.initial_seed())
@@ -115,7 +96,7 @@ def cut_model(
         elsewhere=all_layers.keys() - names,
         skips=skips,
         ties=ties,
-        shared=shared,
+        shared=[tie.all_names for tie in found if tie.is_parameter and tie not in ties],
         tied=_tied_of(ties, placement, ours, grid.stage),
         facts=facts,
         keys=getattr(module, "keys", None),
@@ -166,9 +147,6 @@ def found_balance(
         "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
     ):
         from procpipe.balance.balances import agreed_balance, estimated_balance
-    if world.is_launched:
-        numbers = grid.numbers if grid.is_part else None
-        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
         return agreed_balance(
             name, module, sample, chunks, world, coordinator.agree, num_partitions
@@ -220,7 +198,7 @@ def connect(
         )
         for j, names in cut.layers.items()
     }
-    routes = Routes(grid.num_stages, tuple(cut.skips.keys), cut.placement)
+    routes = Routes(grid.num_stages, tuple(cut.skips), cut.placement)
     coordinator.programs = Programs(routes, schedule, grid.stage)
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
     wires = connect_wires(world, coordinator, routes, ties, facts)

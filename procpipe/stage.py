@@ -47,14 +47,10 @@ from procpipe.errors import StageClosedError
 from procpipe.gradients import clip_together, connect_scaler
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.local_layers import LocalLayers
-from procpipe.model.arguments import (
-    checked_checkpoint,
-    checked_chunks,
-    checked_replicas,
-    ranks_of,
-)
+from procpipe.model.arguments import checked_chunks, checked_replicas, ranks_of
 from procpipe.model.cut import check_model
 from procpipe.optional import needed
+from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
@@ -65,7 +61,7 @@ from procpipe.run.intake import Intake
 from procpipe.run.order import FetchDetail, Order
 from procpipe.run.runner import Runner
 from procpipe.run.same_input import SameInput
-from procpipe.run.statistics import StageStatistics, TimedTask, table
+from procpipe.run.statistics import StageStatistics, table
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
 from procpipe.state_dicts import StageRecord
@@ -77,11 +73,9 @@ class Stage(LocalLayers):
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
     calls. It holds only its own layers, under their names in the full model, so ``parameters()``
-    is what this process's optimizer needs, and ``state_dict()`` is this stage's part of the
-    model's. Started without a launcher, it is the whole model in one stage.
-
-    Building it connects the processes, and waits for all of them; the first call compares their
-    settings and opens the channels.
+    is what this process's optimizer needs. Started without a launcher, it is the whole model in one
+    stage. Building it connects the processes, and waits for all of them; the first call compares
+    their settings and opens the channels. "The last stage" is that of the last partition.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
@@ -91,18 +85,16 @@ class Stage(LocalLayers):
             their ``reset_parameters()``, with values that do not depend on the balance. If it has
             an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
         balance: number of layers in each partition, of which each stage runs one, or as many as
-            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample. If
-            left out, each rank finds the same one from the layers' parameters and forward FLOPs (on
-            the meta device: nothing is computed), or parameters alone where the layers cannot run
-            there, and rank 0 prints it. Without a launcher it is checked, but all layers are in one
-            partition.
+            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from ``sample``.
+            If left out, it is found from the layers' parameters and forward FLOPs (on the meta
+            device: nothing is computed), and rank 0 prints it. Without a launcher it is checked,
+            but all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
-            :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
-            without a balance on every rank, where only shapes count, or left out: then it is the
-            model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
-        replicas: number of pipelines of this model, of equally many processes each. The first rank
-            of each reads data of its own, and gradients are added up once a step, over the
-            processes of the same stage. See docs/replicas.md.
+            :class:`~procpipe.balance.Inputs` of several. For ``"time"`` and ``"size"`` on rank 0;
+            without a balance on every rank, where only shapes count; by default the model's
+            attribute ``sample`` (a tuple or dict of inputs), or a guess.
+        replicas: number of pipelines of this model, of equally many processes each. Each reads data
+            of its own, and gradients are added up once a step. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
             pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches that a replica's mini-batch is scattered into.
@@ -110,11 +102,9 @@ class Stage(LocalLayers):
             share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
-        schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
-            forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
-            fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
-            (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
-            tasks, with one or two partitions a stage); or a function ``(m, n) ->
+        schedule: in which order the stages of a ``step`` work: ``"gpipe"``, ``"1f1b"``,
+            ``"interleaved"`` (several partitions a stage), ``"zb-h1"`` or ``"zb-v"`` (backward in
+            two tasks, one or two partitions a stage); or a function ``(m, n) ->
             procpipe.plan.task.Plan`` of the numbers of micro-batches and of stages, whose plan also
             says what is recomputed. ``stage(input)`` always runs all micro-batches forward, then
             all backward. See docs/schedules.md.
@@ -132,39 +122,32 @@ class Stage(LocalLayers):
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
-            training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
-            the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
-            different options for them, or if your code writes into one. Give it on every rank.
+            training call, and raise ``RuntimeError`` on every rank if they differ (because of
+            different optimizers, or code that writes into one); otherwise before the calls 2, 4, 8,
+            … with a warning on rank 0. Give it on every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
-        trace: where each rank writes what it does, after each step: ``"run.json"`` gives
-            ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe timeline`` and
-            https://ui.perfetto.dev. They have the first steps of a run and the last. Give it on
-            every rank, and each stage of a process another path: the newest stage with a path
-            writes it. On GPUs each step then waits for the device.
+        trace: where each rank writes what it does in the first and the latest steps, after each
+            step: ``"run.json"`` gives ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe
+            timeline`` and https://ui.perfetto.dev. Give it on every rank, and each stage of a
+            process another path. On GPUs each step then waits for the device.
         world: this process's place in the job; by default as the launcher set it.
-
-    "The last stage" is that of the last partition.
 
     Attributes:
         rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
-        replica: the replica that this process belongs to, from 0.
-        replicas: the number of replicas.
-        device: this stage's device.
-        devices: each stage's device, by rank.
+        replica: the replica that this process belongs to, from 0, of ``replicas``.
+        device: this stage's device, of ``devices``, by rank.
         balance: number of layers in each partition, a list of int.
         placement: the stage of each partition; ``[0, 1, …]`` unless each has several partitions.
         schedule: the name of the schedule; ``"a function"`` for a plan of your own.
-        chunks: see above; that of each replica's first rank counts.
-        checkpoint: see above; that of each replica's first rank counts.
+        chunks, checkpoint: as above; may be set between calls, on each replica's first rank.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
-            that are not stashed and popped in pairs, or of another package; data parallelism around
-            a layer.
-        ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; fewer
-            partitions than processes; a ``trace`` without a folder.
-        IndexError: more partitions than processes, or more processes than devices.
+            that are not stashed and popped in pairs; data parallelism around a layer.
+        ValueError: a wrong balance, number of processes, ``chunks`` or ``checkpoint``; a layer
+            twice in the model; a ``trace`` without a folder.
+        IndexError: more processes than devices.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """
@@ -204,20 +187,16 @@ class Stage(LocalLayers):
             check_model(module)
             check_not_sharded(module, self._world.grid.job_ranks)
             verify_skippables(module)
-            self.chunks = checked_chunks(chunks)
-            self.checkpoint = checked_checkpoint(checkpoint)
+            self.chunks, self.checkpoint = checked_chunks(chunks), checkpoint
+            recomputed(checkpoint, 1)  # or it names no mode
             self._schedule = schedule_of(schedule)
             self.schedule = self._schedule.name
-            replicas = checked_replicas(
-                replicas,
-                self._world.num_ranks,
-                balance,
-                self._schedule.partitions_per_stage,
-                is_launched=self._world.is_launched,
-            )
-            self._grid = self._world.divide(replicas)
+            # A script without a launcher is one stage of one replica.
+            replicas = replicas if self._world.is_launched else 1
+            self.replicas = checked_replicas(replicas, self._world.num_ranks)
+            self._grid = self._world.divide(self.replicas)
+            self.replica = self._grid.replica
             self._coordinator = Coordinator(self._world.mesh, self._grid)
-            self.replica, self.replicas = self._grid.replica, replicas
             if balance is None or isinstance(balance, str):
                 balance = build.found_balance(
                     balance,
@@ -279,9 +258,9 @@ class Stage(LocalLayers):
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
         Every rank calls it; the ``inputs`` and the ``target`` of the first rank (of each replica)
-        are the ones that count, so the others may pass anything, or nothing. Returns once this
-        stage has done its part. In training the mini-batches of all replicas are one, of which each
-        has a part. In eval mode each replica has mini-batches of its own, as many as it wants.
+        count, so the others may pass anything, or nothing. Returns once this stage has done its
+        part. In training the mini-batches of all replicas are one, of which each has a part; in
+        eval mode each replica has its own, as many as it wants.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
@@ -291,25 +270,23 @@ class Stage(LocalLayers):
                 inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
                 target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
-                from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
-                in eval mode; the first rank's counts, and in training all replicas need the same.
-            total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
-                weight of all mini-batches whose gradients are added up, of all replicas, a number
-                above 0. For means over tokens; not together with ``accumulate``.
+                from 1, the same for all replicas in training. Loss and gradients are divided by it,
+                as by ``(loss / 4).backward()``, also in eval mode.
+            total_weight: what the loss is divided by instead: the weight of all mini-batches whose
+                gradients are added up, of all replicas, a number above 0. For means over tokens.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
                 the target, unless that is given: ``step(**batch)``.
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
-            ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them:
-            the sum of the four returned losses is the mean loss. In eval mode it is that of this
-            replica, see :meth:`sum_over_replicas`. Gradients are added to the ``.grad`` of
+            ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them,
+            and in eval mode that of this replica. Gradients are added to the ``.grad`` of
             parameters (and of inputs that require a gradient).
 
         Raises:
             RemoteStageError: another rank failed.
-            ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or an ``accumulate``
-                that is no int from 1 or is given with ``total_weight``.
+            ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or a wrong
+                ``accumulate`` or ``total_weight``, or both.
             TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
             CallMismatchError: another rank is in another call or mode, or in training another
                 replica has another ``accumulate`` or ``total_weight``.
@@ -329,9 +306,9 @@ class Stage(LocalLayers):
     def last_weight(self) -> Tensor:
         """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
 
-        In training it is that of all replicas, as the loss is, in eval mode this one's. 0-dim,
-        float64, on every rank; does not communicate. So a loss over several mini-batches is
-        the sum of ``loss * stage.last_weight`` over the sum of ``stage.last_weight``.
+        Of all replicas or of this one, as the loss is. 0-dim, float64, on every rank; does not
+        communicate. So a loss over several mini-batches is the sum of ``loss * stage.last_weight``
+        over the sum of ``stage.last_weight``.
 
         Raises:
             RuntimeError: there was no ``step`` yet.
@@ -343,11 +320,11 @@ class Stage(LocalLayers):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
-        Every rank calls it; the ``inputs`` of the first rank (of each replica) are the ones that
-        count. Another rank may pass nothing, or placeholders; if it passes tensors, they are
-        compared with the first rank's in calls 1, 2, 4, 8 and so on. With replicas, where this is
-        done in training only, each has an output and a loss of its own. ``backward()``, which all
-        call, then averages gradients over replicas, weighted by their samples.
+        Every rank calls it; the ``inputs`` of the first rank (of each replica) count. Another rank
+        may pass nothing, or placeholders; if it passes tensors, they are compared with the first
+        rank's in calls 1, 2, 4, 8 and so on (with replicas in training only). Each replica has an
+        output and a loss of its own; ``backward()``, which all call, averages gradients over
+        replicas, weighted by their samples.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
@@ -400,20 +377,17 @@ class Stage(LocalLayers):
             stop_on: signals on which the loop ends, such as ``(signal.SIGTERM,)``; the same on
                 every rank, in the main thread. When any rank gets one, the loop ends on every rank
                 after the current mini-batch, ``is_stopped`` is True, and later loops with
-                ``stop_on`` end at once. From then on these signals do nothing until ``close``. A
-                loop that ends without a signal sets the earlier handlers again. Each item then
-                waits for all ranks. Once a replica has ended its loop in eval mode, a signal ends
-                the next loop only.
+                ``stop_on`` end at once; these signals then do nothing until ``close``. Each item
+                waits for all ranks. See docs/launching.md.
             same_data: whether replicas may read the same; otherwise it is an error if they do so
                 in the first mini-batch in training.
 
         Yields:
             On the first rank the loader's items. Elsewhere items of the same form, with
             placeholders in the place of tensors; except that on the last stage all but the first
-            entry of a tuple or list (the target) is real, so that a loss can be computed there. Any
-            other item is real there as a whole: a tensor, a dict, a dataclass, a tuple of one
-            entry. An entry that cannot travel (a NumPy array) remains a placeholder. An item of a
-            class that torch's pytree knows keeps its class; another Mapping is a dict.
+            entry of a tuple or list (the target) is real, and any other item as a whole, so that a
+            loss can be computed there. An entry that cannot travel (a NumPy array) remains a
+            placeholder. A Mapping of a class that torch's pytree does not know becomes a dict.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
@@ -436,8 +410,7 @@ class Stage(LocalLayers):
     def is_stopped(self) -> bool:
         """Whether a signal has ended a loop over ``batches(…, stop_on=…)``, and not its loader.
 
-        The same on every rank; does not communicate. A script needs it because the loop ends the
-        same way when the loader does, after which it would count the epoch.
+        The same on every rank; does not communicate.
         """
         return self._batches.stops.is_stopped
 
@@ -454,12 +427,13 @@ class Stage(LocalLayers):
         Returns:
             The sum; of a tensor, a tensor of its shape and dtype, detached.
         """
-        with self._shared_call("sum_over_replicas", _number_of(value)) as pipeline:
+        is_remote, is_tensor = isinstance(value, Remote), isinstance(value, Tensor)
+        number = None if is_remote else value.item() if is_tensor else value
+        with self._shared_call("sum_over_replicas", number) as pipeline:
             numbers = pipeline.coordinator.meet()
-        if isinstance(value, Remote):
+        if is_remote:
             return value
-        total = sum(numbers)
-        return torch.full_like(value, total) if isinstance(value, Tensor) else total
+        return torch.full_like(value, sum(numbers)) if is_tensor else sum(numbers)
 
     def fetch(self, value: Any) -> Any:
         """Bring a value that one rank holds to every rank of its replica.
@@ -567,30 +541,18 @@ class Stage(LocalLayers):
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far; does not communicate.
 
-        Dividing its idle time needs the times of all stages: the result is in ``split`` once
-        ``report()`` has brought them together.
+        How its idle time divides is in ``split`` once ``report()`` has compared all stages.
         """
-        return self._connected("there are no statistics").statistics()
-
-    def last_step(self) -> list[TimedTask]:
-        """Return this stage's tasks of the last call that ran any, in order, with their times.
-
-        Does not communicate.
-        """
-        return self._connected("there are no tasks").log.last_step()
-
-    def _connected(self, nothing: str) -> Runner:
-        pipeline = self._calls.pipeline
-        if pipeline is None:
-            raise StageClosedError(f"{nothing} before the first call and after close")
-        return pipeline
+        if self._calls.pipeline is None:
+            raise StageClosedError("there are no statistics before the first call and after close")
+        return self._calls.pipeline.statistics()
 
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it.
 
-        It also shows how each stage spent the last step: busy, and idle because of the plan
-        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
-        the same numbers from then on.
+        It also shows how each stage spent the last step, as ``statistics().split`` does from then
+        on: busy, and idle because of the plan (bubble), of unequal stages (imbalance) and of
+        communication.
         """
         with needed("procpipe.timeline", "report()"):
             from procpipe.timeline.report import report_of_all
@@ -756,18 +718,6 @@ class Stage(LocalLayers):
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             raise
         return pipeline
-
-
-def _number_of(value: Any) -> float | None:
-    """Return a number of the user's; None for a placeholder."""
-    if isinstance(value, Remote):
-        return None
-    number = value.item() if isinstance(value, Tensor) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(
-            f"sum_over_replicas() takes a number, or a tensor of one real number, not {value!r}"
-        )
-    return number
 
 
 def _times(gradient: Tensor | None, share: float) -> Tensor | None:

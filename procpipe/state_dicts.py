@@ -39,11 +39,9 @@ class PartOfStateDict(OrderedDict[str, Any]):
     pickled. Copies are of this class too; ``dict(…)`` of it is a plain dict.
     """
 
-    holder = "one stage"  # whose values these are, in words
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a state dict with the {len(self)} values of {self.holder} alone cannot be pickled "
+            f"a state dict with the {len(self)} values of one stage alone cannot be pickled "
             "(torch.save, multiprocessing): the file would have a part of the model. On every "
             "rank, procpipe.state.save(folder, stage, optimizer) saves the run, and "
             "procpipe.state.export(folder, stage) the model's weights. To pickle this part alone, "

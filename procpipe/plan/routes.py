@@ -73,11 +73,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Which partitions of a model exchange tensors.
-
-    Raises:
-        ValueError: a skip is not a pair of partitions in order, or is given twice.
-    """
+    """Which partitions of a model exchange tensors."""
 
     num_stages: int  # ``n``
     #: Pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is used in
@@ -88,15 +84,6 @@ class Routes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
-        what = "stages" if len(self.placement) == self.num_stages else "partitions"
-        for skip in self.skips:
-            if not 0 <= skip[0] < skip[1] < len(self.placement):
-                raise ValueError(
-                    f"the skip {skip} must go from a lower to a higher of {len(self.placement)} "
-                    f"{what}"
-                )
-        if len(set(self.skips)) < len(self.skips):
-            raise ValueError(f"a pair of {what} is given twice in the skips {self.skips}")
 
     def stages_of(self, transfer: Transfer) -> tuple[int, int]:
         """Return the stages between which a transfer goes."""
@@ -159,12 +146,8 @@ class Routes:
         forward += [(SKIP, a, b) for a, b in self.skips]
         back = [(GRADIENT, j + 1, j) for j in range(last)]
         back += [(SKIP_GRADIENT, b, a) for a, b in self.skips]
-        aside = [hop.channel for hop in self.loss_hops]
-        return [
-            (payload, a, b)
-            for payload, a, b in (*forward, *back, *aside)
-            if self.placement[a] != self.placement[b]
-        ]
+        stages, loss = self.placement, [hop.channel for hop in self.loss_hops]
+        return [way for way in (*forward, *back, *loss) if stages[way[1]] != stages[way[2]]]
 
     def _travelling(self, transfers: list[Transfer]) -> list[Transfer]:
         stages = self.placement

@@ -46,8 +46,9 @@ class Schedule:
         placement = self.placement(num_partitions, num_stages)
         if len(placement) != num_partitions:
             raise BalanceError(
-                f"the balance makes {num_partitions} partitions for {num_stages} stages, but "
-                f"schedule={self.name!r} can run {len(placement)}"
+                f"the balance makes {num_partitions} partitions, but schedule={self.name!r} runs "
+                f"{len(placement)} on {num_stages} stages: give another balance, or change the "
+                "number of stages, which is that of processes divided by replicas"
             )
         return placement
 
