@@ -1,8 +1,7 @@
 """From the arguments of a ``Stage`` to a connected pipeline.
 
-    found_balance   the balance, where the user gives none
-    cut_model       this rank's layers, out of the full model    does not communicate
-    connect         wires, runner, log                           every rank, in the first call
+    cut_model       this rank's layers, out of the full model    when the Stage is built
+    connect         wires, runner, log                           in the first call
 
 Balance profiles and recordings are optional: what they need is imported here,
 and only where the user asks for them.
@@ -64,14 +63,22 @@ class Cut:
 
 def cut_model(
     module: nn.Sequential,
-    balance: Iterable[int],
+    balance: Iterable[int] | str | None,
+    sample: Any,
+    chunks: int,
     schedule: Schedule,
+    coordinator: Coordinator,
     world: World,
     *,
     defers_batch_norm: bool,
 ) -> Cut:
-    """Cut a checked model and bring this rank's layers to its device."""
+    """Cut a checked model and bring this rank's layers to its device.
+
+    Every rank calls it, and waits for rank 0 if that finds the balance.
+    """
     grid = world.grid
+    if balance is None or isinstance(balance, str):
+        balance = _found_balance(balance, module, sample, chunks, schedule, world, coordinator)
     entries = check_balance(balance, len(module))
     if not world.is_launched:
         entries = [len(module)]  # one stage, whatever the balance
@@ -125,7 +132,7 @@ def _tied_of(
     return Tied(stage, copies[True], copies[False])
 
 
-def found_balance(
+def _found_balance(
     name: str | None,
     module: nn.Sequential,
     sample: Any,

@@ -197,21 +197,14 @@ class Stage(LocalLayers):
             self._grid = self._world.divide(self.replicas)
             self.replica = self._grid.replica
             self._coordinator = Coordinator(self._world.mesh, self._grid)
-            if balance is None or isinstance(balance, str):
-                balance = build.found_balance(
-                    balance,
-                    module,
-                    sample,
-                    self.chunks,
-                    self._schedule,
-                    self._world,
-                    self._coordinator,
-                )
             self._defers_batch_norm = bool(deferred_batch_norm)
             cut = build.cut_model(
                 module,
                 balance,
+                sample,
+                self.chunks,
                 self._schedule,
+                self._coordinator,
                 self._world,
                 defers_batch_norm=self._defers_batch_norm,
             )
@@ -294,7 +287,8 @@ class Stage(LocalLayers):
         with self._calls.together("step") as pipeline:
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self._grid.stage == 0)
-            order, batch = self._begin(pipeline, "step", given, target, total_weight, accumulate)
+            of_step = {"total_weight": total_weight, "accumulate": accumulate}
+            order, batch = self._begin(pipeline, "step", given, target=target, **of_step)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             weight = order.count if batch.weight is None else batch.weight
@@ -618,13 +612,7 @@ class Stage(LocalLayers):
         )
 
     def _begin(
-        self,
-        pipeline: Runner,
-        call: str,
-        given: Inputs,
-        target: Any = None,
-        total: Any = None,
-        accumulate: Any = None,
+        self, pipeline: Runner, call: str, given: Inputs, **of_step: Any
     ) -> tuple[Order, MiniBatch]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
@@ -632,9 +620,7 @@ class Stage(LocalLayers):
             pipeline.wires,
             call,
             given,
-            target,
-            total,
-            accumulate,
+            **of_step,
             chunks=checked_chunks(self.chunks) if self._grid.stage == 0 else 1,
             checkpoint=self.checkpoint,
             is_training=self.training,
