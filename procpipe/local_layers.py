@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
@@ -23,8 +23,8 @@ from procpipe.torch_internals import compile_in_place
 class LocalLayers(nn.Sequential):
     """A process's layers of a cut model, under the full model's names.
 
-    What optimizers, state dicts and ``torch.compile`` need of them; they cannot be changed, moved,
-    copied or replicated. Nothing here communicates.
+    What optimizers, state dicts and ``torch.compile`` need of them; they cannot be changed, copied
+    or replicated. Nothing here communicates.
     """
 
     _grid: Grid
@@ -151,21 +151,6 @@ class LocalLayers(nn.Sequential):
             return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert parameters to a dtype; a device is refused, as each stage has its own."""
-        if "device" in kwargs or "tensor" in kwargs or any(_names_device(arg) for arg in args):
-            self._refuse_to_move()
-        return super().to(*args, **kwargs)
-
-    def _refuse_to_move(self, device: Any = None) -> NoReturn:
-        """Refuse: each stage has its own device."""
-        raise TypeError(
-            f"rank {self._world.rank} stays on {self._world.device}: each stage has its own "
-            "device, given by the launcher or by Stage(devices=…); only a dtype can be changed"
-        )
-
-    cuda = cpu = _refuse_to_move
-
     def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
@@ -189,7 +174,3 @@ class LocalLayers(nn.Sequential):
             "procpipe.state.save(folder, stage, optimizer), or the model's weights by "
             "procpipe.state.export(folder, stage), on every rank"
         )
-
-
-def _names_device(argument: Any) -> bool:
-    return isinstance(argument, (str, int, torch.device, Tensor)) and not isinstance(argument, bool)

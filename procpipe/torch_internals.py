@@ -47,8 +47,6 @@ pytree = _pytree
 IS_TESTED = RELEASE in TESTED
 
 
-# -- autograd ------------------------------------------------------------------------------------
-
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 #: Returns whether this is within a transformation of ``torch.func``.
@@ -83,9 +81,6 @@ def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-# -- scaling of gradients ------------------------------------------------------------------------
-
-
 #: Runs a check and returns what counts: by device, 0-dim, not 0 for an inf or NaN. It is given the
 #: check, and a 0 on the scale's device.
 Checked = Callable[
@@ -110,9 +105,6 @@ def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
     scaler._unscale_grads_ = unscale  # type: ignore[method-assign, assignment]
 
 
-# -- sharded layers ------------------------------------------------------------------------------
-
-
 def finish_backward(module: nn.Module) -> None:
     """Have FSDP finish the backward passes of a module as it does in the last one.
 
@@ -132,9 +124,6 @@ def reduces_in_other_dtype(module: nn.Module) -> bool:
     """Return whether FSDP adds up a module's gradients in another dtype than they are made in."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     return state._mp_policy.reduce_dtype not in (None, state._mp_policy.param_dtype)
-
-
-# -- compiling -----------------------------------------------------------------------------------
 
 
 def compile_in_place(layer: nn.Module, options: Mapping[str, Any], num_layers: int) -> None:
@@ -187,9 +176,6 @@ def said_to_compile() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-# -- hooks ---------------------------------------------------------------------------------------
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module, or the backward pass of one, calls functions of users."""
     return any(
@@ -202,15 +188,10 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# -- buffers -------------------------------------------------------------------------------------
-
-
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Return whether a buffer is in the module's state dict."""
     return name not in module._non_persistent_buffers_set
 
-
-# -- tensors without values ----------------------------------------------------------------------
 
 #: By operator, functions from shapes to FLOPs that ``FlopCounterMode`` lacks.
 FLOPS: dict[Any, Callable[..., int]] = {}
@@ -237,9 +218,6 @@ def without_values() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-# -- process groups ------------------------------------------------------------------------------
 
 
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:

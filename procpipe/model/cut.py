@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import islice
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from procpipe.compute.wrappers import (
     check_not_data_parallel,
@@ -29,7 +28,7 @@ def check_model(module: nn.Module) -> None:
 
     Raises:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
-        ValueError: it holds the same layer twice, or parameters that have no shape yet.
+        ValueError: it holds the same layer twice.
     """
     if is_data_parallel(type(module)):
         refuse_data_parallel(f"the model is a {type(module).__name__}")
@@ -50,17 +49,6 @@ def check_model(module: nn.Module) -> None:
         raise ValueError(
             f"the model holds duplicate children: {'; '.join(twice)}: build a layer of its own for "
             "each place, or put both places into one layer"
-        )
-    lazy = [
-        f"'{name}' ({type(layer).__qualname__})"
-        for name, layer in _layers(module)
-        if any(map(is_lazy, chain(layer.parameters(), layer.buffers())))
-    ]
-    if lazy:
-        raise ValueError(
-            f"parameters or buffers of {', '.join(lazy)} have no shape yet, which lazy modules get "
-            "from their first input: call the model once before Stage, model(x), with the same "
-            "random seed on each rank, or give the modules their numbers of features"
         )
 
 

@@ -42,7 +42,6 @@ def materialize(
         before = [place.value for place in of_layer]
         if shared.isdisjoint(before):
             continue
-        modules = _modules_on_meta(layer)
         kept = [
             (tensor, tensor.detach().clone())
             for tensor in chain(layer.parameters(), layer.buffers())
@@ -51,7 +50,7 @@ def materialize(
         for place in of_layer:
             place.allocate(device, memory)
         with _seeded(device, seed, index):
-            for module in modules:
+            for module in reversed(list(layer.modules())):
                 # nn.MultiheadAttention has it under a private name.
                 private = getattr(module, "_reset_parameters", None)
                 if (reset := getattr(module, "reset_parameters", private)) is not None:
@@ -114,15 +113,6 @@ def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
         for path, owner in layer.named_modules()
         for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
         if tensor is not None and tensor.is_meta
-    ]
-
-
-def _modules_on_meta(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules with tensors on the meta device in them or below, inner ones first."""
-    return [
-        module
-        for module in reversed(list(layer.modules()))
-        if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
     ]
 
 

@@ -168,7 +168,7 @@ def bare_program(
 def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
     found = [
         fenced
-        for maker in sorted([stage, *routes.sources(stage)])
+        for maker in sorted({stage, *routes.sources(stage)})
         for fenced in routes.sent(plan, maker)
         if stage in routes.stages_of(fenced[1])
     ]

@@ -89,10 +89,6 @@ class Routes:
         """Return the stages between which a transfer goes."""
         return self.placement[transfer.source], self.placement[transfer.destination]
 
-    def leaving(self, task: Task) -> list[Transfer]:
-        """List what a stage sends after a task, in order."""
-        return self._travelling(self.made_by(task))
-
     def made_by(self, task: Task) -> list[Transfer]:
         """List what a task makes for other partitions, including those of its own stage."""
         kind, i, j = task
@@ -124,20 +120,20 @@ class Routes:
     def sent(self, plan: Plan, stage: int) -> Iterator[tuple[int, Transfer]]:
         """Yield all that a stage sends, with its cycle; within a cycle in order."""
         for k, task in plan.row(stage):
-            for transfer in self.leaving(task):
+            for transfer in self._travelling(self.made_by(task)):
                 yield k, transfer
 
-    def skips_from(self, partition: int) -> tuple[int, ...]:
+    def skips_from(self, partition: int) -> list[int]:
         """List the partitions that use skip tensors made in this one."""
-        return self._skips_from.get(partition, ())
+        return sorted(b for a, b in self.skips if a == partition)
 
-    def skips_into(self, partition: int) -> tuple[int, ...]:
+    def skips_into(self, partition: int) -> list[int]:
         """List the partitions that make skip tensors used in this one."""
-        return self._skips_into.get(partition, ())
+        return sorted(a for a, b in self.skips if b == partition)
 
-    def sources(self, stage: int) -> list[int]:
+    def sources(self, stage: int) -> set[int]:
         """List the stages that may send tensors to this one."""
-        return self._sources.get(stage, [])
+        return {self.placement[a] for _, a, b in self.channels() if self.placement[b] == stage}
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
@@ -152,21 +148,6 @@ class Routes:
     def _travelling(self, transfers: list[Transfer]) -> list[Transfer]:
         stages = self.placement
         return [t for t in transfers if stages[t.source] != stages[t.destination]]
-
-    @cached_property
-    def _skips_from(self) -> dict[int, tuple[int, ...]]:
-        return {j: tuple(sorted(b for a, b in self.skips if a == j)) for j, _ in self.skips}
-
-    @cached_property
-    def _skips_into(self) -> dict[int, tuple[int, ...]]:
-        return {j: tuple(sorted(a for a, b in self.skips if b == j)) for _, j in self.skips}
-
-    @cached_property
-    def _sources(self) -> dict[int, list[int]]:
-        found: dict[int, set[int]] = {}
-        for _, a, b in self.channels():
-            found.setdefault(self.placement[b], set()).add(self.placement[a])
-        return {stage: sorted(sources) for stage, sources in found.items()}
 
     @cached_property
     def loss_hops(self) -> tuple[Transfer, ...]:
