@@ -412,14 +412,13 @@ class Stage(LocalLayers):
         """Add up a number of each replica, as the losses of all in eval mode; on every rank.
 
         Every rank calls it, once after a loop, and waits for the same stage of other replicas.
-        Without replicas the result is the number itself.
 
         Args:
             value: a number, or a tensor of one; the same on all ranks of a replica. A placeholder
                 remains one.
 
         Returns:
-            The sum; of a tensor, a tensor of its shape and dtype, detached.
+            The sum, which without replicas is the number; of a tensor, one of its shape and dtype.
         """
         is_remote, is_tensor = isinstance(value, Remote), isinstance(value, Tensor)
         number = None if is_remote else value.item() if is_tensor else value
@@ -432,11 +431,10 @@ class Stage(LocalLayers):
     def fetch(self, value: Any) -> Any:
         """Bring a value that one rank holds to every rank of its replica.
 
-        Every rank calls it, with the value where it is real and the placeholder elsewhere, and
-        waits for the rank that holds it.
+        Every rank calls it, and waits for the rank that holds it.
 
         Args:
-            value: a nested value of tensors, or a placeholder.
+            value: a nested value of tensors where it is real, elsewhere the placeholder.
 
         Returns:
             The value, detached, on this stage's device.
@@ -630,7 +628,7 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        buffers = self._tied.versions() if self._cut.ties else []
+        buffers = self._tied.versions()
         if self._cut.ties and order.keeps_graph:
             self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
@@ -641,8 +639,7 @@ class Stage(LocalLayers):
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
-        if buffers:
-            self._tied.check_unchanged(buffers)
+        self._tied.check_unchanged(buffers)
 
     def _run_backward(
         self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
@@ -659,24 +656,22 @@ class Stage(LocalLayers):
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
-            coordinator = pipeline.coordinator
             order = self._begin_call(
                 "backward",
                 sizes=order.sizes,
                 recompute=order.recompute,
                 reduces=not self._keeps_own,
             )
-            coordinator.announce(order, order.count)
-            if gradients is not None:
-                share = order.count / sum(coordinator.meet())
-                gradients = [[_times(one, share) for one in of_part] for of_part in gradients]
+            pipeline.coordinator.announce(order, order.count)
+            if gradients is not None and self.replicas > 1:
+                share = order.count / sum(pipeline.coordinator.meet())
+                gradients = [[g if g is None else g * share for g in one] for one in gradients]
             batch.output_gradients, batch.is_backward = gradients, True
             batch.reduces = order.reduces
-            buffers = self._tied.versions() if self._cut.ties else []
+            buffers = self._tied.versions()
             pipeline.run(order, batch)
-            coordinator.meet()
-            if buffers:
-                self._tied.check_unchanged(buffers)
+            pipeline.coordinator.meet()
+            self._tied.check_unchanged(buffers)
             batch.send_back()
 
     # -- building -------------------------------------------------------------------------------
@@ -704,7 +699,3 @@ class Stage(LocalLayers):
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             raise
         return pipeline
-
-
-def _times(gradient: Tensor | None, share: float) -> Tensor | None:
-    return gradient if gradient is None or share == 1 else gradient * share

@@ -86,12 +86,10 @@ def four():
         (four, [2, 1], {}, BalanceError, r"\[2, 1\] places 3 layers but the model has 4"),
         (four, [4], {"chunks": 0}, ValueError, "chunks is 0, but a mini-batch has at least 1"),
         (four, [4], {"chunks": 2.0}, TypeError, "chunks must be an int, not 2.0"),
-        (four, [4], {"chunks": True}, TypeError, "chunks must be an int, not True"),
-        (four, [4], {"checkpoint": ["always"]}, TypeError, "must be a str"),
         (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
-        (lambda: with_a_layer_named("step"), [1], {}, ValueError, "is named 'step'"),
+        (lambda: with_a_layer_named("step"), [1], {}, KeyError, "attribute 'step' already exists"),
     ],
 )
 def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
@@ -114,7 +112,6 @@ def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, er
         ),
         (lambda s: next(iter(s.batches(None))), TypeError, r"batches\(None\) on rank 0"),
         (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
-        (lambda s: s.step(*batch(), torch.ones(10)), TypeError, r"step\(a, b, target=y\)"),
         (lambda s: s.step(*batch(), 1, 2), TypeError, r"step\(a, b, c, target=y\)"),
     ],
 )
@@ -124,11 +121,6 @@ def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):
         call(stage)
     with pytest.raises(StageClosedError, match=r"step\(\) cannot run: .* failed on this rank with"):
         stage.step(*batch())
-
-
-def test_a_step_needs_a_loss(stage_of):
-    with pytest.raises(ValueError, match=r"step\(\) needs a loss: give Stage"):
-        stage_of(make_model(), [4]).step(*batch())
 
 
 @pytest.mark.parametrize(
@@ -146,12 +138,6 @@ def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, message):
     assert "task F0@0 (micro-batch 0), loss_fn" in "\n".join(caught.value.__notes__)
 
 
-def test_a_loss_of_a_target_needs_one(stage_of):
-    for loss_fn in (F.cross_entropy, nn.CrossEntropyLoss()):
-        with pytest.raises(TypeError, match=r"loss_fn needs a target \(missing a required"):
-            stage_of(make_model(), [4], loss_fn=loss_fn).step(batch()[0])
-
-
 def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
     plain = make_model()
     inputs, target = batch()[0], torch.randn(10, 3).double().requires_grad_()
@@ -162,7 +148,9 @@ def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
     assert torch.equal(target.grad, expected)
 
 
-def test_loss_weights_need_a_target(stage_of):
+def test_a_step_needs_a_loss_and_loss_weights_a_target(stage_of):
+    with pytest.raises(ValueError, match=r"step\(\) needs a loss: give Stage"):
+        stage_of(make_model(), [4]).step(*batch())
     stage = stage_of(make_model(), [4], loss_fn=torch.mean, loss_weight=len)
     with pytest.raises(ValueError, match="loss_weight needs a target"):
         stage.step(batch()[0])
@@ -339,22 +327,17 @@ def test_calls_of_a_closed_stage_are_errors(stage_of):
     assert stage.state_dict().keys() == make_model().state_dict().keys()
 
 
-def test_a_closed_stage_can_be_deleted():
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stage_that_was_closed_or_failed_can_be_deleted(fails):
     stage = Stage(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
     stage.step(*batch())
     stage(batch()[0]).sum().backward()
     reference = weakref.ref(stage)
-    stage.close()
-    del stage
-    gc.collect()
-    assert reference() is None
-
-
-def test_a_failed_stage_can_be_deleted():
-    stage = Stage(make_model(), [4], chunks=2)
-    reference = weakref.ref(stage)
-    with pytest.raises(ValueError, match="needs a loss"):
-        stage.step(*batch())
+    if fails:
+        with pytest.raises(TypeError, match="no tensor"):
+            stage()
+    else:
+        stage.close()
     del stage
     gc.collect()
     assert reference() is None
@@ -397,7 +380,7 @@ def test_wrong_chunks_are_found_in_the_next_call(stage_of):
         stage(torch.randn(4, 2))
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 4])
 def test_spectral_norm_is_recomputed(width):
     """Its power iteration may write the values that a buffer has already."""
     torch.manual_seed(0)
@@ -407,17 +390,6 @@ def test_spectral_norm_is_recomputed(width):
     )
     for _ in range(3):
         stage.step(torch.randn(6, 4), torch.randn(6, width))
-
-
-def test_the_tasks_of_the_last_step_are_timed():
-    stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, loss_fn=F.mse_loss)
-    with pytest.raises(StageClosedError, match="before the first call"):
-        stage.last_step()
-    stage.step(torch.randn(4, 2), torch.randn(4, 2))
-    timed = stage.last_step()
-    assert [str(span.task) for span in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
-    moments = [moment for span in timed for moment in (span.start_s, span.end_s)]
-    assert moments == sorted(moments)
 
 
 def test_without_a_launcher_no_balance_is_needed(stage_of, capsys):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,43 +203,6 @@ def test_without_a_function_of_autograd_nothing_is_put_off(monkeypatch):
         monkeypatch.setattr(splitter, name, None, raising=False)
         layers = splitter.suited([layer])
         assert layers == ([layer] if name == "stays" else [])
-
-
-def test_other_options_of_process_groups_are_one_clear_error():
-    class Options:
-        __slots__ = ("timeout",)
-
-    class Group:
-        _Options = Options
-
-    message = re.escape(f"torch {torch.__version__} has other options for process groups")
-    with pytest.raises(RuntimeError, match=message):
-        torch_internals.gloo_options(Group, 1.0, None)
-    with pytest.raises(RuntimeError, match=message):
-        torch_internals.nccl_options(Group, 1.0, 4)
-
-
-def test_no_batches_of_transfers_are_one_clear_error():
-    class Group:
-        class Options:
-            config = SimpleNamespace()
-
-            def __init__(self, is_high_priority_stream):
-                pass
-
-    with pytest.raises(RuntimeError, match=r"other options.*_start_coalescing"):
-        torch_internals.nccl_options(Group, 1.0, 4)
-
-
-def test_another_scaler_is_one_clear_error(monkeypatch):
-    monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
-    with pytest.raises(RuntimeError, match="has another GradScaler than those known here"):
-        torch_internals.check_gradients_by(torch.amp.GradScaler("cpu"), lambda check, zero: check())
-
-
-def test_the_base_of_batch_normalisation():
-    assert torch_internals.BatchNorm is nn.modules.batchnorm._BatchNorm
-    assert inspect.signature(torch_internals.BatchNorm).parameters.keys() >= {"eps", "momentum"}
 
 
 def test_an_error_without_values_is_raised_and_not_logged_too(caplog):

@@ -83,19 +83,6 @@ def test_a_failed_forward_does_not_affect_the_next_one(tracker: Tracker) -> None
     assert len(tracker) == 0
 
 
-def test_a_forward_inside_another_of_a_copy_has_a_tracker_of_its_own() -> None:
-    """Otherwise the inner stash, of the same name, would replace the outer one."""
-
-    class Inner(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            with tracking(Tracker()):
-                output: Tensor = nn.Sequential(stasher("a"), popper("a"))(input)
-            return output
-
-    model = nn.Sequential(stasher("a"), Inner(), popper("a"))
-    assert model(torch.ones(1)).tolist() == [2 * 3 + 1]
-
-
 def test_threads_do_not_see_each_others_tensors(tracker: Tracker) -> None:
     stasher("a")(torch.tensor([100.0]))
     model = nn.Sequential(stasher("a"), popper("a"))
