@@ -1,7 +1,8 @@
-"""A process's layers of a cut model, under the full model's names; what it refuses, and why."""
+"""A process's layers of a cut model, under the full model's names; what they refuse, and why."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -16,8 +17,7 @@ from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.skip.skippable import declared
-from procpipe.state_dicts import PartOfStateDict
-from procpipe.torch_internals import compile_in_place
+from procpipe.torch_internals import compile_in_place, pytree
 
 
 class LocalLayers(nn.Sequential):
@@ -174,3 +174,43 @@ class LocalLayers(nn.Sequential):
             "procpipe.state.save(folder, stage, optimizer), or the model's weights by "
             "procpipe.state.export(folder, stage), on every rank"
         )
+
+
+class PartOfStateDict(OrderedDict[str, Any]):
+    """The state dict of a stage that is not the whole model.
+
+    A file of it would look like a saved model and have a part of its values, so it cannot be
+    pickled. Copies are of this class too; ``dict(…)`` of it is a plain dict.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a state dict with the {len(self)} values of one stage alone cannot be pickled "
+            "(torch.save, multiprocessing): the file would have a part of the model. On every "
+            "rank, procpipe.state.save(folder, stage, optimizer) saves the run, and "
+            "procpipe.state.export(folder, stage) the model's weights. To pickle this part alone, "
+            "pickle dict(stage.state_dict())"
+        )
+
+    def __copy__(self) -> PartOfStateDict:
+        copied = type(self)(self)
+        vars(copied).update(vars(self))
+        return copied
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartOfStateDict:
+        copied = memo[id(self)] = type(self)()
+        for key, value in self.items():
+            copied[key] = copy.deepcopy(value, memo)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+# As OrderedDict is, so that tree_map() works.
+pytree.register_pytree_node(
+    PartOfStateDict,
+    lambda values: (list(values.values()), list(values)),
+    lambda values, keys: PartOfStateDict(zip(keys, values, strict=True)),
+    serialized_type_name="procpipe.PartOfStateDict",
+)

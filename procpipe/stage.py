@@ -64,7 +64,6 @@ from procpipe.run.same_input import SameInput
 from procpipe.run.statistics import StageStatistics, table
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
-from procpipe.state_dicts import StageRecord
 from procpipe.tree import map_tensors
 
 
@@ -593,21 +592,6 @@ class Stage(LocalLayers):
             if of_gradients:
                 pipeline.replicas.check_added_up(call)
             yield pipeline.coordinator.agree_in_call
-
-    def _record(self) -> StageRecord:
-        """Return what saved state needs to know of this stage."""
-        copies = self._tied.parameters
-        return StageRecord(
-            stage=self._grid.stage,
-            cut={"balance": self.balance, "placement": self.placement},
-            calls=self._calls,
-            call=self._agreement,
-            is_part=self._grid.is_part,
-            keys=self._cut.keys,
-            stand_in=self._stand_in,
-            shared={copy.name: copy.stages[0] for copy in copies},
-            all_names=self._tied.all_names(),
-        )
 
     def _begin(
         self, pipeline: Runner, call: str, given: Inputs, **of_step: Any

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from procpipe.skip.layout import SkipLayout
-from procpipe.skip.namespace import SkipKey
-from procpipe.skip.tracker import Tracker
+from procpipe.skip.tracker import SkipKey, Tracker
 
 #: Sent in place of a skip tensor that was not stashed this time; to pop it is an error.
 _ABSENT = "not stashed"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from procpipe.skip.namespace import SkipKey
 from procpipe.skip.skippable import declared
+from procpipe.skip.tracker import SkipKey
 
 #: For each pair of partitions ``(a, b)``, ``a < b``: the skip tensors stashed on ``a`` and popped
 #: on ``b``, in the order in which the model stashes them; and how many layers of ``b`` pop each.

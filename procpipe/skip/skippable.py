@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from procpipe.skip.namespace import Namespace, SkipKey
-from procpipe.skip.tracker import current_tracker
+from procpipe.skip.tracker import Namespace, SkipKey, current_tracker
 from procpipe.words import counted
 
 M = TypeVar("M", bound=nn.Module)

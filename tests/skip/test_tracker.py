@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.skip.namespace import SkipKey
-from procpipe.skip.tracker import Tracker, current_tracker, tracking
+from procpipe.skip.tracker import SkipKey, Tracker, current_tracker, tracking
 from tests.skip.layers import popper, stasher
 
 KEY = SkipKey(None, "a")
