@@ -83,9 +83,7 @@ def cut_model(
     if not world.is_launched:
         entries = [len(module)]  # one stage, whatever the balance
     placement = schedule.place(len(entries), grid.num_stages)
-    facts = layer_facts(module)
-    parts = cut(module, entries)
-    skips = layout_of(parts)
+    facts, parts = layer_facts(module), cut(module, entries)
     found = find_ties(parts)
     ties = [tie for tie in found if len(tie.partitions) > 1]
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
@@ -101,7 +99,7 @@ def cut_model(
         placement=placement,
         layers=ours,
         elsewhere=all_layers.keys() - names,
-        skips=skips,
+        skips=layout_of(parts),
         ties=ties,
         shared=[tie.all_names for tie in found if tie.is_parameter and tie not in ties],
         tied=_tied_of(ties, placement, ours, grid.stage),
@@ -150,9 +148,7 @@ def _found_balance(
     num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
-    with needed(
-        "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
-    ):
+    with needed("procpipe.balance", "finding a balance"):
         from procpipe.balance.balances import agreed_balance, estimated_balance
     if name is not None:
         return agreed_balance(

@@ -68,13 +68,7 @@ def connect_scaler(
     unscale: Callable[[], AbstractContextManager[Agree]],
     device: torch.device,
 ) -> None:
-    """Have a scaler check gradients on all ranks together; ``unscale`` begins a call for that.
-
-    Raises:
-        DisagreementError: options or states differ between ranks.
-    """
-    if not isinstance(scaler, GradScaler):
-        raise TypeError(f"stage.scaler() takes a torch.amp.GradScaler, not {type(scaler)}")
+    """Have a scaler check gradients on all ranks together; ``unscale`` begins a call for that."""
     facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
     if differences := agree(facts, _differences):
         raise DisagreementError(differences)

@@ -177,11 +177,7 @@ class LocalLayers(nn.Sequential):
 
 
 class PartOfStateDict(OrderedDict[str, Any]):
-    """The state dict of a stage that is not the whole model.
-
-    A file of it would look like a saved model and have a part of its values, so it cannot be
-    pickled. Copies are of this class too; ``dict(…)`` of it is a plain dict.
-    """
+    """The state dict of a stage that is not the whole model, as are copies of it."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -78,11 +78,11 @@ class Stage(LocalLayers):
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
-            parameters (an embedding and an output layer): each stage has a copy, with the same
-            value and, after each call, the same gradient, that of the plain model. If the model was
-            built on the meta device, only this stage's layers get memory; they are initialised by
-            their ``reset_parameters()``, with values that do not depend on the balance. If it has
-            an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
+            parameters: each stage has a copy, with the same value and, after each call, the same
+            gradient. If the model was built on the meta device, only this stage's layers get
+            memory; they are initialised by their ``reset_parameters()``, with values that do not
+            depend on the balance. By an attribute ``keys`` ``procpipe.state`` maps its keys to
+            those in files.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from ``sample``.
             If left out, it is found from the layers' parameters and forward FLOPs (on the meta
@@ -90,8 +90,8 @@ class Stage(LocalLayers):
             but all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
             :class:`~procpipe.balance.Inputs` of several. For ``"time"`` and ``"size"`` on rank 0;
-            without a balance on every rank, where only shapes count; by default the model's
-            attribute ``sample`` (a tuple or dict of inputs), or a guess.
+            without a balance on every rank, by default the model's attribute ``sample`` (a tuple or
+            dict of inputs), or a guess.
         replicas: number of pipelines of this model, of equally many processes each. Each reads data
             of its own, and gradients are added up once a step. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
@@ -110,20 +110,17 @@ class Stage(LocalLayers):
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, or over what ``loss_weight`` counts, 0-dim.
-            Runs on the last stage, as part of its last layer. Parameters of its own are not among
-            ``parameters()``.
+            Runs on the last stage. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch (the tokens that are not masked, say), a finite number from 0. By default
-            ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
-            ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
-            micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning.
+            ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method (those of procpipe
+            have); else the number of samples. A micro-batch of weight 0 is left out, even if its
+            loss is NaN. If all weights are 0, loss and gradients are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
-            training call, and raise ``RuntimeError`` on every rank if they differ (because of
-            different optimizers, or code that writes into one); otherwise before the calls 2, 4, 8,
-            … with a warning on rank 0. Give it on every rank.
+            training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
+            the calls 2, 4, 8, … with a warning on rank 0. Give it on every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where each rank writes what it does in the first and the latest steps, after each
@@ -358,10 +355,9 @@ class Stage(LocalLayers):
         """Iterate over a data loader that the first rank of each replica alone reads.
 
         Every rank calls it, and each item waits for the first rank. Other ranks may pass anything
-        for ``loader``; it is not touched there. With replicas each reads data of its own, as by a
-        ``DistributedSampler`` of ``stage.replicas`` and ``stage.replica``, and all wait for each
-        other at each item. In training the loops of all replicas end with the first loader, in
-        eval mode each ends with its own.
+        for ``loader``. With replicas each reads data of its own, as by a ``DistributedSampler`` of
+        ``stage.replicas`` and ``stage.replica``, and all wait for each other at each item. In
+        training all loops end with the first loader, in eval mode each with its own.
 
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
@@ -461,7 +457,7 @@ class Stage(LocalLayers):
     ) -> Tensor:
         """Clip the gradients of all stages by their common norm, as for the plain model.
 
-        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
+        Every rank calls it, and waits for all of them (and, on GPUs, for the device).
 
         Args:
             max_norm: the largest norm that is not clipped.
@@ -472,8 +468,8 @@ class Stage(LocalLayers):
             The norm before clipping, 0-dim, on every rank.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or calls in
-                ``no_sync()`` have left gradients to be added up.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or ``no_sync()``
+                has left gradients to be added up.
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """

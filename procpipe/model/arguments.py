@@ -21,12 +21,7 @@ def checked_chunks(chunks: int) -> int:
 
 
 def checked_replicas(replicas: int, num_ranks: int) -> int:
-    """Return the number of replicas.
-
-    Raises:
-        TypeError: not an int.
-        BalanceError: the processes cannot be divided into so many.
-    """
+    """Return the number of replicas; ``TypeError`` or ``BalanceError`` if it cannot be."""
     if not isinstance(replicas, int):
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
     if replicas < 1 or num_ranks % replicas:
@@ -42,7 +37,7 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
 
     Raises:
         ValueError: it has several dimensions, or not this process; there are replicas, too; or the
-            environment does not say, or says otherwise, which rank this process is.
+            environment does not say which rank this process is.
     """
     if mesh is None:
         return None

@@ -172,7 +172,7 @@ def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
         for fenced in routes.sent(plan, maker)
         if stage in routes.stages_of(fenced[1])
     ]
-    return sorted(found, key=_CYCLE)  # stable: within a fence by maker, as in fences()
+    return sorted(found, key=_CYCLE)  # stable: within a fence by maker
 
 
 def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Program:

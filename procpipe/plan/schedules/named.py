@@ -109,21 +109,12 @@ def _checked(function: Callable[[int, int], Plan], m: int, n: int) -> Plan:
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
-    """Return the schedule of a name or of a user's function.
-
-    Args:
-        schedule: a name in ``SCHEDULES``, or a function of the numbers of micro-batches and of
-            stages, whose plans include recomputations and a placement.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: neither a name nor a function.
-    """
+    """Return the schedule of a name or of a user's function; ``ValueError`` if it is neither."""
     if callable(schedule):
         return _of_function(schedule)
-    wanted = f"one of {', '.join(map(repr, SCHEDULES))}, or a function (m, n) -> Plan"
-    if not isinstance(schedule, str):
-        raise TypeError(f"schedule is {schedule!r}, but must be {wanted}")
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}, but must be {wanted}")
+        raise ValueError(
+            f"schedule is {schedule!r}, but must be one of {', '.join(map(repr, SCHEDULES))}, or a "
+            "function (m, n) -> Plan"
+        )
     return SCHEDULES[schedule]
