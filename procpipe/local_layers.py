@@ -196,9 +196,7 @@ class PartOfStateDict(OrderedDict[str, Any]):
     copy = __copy__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartOfStateDict:
-        copied = memo[id(self)] = type(self)()
-        for key, value in self.items():
-            copied[key] = copy.deepcopy(value, memo)
+        copied = memo[id(self)] = type(self)(copy.deepcopy(dict(self), memo))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 

@@ -131,12 +131,15 @@ class Stage(LocalLayers):
 
     Attributes:
         rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
-        replica: the replica that this process belongs to, from 0, of ``replicas``.
-        device: this stage's device, of ``devices``, by rank.
+        replica: the replica that this process belongs to, from 0.
+        replicas: the number of replicas.
+        device: this stage's device.
+        devices: each stage's device, by rank.
         balance: number of layers in each partition, a list of int.
         placement: the stage of each partition; ``[0, 1, …]`` unless each has several partitions.
         schedule: the name of the schedule; ``"a function"`` for a plan of your own.
-        chunks, checkpoint: as above; may be set between calls, on each replica's first rank.
+        chunks: as above; may be set between calls, on each replica's first rank.
+        checkpoint: likewise.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
@@ -144,6 +147,7 @@ class Stage(LocalLayers):
         ValueError: a wrong balance, number of processes, ``chunks`` or ``checkpoint``; a layer
             twice in the model; a ``trace`` without a folder.
         IndexError: more processes than devices.
+        KeyError: a layer with the name of an attribute of ``Stage``.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """

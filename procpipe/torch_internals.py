@@ -81,18 +81,14 @@ def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-#: Runs a check and returns what counts: by device, 0-dim, not 0 for an inf or NaN. It is given the
-#: check, and a 0 on the scale's device.
-Checked = Callable[
-    [Callable[[], Mapping[torch.device, Tensor]], Tensor], Mapping[torch.device, Tensor]
-]
-
-
-def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
+def check_gradients_by(
+    scaler: torch.amp.GradScaler, checked: Callable[..., Mapping[torch.device, Tensor]]
+) -> None:
     """Have a scaler's checks of gradients go through a function.
 
     ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
-    method, whose result ``step`` and ``update`` go by.
+    method, whose result ``step`` and ``update`` go by: by device, 0-dim, not 0 for an inf or NaN.
+    ``checked`` is given that check, and a 0 on the scale's device, and returns what counts.
     """
     of_torch = type(scaler)._unscale_grads_
 

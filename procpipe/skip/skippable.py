@@ -75,10 +75,7 @@ def skippable(
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
     """
     if isinstance(stash, str | type) or isinstance(pop, str):
-        raise TypeError(
-            f"skippable got {stash if isinstance(stash, str | type) else pop!r}: names come as "
-            "lists, as in @skippable(stash=[...], pop=[...])"
-        )
+        raise TypeError("names come as lists: @skippable(stash=[...], pop=[...])")
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
     pops = tuple(pop)
 
@@ -144,12 +141,10 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the full model.
 
     Raises:
-        TypeError: not an ``nn.Sequential``; or lists every skip tensor that does not match.
+        TypeError: lists every skip tensor that does not match.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
     stashers: dict[SkipKey, str] = {}  # the layer that stashes each
     num_left: dict[SkipKey, int] = {}  # how many layers are still to pop it
     faults: list[str] = []

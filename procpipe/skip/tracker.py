@@ -68,9 +68,6 @@ class Tracker:
             self._tensors[key] = tensor, num_pops - 1
         return tensor
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 _tracker: ContextVar[Tracker | None] = ContextVar("procpipe skip tracker", default=None)
 

@@ -134,10 +134,3 @@ def test_swapped_tasks_are_reported_exactly_if_they_cannot_run(plan: Plan) -> No
             faults = "\n".join(faults_of(swapped, Routes(plan.num_stages)))
             assert str(tasks[0]) in faults or str(tasks[1]) in faults
     assert False in verdicts
-
-
-def test_each_weight_task_belongs_to_its_own_input_task() -> None:
-    assert faults_in("plan m=2 n=1\nF0@0\nF1@0\nB0@0\nW0@0\nI1@0") == [
-        "the plan must have B0@0, or I0@0 and W0@0, but has B0@0 and W0@0",
-        "the plan must have B1@0, or I1@0 and W1@0, but has I1@0",
-    ]

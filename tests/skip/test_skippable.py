@@ -104,9 +104,9 @@ ONCE = nn.Sequential(stasher("a"), popper("a"), popper("a"))
         (lambda: faulty(yield_tensor)(ONE), TypeError, r"Faulty yields torch\.Tensor: yield stash"),
         (lambda: ONCE(ONE), RuntimeError, "skip tensor 'a' is popped but was not stashed"),
         (lambda: stash("a", PAIR), TypeError, "stashed as tuple: stash a tensor or None"),
-        (lambda: skippable(stash="abc"), TypeError, "skippable got 'abc': names come as lists"),
-        (lambda: skippable(pop="abc"), TypeError, "skippable got 'abc': names come as lists"),
-        (lambda: skippable(LAYER), TypeError, r"as in @skippable\(stash=\[...\], pop="),
+        (lambda: skippable(stash="abc"), TypeError, "names come as lists: "),
+        (lambda: skippable(pop="abc"), TypeError, "names come as lists: "),
+        (lambda: skippable(LAYER), TypeError, r"names come as lists: @skippable\(stash=\[..."),
         (
             lambda: isolated(stasher("a", "b"), Namespace(), only=["d", "a", "c"]),
             ValueError,

@@ -15,10 +15,6 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
 
 
-def _one_each(num_partitions: int, num_stages: int) -> tuple[int, ...]:
-    return looped(num_stages, num_stages)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A way to run mini-batches of any number of micro-batches on any number of stages."""
@@ -28,7 +24,7 @@ class Schedule:
     make: Callable[[int, int, int, Collection[int]], Plan]
     #: Returns the stage of each partition, from the numbers of partitions and of stages; of another
     #: number of partitions if it does not support that one.
-    placement: Callable[[int, int], tuple[int, ...]] = _one_each
+    placement: Callable[[int, int], tuple[int, ...]] = lambda p, n: looped(n, n)
     partitions_per_stage: int | None = 1  # the only number that it supports; None if not known
 
     def count(self, num_stages: int) -> int:
