@@ -185,7 +185,6 @@ class Stage(LocalLayers):
         try:
             self._world.connect()
             check_model(module)
-            check_not_sharded(module, self._world.grid.job_ranks)
             verify_skippables(module)
             self.chunks, self.checkpoint = checked_chunks(chunks), checkpoint
             recomputed(checkpoint, 1)  # or it names no mode
