@@ -32,9 +32,8 @@ def join_buffers(layers: Iterable[nn.Module], group: Group) -> None:
         if not module.training:
             continue
         if not isinstance(module, DeferredBatchNorm):
-            of = type(module).__name__
             saved += [
-                (f"{name!r} of a {of}", one)
+                (f"{name!r} of a {type(module).__name__}", one)
                 for name, one in module._buffers.items()
                 if is_persistent(module, name)
             ]
