@@ -1,8 +1,7 @@
 """From the arguments of a ``Stage`` to a connected pipeline.
 
-    found_balance   the balance, where the user gives none
-    cut_model       this rank's layers, out of the full model    does not communicate
-    connect         wires, runner, log                           every rank, in the first call
+    cut_model       this rank's layers, out of the full model    when the Stage is built
+    connect         wires, runner, log                           in the first call
 
 Balance profiles and recordings are optional: what they need is imported here,
 and only where the user asks for them.
@@ -24,17 +23,10 @@ from procpipe.compute.segment import Segment
 from procpipe.compute.skips import SkipPorts
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
-from procpipe.errors import BalanceError
 from procpipe.job.world import World
-from procpipe.model.cut import (
-    check_enough_layers,
-    cut,
-    fit_balance,
-    layer_facts,
-    replicas_for,
-)
+from procpipe.model.cut import check_balance, cut, layer_facts
 from procpipe.model.materialize import materialize
-from procpipe.model.ties import Tie, find_shared, find_ties
+from procpipe.model.ties import Tie, find_ties
 from procpipe.notes import write_note
 from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
@@ -47,7 +39,7 @@ from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
 from procpipe.run.wiring import connect as connect_wires
-from procpipe.skip.layout import SkipLayout
+from procpipe.skip.layout import SkipLayout, layout_of
 from procpipe.version import __version__
 
 
@@ -62,7 +54,7 @@ class Cut:
     elsewhere: set[str]  # the names of all other layers
     skips: SkipLayout  # which skip tensors cross partitions
     ties: list[Tie]  # the parameters and buffers that several partitions use
-    #: The names of each parameter that several layers of one of these partitions use.
+    #: The names of each parameter that several layers of one partition use.
     shared: list[tuple[str, ...]]
     tied: Tied  # this stage's copies of those that other stages have, too
     facts: list[str]  # a line about each layer of the full model
@@ -71,36 +63,30 @@ class Cut:
 
 def cut_model(
     module: nn.Sequential,
-    balance: Iterable[int],
+    balance: Iterable[int] | str | None,
+    sample: Any,
+    chunks: int,
     schedule: Schedule,
+    coordinator: Coordinator,
     world: World,
     *,
     defers_batch_norm: bool,
 ) -> Cut:
-    """Cut a checked model and bring this rank's layers to its device."""
+    """Cut a checked model and bring this rank's layers to its device.
+
+    Every rank calls it, and waits for rank 0 if that finds the balance.
+    """
     grid = world.grid
-    entries = fit_balance(
-        balance,
-        len(module),
-        grid.num_stages,
-        is_launched=world.is_launched,
-        num_replicas=grid.num_replicas,
-        partitions_per_stage=schedule.partitions_per_stage,
-        of_mesh=grid.numbers if grid.is_part else None,
-    )
-    try:
-        placement = schedule.place(len(entries), grid.num_stages)
-    except BalanceError as error:
-        fits = replicas_for(grid.num_ranks, len(entries), schedule.partitions_per_stage)
-        if fits is None or grid.is_part:
-            raise
-        raise BalanceError(f"{error}: give replicas={fits}, or another balance") from None
-    facts = layer_facts(module)
-    parts = cut(module, entries)
-    skips = SkipLayout.of(parts)
-    ties = find_ties(parts)
+    if balance is None or isinstance(balance, str):
+        balance = _found_balance(balance, module, sample, chunks, schedule, world, coordinator)
+    entries = check_balance(balance, len(module))
+    if not world.is_launched:
+        entries = [len(module)]  # one stage, whatever the balance
+    placement = schedule.place(len(entries), grid.num_stages)
+    facts, parts = layer_facts(module), cut(module, entries)
+    found = find_ties(parts)
+    ties = [tie for tie in found if len(tie.partitions) > 1]
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
-    shared = [names for part in ours.values() for names in find_shared(part)]
     all_layers = dict(module.named_children())
     names = [name for part in ours.values() for name in part]
     materialize(all_layers, names, world.device, seed=torch.initial_seed())
@@ -113,9 +99,9 @@ def cut_model(
         placement=placement,
         layers=ours,
         elsewhere=all_layers.keys() - names,
-        skips=skips,
+        skips=layout_of(parts),
         ties=ties,
-        shared=shared,
+        shared=[tie.all_names for tie in found if tie.is_parameter and tie not in ties],
         tied=_tied_of(ties, placement, ours, grid.stage),
         facts=facts,
         keys=getattr(module, "keys", None),
@@ -144,7 +130,7 @@ def _tied_of(
     return Tied(stage, copies[True], copies[False])
 
 
-def found_balance(
+def _found_balance(
     name: str | None,
     module: nn.Sequential,
     sample: Any,
@@ -162,13 +148,8 @@ def found_balance(
     num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
-    with needed(
-        "procpipe.balance", "Stage(…) without a balance" if name is None else f"balance={name!r}"
-    ):
+    with needed("procpipe.balance", "finding a balance"):
         from procpipe.balance.balances import agreed_balance, estimated_balance
-    if world.is_launched:
-        numbers = grid.numbers if grid.is_part else None
-        check_enough_layers(len(module), grid.num_ranks, grid.num_replicas, schedule.count, numbers)
     if name is not None:
         return agreed_balance(
             name, module, sample, chunks, world, coordinator.agree, num_partitions
@@ -220,7 +201,7 @@ def connect(
         )
         for j, names in cut.layers.items()
     }
-    routes = Routes(grid.num_stages, tuple(cut.skips.keys), cut.placement)
+    routes = Routes(grid.num_stages, tuple(cut.skips), cut.placement)
     coordinator.programs = Programs(routes, schedule, grid.stage)
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
     wires = connect_wires(world, coordinator, routes, ties, facts)

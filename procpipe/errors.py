@@ -1,24 +1,9 @@
 """The exceptions procpipe raises on purpose, so that a user can catch exactly those they expect.
 
-    ProcpipeError
-    ├── BalanceError (ValueError)          the balance does not fit the model or the processes
-    ├── BoundaryError (TypeError)          a value that cannot travel between stages
-    ├── PlanError (ValueError)             a plan that cannot run; lists every fault
-    ├── SavedStateError (ValueError)       a file of a saved state that is damaged, or no such file
-    ├── DisagreementError (ValueError)     ranks have different settings, models or scalers
-    ├── CallMismatchError (RuntimeError)   ranks are in different calls
-    ├── RemoteValueError (RuntimeError)    the value of a placeholder was read
-    ├── RecomputeError (RuntimeError)      recomputation would differ from the first forward
-    ├── NonFiniteLossError (ArithmeticError)  the loss is NaN or infinite, where that is checked
-    ├── OverwrittenError (RuntimeError)    a tensor was written to while it was being sent
-    ├── RemoteStageError (RuntimeError)    another rank failed; has its traceback
-    │   └── PeerLostError                  another rank's process ended without a message
-    ├── WaitTimeoutError (TimeoutError)    a peer did not answer in time
-    └── StageClosedError (RuntimeError)    the stage failed earlier, or was closed
-
-Plain ``TypeError``, ``ValueError`` and ``IndexError`` stand for a user's mistakes that need no
-name of their own (the types are torchgpipe's). An exception raised by a user's layer keeps its
-type on the rank where it happened and gains a note that says where in the pipeline it was.
+Each derives from ``ProcpipeError``, and from the built-in exception of its kind. Plain
+``TypeError``, ``ValueError`` and ``IndexError`` stand for a user's mistakes that need no name of
+their own (the types are torchgpipe's). An exception raised by a user's layer keeps its type on the
+rank where it happened and gains a note that says where in the pipeline it was.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A process's layers of a cut model, under the full model's names; what it refuses, and why."""
+"""A process's layers of a cut model, under the full model's names; what they refuse, and why."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.build import Cut
@@ -16,15 +17,14 @@ from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.skip.skippable import declared
-from procpipe.state_dicts import PartOfStateDict
-from procpipe.torch_internals import compile_in_place
+from procpipe.torch_internals import compile_in_place, pytree
 
 
 class LocalLayers(nn.Sequential):
     """A process's layers of a cut model, under the full model's names.
 
-    What optimizers, state dicts and ``torch.compile`` need of them; they cannot be changed, moved,
-    copied or replicated. Nothing here communicates.
+    What optimizers, state dicts and ``torch.compile`` need of them; they cannot be changed, copied
+    or replicated. Nothing here communicates.
     """
 
     _grid: Grid
@@ -32,13 +32,9 @@ class LocalLayers(nn.Sequential):
 
     def _adopt(self, cut: Cut, *, is_training: bool) -> None:
         """Register this stage's layers under their names in the full model, in its mode."""
-        for name, layer in (item for part in cut.layers.values() for item in part.items()):
-            if hasattr(self, name):
-                raise ValueError(
-                    f"a layer of the model is named {name!r}, which is also an attribute of "
-                    "Stage: name the layer otherwise"
-                )
-            self.add_module(name, layer)
+        for layers in cut.layers.values():
+            for name, layer in layers.items():
+                self.add_module(name, layer)  # torch's KeyError if a Stage has such an attribute
         self._cut = cut
         self._tied = cut.tied
         # In a tuple, so that nn.Module does not register it.
@@ -50,9 +46,8 @@ class LocalLayers(nn.Sequential):
         """Return this stage's parameters, for this process's optimizer.
 
         If none of them requires a gradient (the stage has no parameters, or all are frozen), an
-        extra parameter that does comes last, because an optimizer refuses an empty list
-        (``[p for p in stage.parameters() if p.requires_grad]``). It has no elements, never gets a
-        gradient, and is not in ``named_parameters()``, in ``state_dict()`` or in saved state.
+        extra parameter that does comes last, because an optimizer refuses an empty list. It has no
+        elements, never gets a gradient, and has no name.
         """
         is_trainable = False
         for parameter in super().parameters(recurse):
@@ -76,10 +71,10 @@ class LocalLayers(nn.Sequential):
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """Return the values of this stage's layers, under the full model's keys.
 
-        Only on the stage that is the whole model are these all of the model's. On any other they
-        are a part, and what is returned cannot be pickled: ``torch.save`` would write a part of a
-        model. ``procpipe.state.save`` saves a run, ``procpipe.state.export`` a model's weights, and
-        ``dict(stage.state_dict())`` can be pickled. Copying and loading work. Does not communicate.
+        Unless the stage is the whole model, they are a part, which can be copied and loaded but not
+        pickled: ``torch.save`` would write a part of a model. ``procpipe.state.save`` saves a run,
+        ``procpipe.state.export`` a model's weights, and ``dict(stage.state_dict())`` can be
+        pickled. Does not communicate.
 
         Args:
             args: as in torch, deprecated there: ``destination``, ``prefix``, ``keep_vars``.
@@ -90,7 +85,6 @@ class LocalLayers(nn.Sequential):
         """
         if self._cut.elsewhere and not args and options.get("destination") is None:
             part = PartOfStateDict()
-            part.holder = self._grid.name_of(self._grid.rank)
             part._metadata = OrderedDict()  # type: ignore[attr-defined]
             options["destination"] = part
         return super().state_dict(*args, **options)
@@ -101,18 +95,9 @@ class LocalLayers(nn.Sequential):
         """Load this stage's part of a state dict of the full model, or of this stage alone.
 
         Entries of layers that other stages hold are passed over; with ``strict``, entries of no
-        layer of the model are an error. Does not communicate.
-
-        Raises:
-            ValueError: ``assign`` is set, and layers of several stages share a parameter.
+        layer of the model are an error. ``assign`` does not work where stages share parameters: the
+        next training call is an error. Does not communicate.
         """
-        placement = self._cut.placement
-        shared = [str(t) for t in self._cut.ties if len({placement[j] for j in t.partitions}) > 1]
-        if assign and shared:
-            raise ValueError(
-                "assign=True would give each layer a parameter of its own, but layers of several "
-                f"stages share one: {'; '.join(shared)}: leave assign off"
-            )
         ours = {
             key: value
             for key, value in state_dict.items()
@@ -129,12 +114,9 @@ class LocalLayers(nn.Sequential):
         """Compile each of this stage's layers in place, by ``torch.compile`` in their first steps.
 
         Does not communicate; each rank compiles its own. Keys, parameters and results stay the
-        same. Equal layers of one class share what is compiled, and any number of different ones is
-        compiled, where torch has ``recompile_limit`` (seen in 2.13); otherwise, and where they are
-        torch's own, each layer is compiled by itself. Layers that stash or pop skip tensors are not
-        compiled. Where the schedule splits backward (``"zb-h1"``, ``"zb-v"``), compiled layers do
-        all of it in the first task. In both cases a note is printed. While a rank compiles, the
-        ``timeout_s`` of others does not run, and stall reports name the layer.
+        same. Layers that stash or pop skip tensors are not compiled. Where the schedule splits
+        backward (``"zb-h1"``, ``"zb-v"``), compiled layers do all of it in the first task. In both
+        cases a note is printed. While a rank compiles, the ``timeout_s`` of others does not run.
 
         Args:
             options: for ``torch.compile``: ``backend``, ``mode``, ``dynamic``, …
@@ -169,21 +151,6 @@ class LocalLayers(nn.Sequential):
             return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert parameters to a dtype; a device is refused, as each stage has its own."""
-        if "device" in kwargs or "tensor" in kwargs or any(_names_device(arg) for arg in args):
-            self._refuse_to_move()
-        return super().to(*args, **kwargs)
-
-    def _refuse_to_move(self, device: Any = None) -> NoReturn:
-        """Refuse: each stage has its own device."""
-        raise TypeError(
-            f"rank {self._world.rank} stays on {self._world.device}: each stage has its own "
-            "device, given by the launcher or by Stage(devices=…); only a dtype can be changed"
-        )
-
-    cuda = cpu = _refuse_to_move
-
     def _refuse_to_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             "the layers of a Stage stay as they are: change the model before Stage(model, …), on "
@@ -209,5 +176,35 @@ class LocalLayers(nn.Sequential):
         )
 
 
-def _names_device(argument: Any) -> bool:
-    return isinstance(argument, (str, int, torch.device, Tensor)) and not isinstance(argument, bool)
+class PartOfStateDict(OrderedDict[str, Any]):
+    """The state dict of a stage that is not the whole model, as are copies of it."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a state dict with the {len(self)} values of one stage alone cannot be pickled "
+            "(torch.save, multiprocessing): the file would have a part of the model. On every "
+            "rank, procpipe.state.save(folder, stage, optimizer) saves the run, and "
+            "procpipe.state.export(folder, stage) the model's weights. To pickle this part alone, "
+            "pickle dict(stage.state_dict())"
+        )
+
+    def __copy__(self) -> PartOfStateDict:
+        copied = type(self)(self)
+        vars(copied).update(vars(self))
+        return copied
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartOfStateDict:
+        copied = memo[id(self)] = type(self)(copy.deepcopy(dict(self), memo))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+# As OrderedDict is, so that tree_map() works.
+pytree.register_pytree_node(
+    PartOfStateDict,
+    lambda values: (list(values.values()), list(values)),
+    lambda values, keys: PartOfStateDict(zip(keys, values, strict=True)),
+    serialized_type_name="procpipe.PartOfStateDict",
+)

@@ -47,14 +47,10 @@ from procpipe.errors import StageClosedError
 from procpipe.gradients import clip_together, connect_scaler
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.local_layers import LocalLayers
-from procpipe.model.arguments import (
-    checked_checkpoint,
-    checked_chunks,
-    checked_replicas,
-    ranks_of,
-)
+from procpipe.model.arguments import checked_chunks, checked_replicas, ranks_of
 from procpipe.model.cut import check_model
 from procpipe.optional import needed
+from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import Plan
 from procpipe.run.batches import Batches, Loader
@@ -65,10 +61,9 @@ from procpipe.run.intake import Intake
 from procpipe.run.order import FetchDetail, Order
 from procpipe.run.runner import Runner
 from procpipe.run.same_input import SameInput
-from procpipe.run.statistics import StageStatistics, TimedTask, table
+from procpipe.run.statistics import StageStatistics, table
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
-from procpipe.state_dicts import StageRecord
 from procpipe.tree import map_tensors
 
 
@@ -77,32 +72,28 @@ class Stage(LocalLayers):
 
     Every rank builds it from the same full model and the same arguments, and then makes the same
     calls. It holds only its own layers, under their names in the full model, so ``parameters()``
-    is what this process's optimizer needs, and ``state_dict()`` is this stage's part of the
-    model's. Started without a launcher, it is the whole model in one stage.
-
-    Building it connects the processes, and waits for all of them; the first call compares their
-    settings and opens the channels.
+    is what this process's optimizer needs. Started without a launcher, it is the whole model in one
+    stage. Building it connects the processes, and waits for all of them; the first call compares
+    their settings and opens the channels. "The last stage" is that of the last partition.
 
     Args:
         module: the full model, a flat ``nn.Sequential``. Layers of different stages may share
-            parameters (an embedding and an output layer): each stage has a copy, with the same
-            value and, after each call, the same gradient, that of the plain model. If the model was
-            built on the meta device, only this stage's layers get memory; they are initialised by
-            their ``reset_parameters()``, with values that do not depend on the balance. If it has
-            an attribute ``keys``, ``procpipe.state`` maps its keys to those in files by it.
+            parameters: each stage has a copy, with the same value and, after each call, the same
+            gradient. If the model was built on the meta device, only this stage's layers get
+            memory; they are initialised by their ``reset_parameters()``, with values that do not
+            depend on the balance. By an attribute ``keys`` ``procpipe.state`` maps its keys to
+            those in files.
         balance: number of layers in each partition, of which each stage runs one, or as many as
-            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample. If
-            left out, each rank finds the same one from the layers' parameters and forward FLOPs (on
-            the meta device: nothing is computed), or parameters alone where the layers cannot run
-            there, and rank 0 prints it. Without a launcher it is checked, but all layers are in one
-            partition.
+            ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from ``sample``.
+            If left out, it is found from the layers' parameters and forward FLOPs (on the meta
+            device: nothing is computed), and rank 0 prints it. Without a launcher it is checked,
+            but all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
-            :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
-            without a balance on every rank, where only shapes count, or left out: then it is the
-            model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
-        replicas: number of pipelines of this model, of equally many processes each. The first rank
-            of each reads data of its own, and gradients are added up once a step, over the
-            processes of the same stage. See docs/replicas.md.
+            :class:`~procpipe.balance.Inputs` of several. For ``"time"`` and ``"size"`` on rank 0;
+            without a balance on every rank, by default the model's attribute ``sample`` (a tuple or
+            dict of inputs), or a guess.
+        replicas: number of pipelines of this model, of equally many processes each. Each reads data
+            of its own, and gradients are added up once a step. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this
             pipeline; layers may be sharded over other dimensions. See docs/replicas.md.
         chunks: number of micro-batches that a replica's mini-batch is scattered into.
@@ -110,41 +101,33 @@ class Stage(LocalLayers):
             share a GPU: ``["cuda:0", "cuda:0"]``.
         checkpoint: what is recomputed in the backward pass: ``"always"``, ``"except_last"`` (every
             micro-batch but the last that there really is) or ``"never"``.
-        schedule: in which order the stages of a ``step`` work: ``"gpipe"`` (all micro-batches
-            forward, then all backward); ``"1f1b"`` (a backward as soon as there can be one: as
-            fast, but a stage holds no more micro-batches than there are stages); ``"interleaved"``
-            (1F1B with several partitions a stage); ``"zb-h1"`` and ``"zb-v"`` (backward in two
-            tasks, with one or two partitions a stage); or a function ``(m, n) ->
+        schedule: in which order the stages of a ``step`` work: ``"gpipe"``, ``"1f1b"``,
+            ``"interleaved"`` (several partitions a stage), ``"zb-h1"`` or ``"zb-v"`` (backward in
+            two tasks, one or two partitions a stage); or a function ``(m, n) ->
             procpipe.plan.task.Plan`` of the numbers of micro-batches and of stages, whose plan also
             says what is recomputed. ``stage(input)`` always runs all micro-batches forward, then
             all backward. See docs/schedules.md.
         deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, or over what ``loss_weight`` counts, 0-dim.
-            Runs on the last stage, as part of its last layer. Parameters of its own are not among
-            ``parameters()``.
+            Runs on the last stage. Parameters of its own are not among ``parameters()``.
         loss_weight: ``loss_weight(target)``: what one micro-batch counts in the mean over the
             mini-batch (the tokens that are not masked, say), a finite number from 0. By default
-            ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method, as those of
-            ``procpipe.losses`` and ``hf.causal_lm_loss`` have; else the number of samples. A
-            micro-batch of weight 0 is left out, even if its loss is NaN. If all weights are 0, loss
-            and gradients are 0, with one warning.
+            ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method (those of procpipe
+            have); else the number of samples. A micro-batch of weight 0 is left out, even if its
+            loss is NaN. If all weights are 0, loss and gradients are 0, with one warning.
         check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
-            the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
-            different options for them, or if your code writes into one. Give it on every rank.
+            the calls 2, 4, 8, … with a warning on rank 0. Give it on every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
-        trace: where each rank writes what it does, after each step: ``"run.json"`` gives
-            ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe timeline`` and
-            https://ui.perfetto.dev. They have the first steps of a run and the last. Give it on
-            every rank, and each stage of a process another path: the newest stage with a path
-            writes it. On GPUs each step then waits for the device.
+        trace: where each rank writes what it does in the first and the latest steps, after each
+            step: ``"run.json"`` gives ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe
+            timeline`` and https://ui.perfetto.dev. Give it on every rank, and each stage of a
+            process another path. On GPUs each step then waits for the device.
         world: this process's place in the job; by default as the launcher set it.
-
-    "The last stage" is that of the last partition.
 
     Attributes:
         rank: this process's rank; its stage's index, plus ``replica`` times the number of stages.
@@ -155,16 +138,16 @@ class Stage(LocalLayers):
         balance: number of layers in each partition, a list of int.
         placement: the stage of each partition; ``[0, 1, …]`` unless each has several partitions.
         schedule: the name of the schedule; ``"a function"`` for a plan of your own.
-        chunks: see above; that of each replica's first rank counts.
-        checkpoint: see above; that of each replica's first rank counts.
+        chunks: as above; may be set between calls, on each replica's first rank.
+        checkpoint: likewise.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
-            that are not stashed and popped in pairs, or of another package; data parallelism around
-            a layer.
-        ValueError: a wrong balance, ``chunks`` or ``checkpoint``; a layer twice in the model; fewer
-            partitions than processes; a ``trace`` without a folder.
-        IndexError: more partitions than processes, or more processes than devices.
+            that are not stashed and popped in pairs; data parallelism around a layer.
+        ValueError: a wrong balance, number of processes, ``chunks`` or ``checkpoint``; a layer
+            twice in the model; a ``trace`` without a folder.
+        IndexError: more processes than devices.
+        KeyError: a layer with the name of an attribute of ``Stage``.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """
@@ -202,37 +185,25 @@ class Stage(LocalLayers):
         try:
             self._world.connect()
             check_model(module)
-            check_not_sharded(module, self._world.grid.job_ranks)
             verify_skippables(module)
-            self.chunks = checked_chunks(chunks)
-            self.checkpoint = checked_checkpoint(checkpoint)
+            self.chunks, self.checkpoint = checked_chunks(chunks), checkpoint
+            recomputed(checkpoint, 1)  # or it names no mode
             self._schedule = schedule_of(schedule)
             self.schedule = self._schedule.name
-            replicas = checked_replicas(
-                replicas,
-                self._world.num_ranks,
-                balance,
-                self._schedule.partitions_per_stage,
-                is_launched=self._world.is_launched,
-            )
-            self._grid = self._world.divide(replicas)
+            # A script without a launcher is one stage of one replica.
+            replicas = replicas if self._world.is_launched else 1
+            self.replicas = checked_replicas(replicas, self._world.num_ranks)
+            self._grid = self._world.divide(self.replicas)
+            self.replica = self._grid.replica
             self._coordinator = Coordinator(self._world.mesh, self._grid)
-            self.replica, self.replicas = self._grid.replica, replicas
-            if balance is None or isinstance(balance, str):
-                balance = build.found_balance(
-                    balance,
-                    module,
-                    sample,
-                    self.chunks,
-                    self._schedule,
-                    self._world,
-                    self._coordinator,
-                )
             self._defers_batch_norm = bool(deferred_batch_norm)
             cut = build.cut_model(
                 module,
                 balance,
+                sample,
+                self.chunks,
                 self._schedule,
+                self._coordinator,
                 self._world,
                 defers_batch_norm=self._defers_batch_norm,
             )
@@ -279,9 +250,9 @@ class Stage(LocalLayers):
         """Run a mini-batch: forward, loss and, in training with gradients on, backward.
 
         Every rank calls it; the ``inputs`` and the ``target`` of the first rank (of each replica)
-        are the ones that count, so the others may pass anything, or nothing. Returns once this
-        stage has done its part. In training the mini-batches of all replicas are one, of which each
-        has a part. In eval mode each replica has mini-batches of its own, as many as it wants.
+        count, so the others may pass anything, or nothing. Returns once this stage has done its
+        part. In training the mini-batches of all replicas are one, of which each has a part; in
+        eval mode each replica has its own, as many as it wants.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
@@ -291,25 +262,23 @@ class Stage(LocalLayers):
                 inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
                 target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
-                from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
-                in eval mode; the first rank's counts, and in training all replicas need the same.
-            total_weight: what the loss is divided by, instead of this mini-batch's own weight: the
-                weight of all mini-batches whose gradients are added up, of all replicas, a number
-                above 0. For means over tokens; not together with ``accumulate``.
+                from 1, the same for all replicas in training. Loss and gradients are divided by it,
+                as by ``(loss / 4).backward()``, also in eval mode.
+            total_weight: what the loss is divided by instead: the weight of all mini-batches whose
+                gradients are added up, of all replicas, a number above 0. For means over tokens.
             named: inputs that the first layer takes by name, divided as the others. ``labels`` is
                 the target, unless that is given: ``step(**batch)``.
 
         Returns:
             The mean loss over the mini-batch's samples, 0-dim, detached, on every rank; with
-            ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them:
-            the sum of the four returned losses is the mean loss. In eval mode it is that of this
-            replica, see :meth:`sum_over_replicas`. Gradients are added to the ``.grad`` of
+            ``accumulate`` or ``total_weight`` this mini-batch's part of the loss over all of them,
+            and in eval mode that of this replica. Gradients are added to the ``.grad`` of
             parameters (and of inputs that require a gradient).
 
         Raises:
             RemoteStageError: another rank failed.
-            ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or an ``accumulate``
-                that is no int from 1 or is given with ``total_weight``.
+            ValueError: no ``loss_fn``, a mini-batch that cannot be scattered, or a wrong
+                ``accumulate`` or ``total_weight``, or both.
             TypeError: no tensor in the inputs; more than two positional values and no ``target=``.
             CallMismatchError: another rank is in another call or mode, or in training another
                 replica has another ``accumulate`` or ``total_weight``.
@@ -317,7 +286,8 @@ class Stage(LocalLayers):
         with self._calls.together("step") as pipeline:
             self._loss.check()
             given, target = inputs_and_target(inputs, named, target, is_read=self._grid.stage == 0)
-            order, batch = self._begin(pipeline, "step", given, target, total_weight, accumulate)
+            of_step = {"total_weight": total_weight, "accumulate": accumulate}
+            order, batch = self._begin(pipeline, "step", given, target=target, **of_step)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             weight = order.count if batch.weight is None else batch.weight
@@ -329,9 +299,9 @@ class Stage(LocalLayers):
     def last_weight(self) -> Tensor:
         """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
 
-        In training it is that of all replicas, as the loss is, in eval mode this one's. 0-dim,
-        float64, on every rank; does not communicate. So a loss over several mini-batches is
-        the sum of ``loss * stage.last_weight`` over the sum of ``stage.last_weight``.
+        Of all replicas or of this one, as the loss is. 0-dim, float64, on every rank; does not
+        communicate. So a loss over several mini-batches is the sum of ``loss * stage.last_weight``
+        over the sum of ``stage.last_weight``.
 
         Raises:
             RuntimeError: there was no ``step`` yet.
@@ -343,11 +313,11 @@ class Stage(LocalLayers):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
 
-        Every rank calls it; the ``inputs`` of the first rank (of each replica) are the ones that
-        count. Another rank may pass nothing, or placeholders; if it passes tensors, they are
-        compared with the first rank's in calls 1, 2, 4, 8 and so on. With replicas, where this is
-        done in training only, each has an output and a loss of its own. ``backward()``, which all
-        call, then averages gradients over replicas, weighted by their samples.
+        Every rank calls it; the ``inputs`` of the first rank (of each replica) count. Another rank
+        may pass nothing, or placeholders; if it passes tensors, they are compared with the first
+        rank's in calls 1, 2, 4, 8 and so on (with replicas in training only). Each replica has an
+        output and a loss of its own; ``backward()``, which all call, averages gradients over
+        replicas, weighted by their samples.
 
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``.
@@ -388,10 +358,9 @@ class Stage(LocalLayers):
         """Iterate over a data loader that the first rank of each replica alone reads.
 
         Every rank calls it, and each item waits for the first rank. Other ranks may pass anything
-        for ``loader``; it is not touched there. With replicas each reads data of its own, as by a
-        ``DistributedSampler`` of ``stage.replicas`` and ``stage.replica``, and all wait for each
-        other at each item. In training the loops of all replicas end with the first loader, in
-        eval mode each ends with its own.
+        for ``loader``. With replicas each reads data of its own, as by a ``DistributedSampler`` of
+        ``stage.replicas`` and ``stage.replica``, and all wait for each other at each item. In
+        training all loops end with the first loader, in eval mode each with its own.
 
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
@@ -400,20 +369,17 @@ class Stage(LocalLayers):
             stop_on: signals on which the loop ends, such as ``(signal.SIGTERM,)``; the same on
                 every rank, in the main thread. When any rank gets one, the loop ends on every rank
                 after the current mini-batch, ``is_stopped`` is True, and later loops with
-                ``stop_on`` end at once. From then on these signals do nothing until ``close``. A
-                loop that ends without a signal sets the earlier handlers again. Each item then
-                waits for all ranks. Once a replica has ended its loop in eval mode, a signal ends
-                the next loop only.
+                ``stop_on`` end at once; these signals then do nothing until ``close``. Each item
+                waits for all ranks. See docs/launching.md.
             same_data: whether replicas may read the same; otherwise it is an error if they do so
                 in the first mini-batch in training.
 
         Yields:
             On the first rank the loader's items. Elsewhere items of the same form, with
             placeholders in the place of tensors; except that on the last stage all but the first
-            entry of a tuple or list (the target) is real, so that a loss can be computed there. Any
-            other item is real there as a whole: a tensor, a dict, a dataclass, a tuple of one
-            entry. An entry that cannot travel (a NumPy array) remains a placeholder. An item of a
-            class that torch's pytree knows keeps its class; another Mapping is a dict.
+            entry of a tuple or list (the target) is real, and any other item as a whole, so that a
+            loss can be computed there. An entry that cannot travel (a NumPy array) remains a
+            placeholder. A Mapping of a class that torch's pytree does not know becomes a dict.
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
@@ -436,8 +402,7 @@ class Stage(LocalLayers):
     def is_stopped(self) -> bool:
         """Whether a signal has ended a loop over ``batches(…, stop_on=…)``, and not its loader.
 
-        The same on every rank; does not communicate. A script needs it because the loop ends the
-        same way when the loader does, after which it would count the epoch.
+        The same on every rank; does not communicate.
         """
         return self._batches.stops.is_stopped
 
@@ -445,30 +410,29 @@ class Stage(LocalLayers):
         """Add up a number of each replica, as the losses of all in eval mode; on every rank.
 
         Every rank calls it, once after a loop, and waits for the same stage of other replicas.
-        Without replicas the result is the number itself.
 
         Args:
             value: a number, or a tensor of one; the same on all ranks of a replica. A placeholder
                 remains one.
 
         Returns:
-            The sum; of a tensor, a tensor of its shape and dtype, detached.
+            The sum, which without replicas is the number; of a tensor, one of its shape and dtype.
         """
-        with self._shared_call("sum_over_replicas", _number_of(value)) as pipeline:
+        is_remote, is_tensor = isinstance(value, Remote), isinstance(value, Tensor)
+        number = None if is_remote else value.item() if is_tensor else value
+        with self._shared_call("sum_over_replicas", number) as pipeline:
             numbers = pipeline.coordinator.meet()
-        if isinstance(value, Remote):
+        if is_remote:
             return value
-        total = sum(numbers)
-        return torch.full_like(value, total) if isinstance(value, Tensor) else total
+        return torch.full_like(value, sum(numbers)) if is_tensor else sum(numbers)
 
     def fetch(self, value: Any) -> Any:
         """Bring a value that one rank holds to every rank of its replica.
 
-        Every rank calls it, with the value where it is real and the placeholder elsewhere, and
-        waits for the rank that holds it.
+        Every rank calls it, and waits for the rank that holds it.
 
         Args:
-            value: a nested value of tensors, or a placeholder.
+            value: a nested value of tensors where it is real, elsewhere the placeholder.
 
         Returns:
             The value, detached, on this stage's device.
@@ -496,7 +460,7 @@ class Stage(LocalLayers):
     ) -> Tensor:
         """Clip the gradients of all stages by their common norm, as for the plain model.
 
-        Every rank calls it, and it waits for all of them (and, on GPUs, for the device).
+        Every rank calls it, and waits for all of them (and, on GPUs, for the device).
 
         Args:
             max_norm: the largest norm that is not clipped.
@@ -507,8 +471,8 @@ class Stage(LocalLayers):
             The norm before clipping, 0-dim, on every rank.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or calls in
-                ``no_sync()`` have left gradients to be added up.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or ``no_sync()``
+                has left gradients to be added up.
 
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
@@ -567,30 +531,18 @@ class Stage(LocalLayers):
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far; does not communicate.
 
-        Dividing its idle time needs the times of all stages: the result is in ``split`` once
-        ``report()`` has brought them together.
+        How its idle time divides is in ``split`` once ``report()`` has compared all stages.
         """
-        return self._connected("there are no statistics").statistics()
-
-    def last_step(self) -> list[TimedTask]:
-        """Return this stage's tasks of the last call that ran any, in order, with their times.
-
-        Does not communicate.
-        """
-        return self._connected("there are no tasks").log.last_step()
-
-    def _connected(self, nothing: str) -> Runner:
-        pipeline = self._calls.pipeline
-        if pipeline is None:
-            raise StageClosedError(f"{nothing} before the first call and after close")
-        return pipeline
+        if self._calls.pipeline is None:
+            raise StageClosedError("there are no statistics before the first call and after close")
+        return self._calls.pipeline.statistics()
 
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it.
 
-        It also shows how each stage spent the last step: busy, and idle because of the plan
-        (bubble), of unequal stages (imbalance) and of communication. ``statistics().split`` has
-        the same numbers from then on.
+        It also shows how each stage spent the last step, as ``statistics().split`` does from then
+        on: busy, and idle because of the plan (bubble), of unequal stages (imbalance) and of
+        communication.
         """
         with needed("procpipe.timeline", "report()"):
             from procpipe.timeline.report import report_of_all
@@ -640,29 +592,8 @@ class Stage(LocalLayers):
                 pipeline.replicas.check_added_up(call)
             yield pipeline.coordinator.agree_in_call
 
-    def _record(self) -> StageRecord:
-        """Return what saved state needs to know of this stage."""
-        copies = self._tied.parameters
-        return StageRecord(
-            stage=self._grid.stage,
-            cut={"balance": self.balance, "placement": self.placement},
-            calls=self._calls,
-            call=self._agreement,
-            is_part=self._grid.is_part,
-            keys=self._cut.keys,
-            stand_in=self._stand_in,
-            shared={copy.name: copy.stages[0] for copy in copies},
-            all_names=self._tied.all_names(),
-        )
-
     def _begin(
-        self,
-        pipeline: Runner,
-        call: str,
-        given: Inputs,
-        target: Any = None,
-        total: Any = None,
-        accumulate: Any = None,
+        self, pipeline: Runner, call: str, given: Inputs, **of_step: Any
     ) -> tuple[Order, MiniBatch]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
@@ -670,9 +601,7 @@ class Stage(LocalLayers):
             pipeline.wires,
             call,
             given,
-            target,
-            total,
-            accumulate,
+            **of_step,
             chunks=checked_chunks(self.chunks) if self._grid.stage == 0 else 1,
             checkpoint=self.checkpoint,
             is_training=self.training,
@@ -682,7 +611,7 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        buffers = self._tied.versions() if self._cut.ties else []
+        buffers = self._tied.versions()
         if self._cut.ties and order.keeps_graph:
             self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
@@ -693,8 +622,7 @@ class Stage(LocalLayers):
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
-        if buffers:
-            self._tied.check_unchanged(buffers)
+        self._tied.check_unchanged(buffers)
 
     def _run_backward(
         self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
@@ -711,24 +639,22 @@ class Stage(LocalLayers):
             )
         self._open_pass = None
         with self._calls.together("backward") as pipeline:
-            coordinator = pipeline.coordinator
             order = self._begin_call(
                 "backward",
                 sizes=order.sizes,
                 recompute=order.recompute,
                 reduces=not self._keeps_own,
             )
-            coordinator.announce(order, order.count)
-            if gradients is not None:
-                share = order.count / sum(coordinator.meet())
-                gradients = [[_times(one, share) for one in of_part] for of_part in gradients]
+            pipeline.coordinator.announce(order, order.count)
+            if gradients is not None and self.replicas > 1:
+                share = order.count / sum(pipeline.coordinator.meet())
+                gradients = [[g if g is None else g * share for g in one] for one in gradients]
             batch.output_gradients, batch.is_backward = gradients, True
             batch.reduces = order.reduces
-            buffers = self._tied.versions() if self._cut.ties else []
+            buffers = self._tied.versions()
             pipeline.run(order, batch)
-            coordinator.meet()
-            if buffers:
-                self._tied.check_unchanged(buffers)
+            pipeline.coordinator.meet()
+            self._tied.check_unchanged(buffers)
             batch.send_back()
 
     # -- building -------------------------------------------------------------------------------
@@ -756,19 +682,3 @@ class Stage(LocalLayers):
             note_full_device(error, self.device, f"rank {self.rank} builds its stage")
             raise
         return pipeline
-
-
-def _number_of(value: Any) -> float | None:
-    """Return a number of the user's; None for a placeholder."""
-    if isinstance(value, Remote):
-        return None
-    number = value.item() if isinstance(value, Tensor) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(
-            f"sum_over_replicas() takes a number, or a tensor of one real number, not {value!r}"
-        )
-    return number
-
-
-def _times(gradient: Tensor | None, share: float) -> Tensor | None:
-    return gradient if gradient is None or share == 1 else gradient * share

@@ -1,31 +1,20 @@
-"""Every private name of torch that procpipe calls, each with what happens where torch lacks it.
+"""Every private name of torch that procpipe calls.
 
-    name                                            where torch lacks it
+Where torch lacks one, the call that needs it ends with an error that names it. Only these have a
+substitute:
+
     autograd.graph._engine_run_backward             torch.autograd.backward, which starts slower
     _C._are_functorch_transforms_active             weight gradients are not deferred
-    nn.modules.batchnorm._BatchNorm                 not named: the base class of nn.BatchNorm1d
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
-    nn.Module._compiled_call_impl, _call_impl       compiled layers look like others
+    nn.Module._compiled_call_impl                   compiled layers look like others
     _dynamo.OptimizedModule                         likewise
-    nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP,
-                                                    or in procpipe.sequential
-    nn.Module._backward_hooks, _backward_pre_hooks  AttributeError in procpipe.sequential
-    nn.Module._non_persistent_buffers_set           likewise; replicas copy all buffers
-    compiler._is_compiling_flag                     AttributeError in procpipe.sequential
-    FSDPModule._get_fsdp_state, its _mp_policy      AttributeError where layers are sharded by FSDP
-    FSDPState._pre_forward, _post_forward           likewise
-    ProcessGroupGloo._Options, _timeout, _devices   RuntimeError when the transport is built
-    ProcessGroupNCCL.Options, _timeout, config      likewise
-    ProcessGroupNCCL._start_ and _end_coalescing    likewise
-    amp.GradScaler._unscale_grads_                  RuntimeError where stage.scaler() is called
     autograd.profiler._is_profiler_enabled          profiles do not name the tasks of a recording
     ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
     ops.aten._grouped_mm                            likewise
-    _subclasses.FakeTensorMode                      ImportError where procpipe plan --hf is run
-    utils._pytree                                   ImportError
 
 A name may stay while its behaviour changes. Where no check could detect that (the engine), it is
-used in tested releases only. ``tests/test_torch_internals.py`` finds private names used elsewhere.
+used in tested releases only. ``tests/test_torch_internals.py`` looks for each in the installed
+release, and finds private names used elsewhere.
 
 Not here: attributes that exist since torch 1.0 and that torch's own notes name (``_version`` of
 tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules).
@@ -42,40 +31,21 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from procpipe.torch_versions import RELEASE, TESTED
 
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    BatchNorm = _BatchNorm
-else:
-    BatchNorm = nn.BatchNorm1d.__base__
-
+BatchNorm = _BatchNorm
 pytree = _pytree
 
 #: Whether the tests have run with this release of torch.
 IS_TESTED = RELEASE in TESTED
 
-
-@contextlib.contextmanager
-def _known(others: str) -> Iterator[None]:
-    """Report in a ``RuntimeError`` that this torch lacks a name."""
-    try:
-        yield
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has {others} than those known here ({error}): use a "
-            "release of torch that procpipe was tested with"
-        ) from error
-
-
-# -- autograd ------------------------------------------------------------------------------------
 
 _engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
@@ -111,22 +81,14 @@ def has_accumulation_hooks(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-# -- scaling of gradients ------------------------------------------------------------------------
-
-
-#: Runs a check and returns what counts: by device, 0-dim, not 0 for an inf or NaN. It is given the
-#: check, and a 0 on the scale's device.
-Checked = Callable[
-    [Callable[[], Mapping[torch.device, Tensor]], Tensor], Mapping[torch.device, Tensor]
-]
-
-
-@_known("another GradScaler")
-def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
+def check_gradients_by(
+    scaler: torch.amp.GradScaler, checked: Callable[..., Mapping[torch.device, Tensor]]
+) -> None:
     """Have a scaler's checks of gradients go through a function.
 
     ``unscale_``, and otherwise ``step``, checks and unscales an optimizer's gradients in one
-    method, whose result ``step`` and ``update`` go by.
+    method, whose result ``step`` and ``update`` go by: by device, 0-dim, not 0 for an inf or NaN.
+    ``checked`` is given that check, and a 0 on the scale's device, and returns what counts.
     """
     of_torch = type(scaler)._unscale_grads_
 
@@ -137,20 +99,6 @@ def check_gradients_by(scaler: torch.amp.GradScaler, checked: Checked) -> None:
         return checked(check, found_inf)
 
     scaler._unscale_grads_ = unscale  # type: ignore[method-assign, assignment]
-
-
-# -- buffers -------------------------------------------------------------------------------------
-
-
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers of a module itself that its ``state_dict`` has, by name."""
-    others = getattr(module, "_non_persistent_buffers_set", ())
-    for name, buffer in module._buffers.items():
-        if name not in others:
-            yield name, buffer
-
-
-# -- sharded layers ------------------------------------------------------------------------------
 
 
 def finish_backward(module: nn.Module) -> None:
@@ -172,9 +120,6 @@ def reduces_in_other_dtype(module: nn.Module) -> bool:
     """Return whether FSDP adds up a module's gradients in another dtype than they are made in."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     return state._mp_policy.reduce_dtype not in (None, state._mp_policy.param_dtype)
-
-
-# -- compiling -----------------------------------------------------------------------------------
 
 
 def compile_in_place(layer: nn.Module, options: Mapping[str, Any], num_layers: int) -> None:
@@ -227,9 +172,6 @@ def said_to_compile() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-# -- hooks ---------------------------------------------------------------------------------------
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module, or the backward pass of one, calls functions of users."""
     return any(
@@ -242,21 +184,10 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# -- what modules hold ---------------------------------------------------------------------------
-
-
-def hold_as(module: nn.Module, other: nn.Module) -> None:
-    """Have a module hold what another one does, now and later: its modules and tensors."""
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        vars(module)[name] = getattr(other, name)
-
-
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Return whether a buffer is in the module's state dict."""
     return name not in module._non_persistent_buffers_set
 
-
-# -- tensors without values ----------------------------------------------------------------------
 
 #: By operator, functions from shapes to FLOPs that ``FlopCounterMode`` lacks.
 FLOPS: dict[Any, Callable[..., int]] = {}
@@ -285,10 +216,6 @@ def without_values() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# -- process groups ------------------------------------------------------------------------------
-
-
-@_known("other options for process groups")
 def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
     """Return options for a ``ProcessGroupGloo``.
 
@@ -299,14 +226,11 @@ def gloo_options(gloo: Any, timeout_s: float, device: Any) -> Any:
     return options
 
 
-@_known("other options for process groups")
 def nccl_options(nccl: Any, timeout_s: float, max_blocks: int) -> Any:
     """Return options for a ``ProcessGroupNCCL`` whose kernels go before others."""
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = max_blocks
-    for name in ("_start_coalescing", "_end_coalescing"):  # for in_a_batch()
-        getattr(nccl, name)
     return options
 
 

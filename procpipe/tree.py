@@ -18,16 +18,14 @@ A leaf: every part of procpipe may use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from procpipe.errors import BoundaryError
 from procpipe.torch_internals import pytree
-
-T = TypeVar("T")
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -110,16 +108,6 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
         leaves = [next(remaining) if leaf == [] else leaf for leaf in json.loads(plain)]
         assert next(remaining, None) is None, "more tensors than the structure has places"
     return pytree.tree_unflatten(leaves, _spec_of(text))
-
-
-def cut(items: Sequence[T], sizes: Iterable[int]) -> list[list[T]]:
-    """Cut a sequence into consecutive lists of these sizes, which add up to its length."""
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(list(items[start : start + size]))
-        start += size
-    assert start == len(items), "the pieces are not the whole"
-    return pieces
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

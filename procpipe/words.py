@@ -41,15 +41,11 @@ def cpus_text(cpus: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
-def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return how many characters each column of a table takes."""
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
 def text_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
     """Lay out a table as lines: its first columns flush left, the others right."""
     adjust = (str.ljust if k < num_left else str.rjust for k in range(len(rows[0])))
-    columns = list(zip(adjust, column_widths(rows), strict=True))
+    widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    columns = list(zip(adjust, widths, strict=True))
     return [
         "  ".join(to(cell, width) for cell, (to, width) in zip(row, columns, strict=True)).rstrip()
         for row in rows

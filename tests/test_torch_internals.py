@@ -1,22 +1,84 @@
-"""Only one file uses private names of torch; what happens where torch lacks one."""
+"""The private names of torch that procpipe uses, and no others."""
 
 from __future__ import annotations
 
 import ast
-import inspect
+import importlib
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ProcessGroupGloo
 
 from procpipe import torch_internals
 from procpipe.compute.split import splitter
+from procpipe.torch_versions import RELEASE, TESTED
 
 ROOT = Path(__file__).parents[1]
+
+
+GLOO: Any = ProcessGroupGloo  # torch's stubs leave its options out
+
+
+def nccl() -> Any:
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    return torch.distributed.ProcessGroupNCCL
+
+
+#: How to find what has private names, and these.
+NAMES = {
+    "autograd": (lambda: torch.autograd.graph, "_engine_run_backward"),
+    "functions": (lambda: torch._C, "_are_functorch_transforms_active"),
+    "modules": (lambda: nn.Module(), "_call_impl _compiled_call_impl _non_persistent_buffers_set"),
+    "hooks": (
+        lambda: nn.Module(),
+        "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks",
+    ),
+    "compiler": (lambda: torch.compiler, "_is_compiling_flag"),
+    "FSDP": (lambda: fsdp_module(), "_get_fsdp_state"),
+    "state of FSDP": (lambda: state_of_fsdp(), "_pre_forward _post_forward _mp_policy"),
+    "norms": (lambda: nn.modules.batchnorm, "_BatchNorm"),
+    "gloo": (lambda: GLOO, "_Options"),
+    "options of gloo": (lambda: GLOO._Options(), "_timeout _devices"),
+    "NCCL": (lambda: nccl(), "_start_coalescing _end_coalescing"),
+    "options of NCCL": (lambda: nccl().Options(), "_timeout"),
+    "config of NCCL": (lambda: nccl().Options().config, "max_ctas"),
+    "scaler": (lambda: torch.amp.GradScaler, "_unscale_grads_"),
+    "profiler": (lambda: torch.autograd.profiler, "_is_profiler_enabled"),
+    "FLOPs": (lambda: torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu _grouped_mm"),
+    "shapes": (lambda: importlib.import_module("torch._subclasses"), "FakeTensorMode"),
+}
+
+
+def fsdp_module() -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def state_of_fsdp() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    try:
+        layer = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(layer, FSDPModule)
+        return layer._get_fsdp_state()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", NAMES)
+def test_private_names_are_in_each_release(where):
+    find, names = NAMES[where]
+    if RELEASE in TESTED:
+        assert [name for name in names.split() if not hasattr(find(), name)] == []
 
 
 #: Attributes of tensors, modules, named tuples and processes that are not private, or Python's.
@@ -108,43 +170,6 @@ def test_without_a_function_of_autograd_nothing_is_put_off(monkeypatch):
         monkeypatch.setattr(splitter, name, None, raising=False)
         layers = splitter.suited([layer])
         assert layers == ([layer] if name == "stays" else [])
-
-
-def test_other_options_of_process_groups_are_one_clear_error():
-    class Options:
-        __slots__ = ("timeout",)
-
-    class Group:
-        _Options = Options
-
-    message = re.escape(f"torch {torch.__version__} has other options for process groups")
-    with pytest.raises(RuntimeError, match=message):
-        torch_internals.gloo_options(Group, 1.0, None)
-    with pytest.raises(RuntimeError, match=message):
-        torch_internals.nccl_options(Group, 1.0, 4)
-
-
-def test_no_batches_of_transfers_are_one_clear_error():
-    class Group:
-        class Options:
-            config = SimpleNamespace()
-
-            def __init__(self, is_high_priority_stream):
-                pass
-
-    with pytest.raises(RuntimeError, match=r"other options.*_start_coalescing"):
-        torch_internals.nccl_options(Group, 1.0, 4)
-
-
-def test_another_scaler_is_one_clear_error(monkeypatch):
-    monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
-    with pytest.raises(RuntimeError, match="has another GradScaler than those known here"):
-        torch_internals.check_gradients_by(torch.amp.GradScaler("cpu"), lambda check, zero: check())
-
-
-def test_the_base_of_batch_normalisation():
-    assert torch_internals.BatchNorm is nn.modules.batchnorm._BatchNorm
-    assert inspect.signature(torch_internals.BatchNorm).parameters.keys() >= {"eps", "momentum"}
 
 
 def test_an_error_without_values_is_raised_and_not_logged_too(caplog):

@@ -144,10 +144,8 @@ def defaults():
 )
 def test_a_container_keeps_its_class(value):
     assert is_same(unflatten(*flatten(value)), value)
-
-
-def test_a_defaultdict_keeps_its_factory():
-    assert unflatten(*flatten(defaults()))["new"] == []
+    if isinstance(value, collections.defaultdict):
+        assert unflatten(*flatten(value))["new"] == []
 
 
 @for_each("value", [math.inf, -math.inf, math.nan, -0.0, 2**100, "\ud800", 5e-324])

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from procpipe.compute.generators import RandomStates, generators
 from procpipe.compute.graph import Enter, Entry
-from procpipe.skip.namespace import SkipKey
-from procpipe.skip.tracker import Tracker, tracking
+from procpipe.skip.tracker import SkipKey, Tracker, tracking
 from procpipe.torch_internals import without_values
 from procpipe.tree import Flat, flatten
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
-from procpipe.skip.layout import SkipLayout
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
 from procpipe.tree import Structure, flatten, in_words, is_plain
@@ -70,7 +69,7 @@ class Layers:
         self._calls: list[Callable[[Any], Any]] = [*layers.values()]
         self._current = -1
         self._is_last = is_last
-        self._skips = skips or SkipPorts(SkipLayout(), 0)
+        self._skips = skips or SkipPorts({}, 0)
         self._has_skips = any(any(declared(layer)) for layer in layers.values()) or any(
             (self._skips.sources, self._skips.destinations)
         )

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from procpipe.skip.layout import SkipLayout
-from procpipe.skip.namespace import SkipKey
-from procpipe.skip.tracker import Tracker
+from procpipe.skip.tracker import SkipKey, Tracker
 
 #: Sent in place of a skip tensor that was not stashed this time; to pop it is an error.
 _ABSENT = "not stashed"
@@ -32,19 +31,19 @@ class SkipPorts:
     """
 
     def __init__(self, layout: SkipLayout, partition: int) -> None:
-        self.sources = layout.into(partition)
-        self.destinations = layout.out_of(partition)
-        self._entering = [layout.keys[a, partition] for a in self.sources]
-        self._leaving = [layout.keys[partition, b] for b in self.destinations]
+        self.sources = tuple(a for a, b in layout if b == partition)
+        self.destinations = tuple(b for a, b in layout if a == partition)
+        self._entering = [layout[a, partition] for a in self.sources]
+        self._leaving = [layout[partition, b] for b in self.destinations]
         self._num_pops_elsewhere: Counter[SkipKey] = Counter()
         for num_pops in self._leaving:
             self._num_pops_elsewhere.update(num_pops)
         #: Skip tensors popped here of which a later partition has a copy of its own.
         self._needed_later = {
             key: b
-            for (a, b), keys in layout.keys.items()
+            for (a, b), keys in layout.items()
             for key in keys
-            if b > partition and a in self.sources and key in layout.keys[a, partition]
+            if b > partition and a in self.sources and key in layout[a, partition]
         }
 
     def tracker(self, messages: Iterable[Sequence[Any]]) -> StageTracker:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from procpipe.compute.graph import Enter
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather
-from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
+from procpipe.tree import Flat, flatten, map_tensors, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -152,8 +153,8 @@ def join_outputs(outputs: list[Flat], run_backward: RunBackward | None) -> Any:
         anchor = torch.empty(0, device=wanting[0].device, requires_grad=True)
         attached = iter(_Output.apply((run_backward, counts), anchor, *wanting))  # type: ignore[no-untyped-call]
         tensors = [next(attached) if flag else t for t, flag in zip(tensors, wants, strict=True)]
-    pieces = cut(tensors, [len(output.tensors) for output in outputs])
-    return gather([unflatten(part, of.structure) for part, of in zip(pieces, outputs, strict=True)])
+    rest = iter(tensors)
+    return gather([unflatten(islice(rest, len(of.tensors)), of.structure) for of in outputs])
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -183,5 +184,6 @@ class _Output(Enter):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         run, counts = ctx.entry
-        run(cut(gradients, counts))
+        rest = iter(gradients)
+        run([list(islice(rest, count)) for count in counts])
         return (None,) * (2 + len(gradients))

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from procpipe.errors import BalanceError
-from procpipe.plan.schedules.gpipe import recomputed
+from procpipe.words import counted
 
 
 def checked_chunks(chunks: int) -> int:
     """Return the number of micro-batches; ``TypeError`` or ``ValueError`` if it is none."""
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
+    if not isinstance(chunks, int):
         raise TypeError(f"chunks must be an int, not {chunks!r}")
     if chunks < 1:
         raise ValueError(
@@ -20,54 +20,14 @@ def checked_chunks(chunks: int) -> int:
     return chunks
 
 
-def checked_checkpoint(checkpoint: str) -> str:
-    """Return the name of what is recomputed; ``TypeError`` or ``ValueError`` if it is none."""
-    if not isinstance(checkpoint, str):
-        raise TypeError(
-            f"checkpoint is {checkpoint!r}, but must be a str: 'always', 'except_last' or 'never'"
-        )
-    recomputed(checkpoint, 1)
-    return checkpoint
-
-
-def checked_replicas(
-    replicas: int,
-    num_ranks: int,
-    balance: object,
-    partitions_per_stage: int | None,
-    *,
-    is_launched: bool,
-) -> int:
-    """Return the number of replicas; a script without a launcher is one stage of one replica.
-
-    ``balance``, as the user gave it, may show the number of stages, for an error.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: less than 1.
-        BalanceError: the processes cannot be divided into so many replicas.
-    """
-    if isinstance(replicas, bool) or not isinstance(replicas, int):
+def checked_replicas(replicas: int, num_ranks: int) -> int:
+    """Return the number of replicas; ``TypeError`` or ``BalanceError`` if it cannot be."""
+    if not isinstance(replicas, int):
         raise TypeError(f"replicas is {replicas!r}, but must be an int")
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}, but must be at least 1")
-    if not is_launched:
-        return 1
-    if num_ranks % replicas:
-        fitting = -(-num_ranks // replicas) * replicas
-        others = [r for r in range(1, num_ranks + 1) if num_ranks % r == 0]
-        what = "a multiple of the replicas"
-        num_stages = 0
-        if isinstance(balance, (list, tuple)) and partitions_per_stage:
-            num_stages = len(balance) // partitions_per_stage
-        if num_stages:
-            fitting = num_stages * replicas
-            others = [r for r in others if num_ranks // r == num_stages]
-            what = f"{fitting}, for {num_stages} stages"
-        instead = f", or give replicas={' or '.join(map(str, others))}" if others else ""
+    if replicas < 1 or num_ranks % replicas:
         raise BalanceError(
-            f"replicas={replicas}, but there are {num_ranks} processes: their number is that of "
-            f"stages times replicas, so start {what} (torchrun --nproc_per_node={fitting}){instead}"
+            f"replicas={replicas}, but {counted(num_ranks, 'process')} cannot be divided into so "
+            "many: their number is that of stages times replicas"
         )
     return replicas
 
@@ -76,17 +36,11 @@ def ranks_of(mesh: Any, replicas: int) -> tuple[int, ...] | None:
     """Return the ranks of a pipeline, from what the user gave as ``mesh``; None for all.
 
     Raises:
-        TypeError: no ``DeviceMesh``.
         ValueError: it has several dimensions, or not this process; there are replicas, too; or the
-            environment does not say, or says otherwise, which rank this process is.
+            environment does not say which rank this process is.
     """
     if mesh is None:
         return None
-    if not all(hasattr(mesh, name) for name in ("mesh", "ndim", "mesh_dim_names", "get_rank")):
-        raise TypeError(
-            f"mesh is {mesh!r}, but must be a torch.distributed.device_mesh.DeviceMesh of one "
-            "dimension: mesh=device_mesh['pp']"
-        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         raise ValueError(

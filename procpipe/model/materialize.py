@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -42,7 +42,6 @@ def materialize(
         before = [place.value for place in of_layer]
         if shared.isdisjoint(before):
             continue
-        modules = _modules_on_meta(layer)
         kept = [
             (tensor, tensor.detach().clone())
             for tensor in chain(layer.parameters(), layer.buffers())
@@ -51,8 +50,10 @@ def materialize(
         for place in of_layer:
             place.allocate(device, memory)
         with _seeded(device, seed, index):
-            for module in modules:
-                if (reset := _reset_function(module)) is not None:
+            for module in reversed(list(layer.modules())):
+                # nn.MultiheadAttention has it under a private name.
+                private = getattr(module, "_reset_parameters", None)
+                if (reset := getattr(module, "reset_parameters", private)) is not None:
                     reset()
         with torch.no_grad():
             for tensor, value in kept:
@@ -71,7 +72,11 @@ def materialize(
 def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) -> None:
     """Check that memory which was allocated for these places has been written to."""
     unwritten = {tensor for tensor in allocated if _is_unwritten(tensor)}
-    faults = [place.fault for place in places if place.value in unwritten]
+    faults = [
+        f"{place.full_name} (of a {type(place.owner).__qualname__})"
+        for place in places
+        if place.value in unwritten
+    ]
     if faults:
         raise ValueError(
             f"the model was built on the meta device, and nothing initialises {'; '.join(faults)}: "
@@ -94,13 +99,6 @@ class _Place:
         assert isinstance(value, Tensor)
         return value
 
-    @property
-    def fault(self) -> str:
-        owner = type(self.owner).__qualname__
-        if _reset_function(self.owner) is None:
-            return f"{self.full_name} ({owner} has no reset_parameters())"
-        return f"{self.full_name} ({owner}.reset_parameters() leaves it unset)"
-
     def allocate(self, device: torch.device, memory: dict[Tensor, Tensor]) -> None:
         """Replace the tensor; memory is shared where the model shares the tensor."""
         if self.value not in memory:
@@ -115,15 +113,6 @@ def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
         for path, owner in layer.named_modules()
         for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
         if tensor is not None and tensor.is_meta
-    ]
-
-
-def _modules_on_meta(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules with tensors on the meta device in them or below, inner ones first."""
-    return [
-        module
-        for module in reversed(list(layer.modules()))
-        if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
     ]
 
 
@@ -144,12 +133,6 @@ def _is_unwritten(memory: Tensor) -> bool:
         # In pieces, as the result for all of it would be memory beside the stage's own.
         return any(bool(part.isnan().any()) for part in memory.flatten().split(1 << 20))
     return memory._version == 0
-
-
-def _reset_function(module: nn.Module) -> Callable[[], None] | None:
-    # nn.MultiheadAttention has it under a private name.
-    private = getattr(module, "_reset_parameters", None)
-    return getattr(module, "reset_parameters", private)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ processes: every rank finds the same ties, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter or buffer that layers of several partitions use."""
+    """A parameter or buffer that several layers use, most often of several partitions."""
 
     #: Its first name in each partition that uses it, by partition; names are those in the full
     #: model.
@@ -41,8 +41,8 @@ class Tie:
         return f"{', '.join(users[:-1])} and {users[-1]}"
 
 
-def find_ties(parts: Sequence[dict[str, nn.Module]]) -> list[Tie]:
-    """Find all ties between partitions, in the order of their first names in the model."""
+def find_ties(parts: Sequence[Mapping[str, nn.Module]]) -> list[Tie]:
+    """Find all that several layers use, in the order of first names in the model."""
     found: dict[Tensor, tuple[dict[int, str], list[str]]] = {}
     for j, layers in enumerate(parts):
         for name, tensor in _named_tensors(layers):
@@ -52,24 +52,11 @@ def find_ties(parts: Sequence[dict[str, nn.Module]]) -> list[Tie]:
     return [
         Tie(names, tuple(all_names), isinstance(tensor, nn.Parameter))
         for tensor, (names, all_names) in found.items()
-        if len(names) > 1
+        if len({name.partition(".")[0] for name in all_names}) > 1
     ]
 
 
-def find_shared(layers: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Return the names of each parameter that several of a partition's layers share."""
-    found: dict[Tensor, list[str]] = {}
-    for name, tensor in _named_tensors(layers):
-        if isinstance(tensor, nn.Parameter):
-            found.setdefault(tensor, []).append(name)
-    return [
-        tuple(names)
-        for names in found.values()
-        if len({name.partition(".")[0] for name in names}) > 1
-    ]
-
-
-def _named_tensors(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for name, layer in layers.items():
         yield from chain(
             layer.named_parameters(name, remove_duplicate=False),

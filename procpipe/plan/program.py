@@ -116,44 +116,33 @@ def program(
     *,
     recompute: Collection[int] = (),
     has_loss: bool = False,
+    fenced: Fenced | None = None,
 ) -> Program:
-    """Make the program of one stage, with all that its runner needs to know.
+    """Make the program of one stage.
 
     Looks only at the stages that exchange tensors with this one, so it stays quick with thousands.
-    ``recompute`` has the micro-batches that a later plan recomputes, if this one has no backward.
-    ``has_loss``: whether the loss passes the stages.
+
+    Args:
+        plan: the plan.
+        routes: where its tensors go.
+        stage: the stage.
+        recompute: the micro-batches that a later plan recomputes, if this one has no backward.
+        has_loss: whether the loss passes the stages.
+        fenced: what the stage sends and receives, from a caller that has listed it for all stages.
     """
-    steps = bare_program(plan, routes, stage)
-    if has_loss:
-        steps = _with_loss(steps, plan, routes, stage)
-    runs = [step.task for step in steps if isinstance(step, Run)]
-    tasks, last = {*runs}, last_additions(runs)
+    row, tasks = plan.row(stage), {*plan.tasks_of(stage)}
+    last = last_additions(plan.tasks_of(stage))
     if not plan.has_backward:
         tasks |= {Task(RECOMPUTE, i, task.j) for i in recompute for task in tasks}
-    return tuple(
-        _run(step.task, tasks, last, routes) if isinstance(step, Run) else step for step in steps
-    )
-
-
-def bare_program(
-    plan: Plan, routes: Routes, stage: int, *, fenced: Fenced | None = None
-) -> Program:
-    """Make the same program without what its runner needs: to count and to compare steps.
-
-    ``fenced`` is what the stage sends and receives, for a caller that has listed it for all stages.
-    """
-    if fenced is None:
-        fenced = _fenced(plan, routes, stage)
-    row = plan.row(stage)
     # A stable sort by place and rank. For the p-th task of the stage, rank
     #     0    receives that were hoisted to it; past the first task, at the start of the program
     #     1    the task
     #     2    its fence, and the fences up to the stage's next task
     placed: list[tuple[tuple[int, int], Step]] = [
-        ((p, 1), Run(task)) for p, (_, task) in enumerate(row)
+        ((p, 1), _run(task, tasks, last, routes)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, transfer in fenced:
+    for k, transfer in _fenced(plan, routes, stage) if fenced is None else fenced:
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
         before = num_done - 1  # the task that precedes the fence
@@ -162,17 +151,18 @@ def bare_program(
         else:
             placed.append(((before, 0), Receive(transfer)))
     placed.sort(key=_PLACE)
-    return tuple([step for _, step in placed])
+    steps = tuple([step for _, step in placed])
+    return _with_loss(steps, plan, routes, stage) if has_loss else steps
 
 
 def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
     found = [
         fenced
-        for maker in sorted([stage, *routes.sources(stage)])
+        for maker in sorted({stage, *routes.sources(stage)})
         for fenced in routes.sent(plan, maker)
         if stage in routes.stages_of(fenced[1])
     ]
-    return sorted(found, key=_CYCLE)  # stable: within a fence by maker, as in fences()
+    return sorted(found, key=_CYCLE)  # stable: within a fence by maker
 
 
 def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Program:

@@ -73,11 +73,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Which partitions of a model exchange tensors.
-
-    Raises:
-        ValueError: a skip is not a pair of partitions in order, or is given twice.
-    """
+    """Which partitions of a model exchange tensors."""
 
     num_stages: int  # ``n``
     #: Pairs ``(a, b)`` with ``a < b``, each once: a skip tensor made in partition ``a`` is used in
@@ -88,23 +84,10 @@ class Routes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
-        what = "stages" if len(self.placement) == self.num_stages else "partitions"
-        for skip in self.skips:
-            if not 0 <= skip[0] < skip[1] < len(self.placement):
-                raise ValueError(
-                    f"the skip {skip} must go from a lower to a higher of {len(self.placement)} "
-                    f"{what}"
-                )
-        if len(set(self.skips)) < len(self.skips):
-            raise ValueError(f"a pair of {what} is given twice in the skips {self.skips}")
 
     def stages_of(self, transfer: Transfer) -> tuple[int, int]:
         """Return the stages between which a transfer goes."""
         return self.placement[transfer.source], self.placement[transfer.destination]
-
-    def leaving(self, task: Task) -> list[Transfer]:
-        """List what a stage sends after a task, in order."""
-        return self._travelling(self.made_by(task))
 
     def made_by(self, task: Task) -> list[Transfer]:
         """List what a task makes for other partitions, including those of its own stage."""
@@ -137,20 +120,20 @@ class Routes:
     def sent(self, plan: Plan, stage: int) -> Iterator[tuple[int, Transfer]]:
         """Yield all that a stage sends, with its cycle; within a cycle in order."""
         for k, task in plan.row(stage):
-            for transfer in self.leaving(task):
+            for transfer in self._travelling(self.made_by(task)):
                 yield k, transfer
 
-    def skips_from(self, partition: int) -> tuple[int, ...]:
+    def skips_from(self, partition: int) -> list[int]:
         """List the partitions that use skip tensors made in this one."""
-        return self._skips_from.get(partition, ())
+        return sorted(b for a, b in self.skips if a == partition)
 
-    def skips_into(self, partition: int) -> tuple[int, ...]:
+    def skips_into(self, partition: int) -> list[int]:
         """List the partitions that make skip tensors used in this one."""
-        return self._skips_into.get(partition, ())
+        return sorted(a for a, b in self.skips if b == partition)
 
-    def sources(self, stage: int) -> list[int]:
+    def sources(self, stage: int) -> set[int]:
         """List the stages that may send tensors to this one."""
-        return self._sources.get(stage, [])
+        return {self.placement[a] for _, a, b in self.channels() if self.placement[b] == stage}
 
     def channels(self) -> list[Channel]:
         """List every channel between two stages that a plan may use."""
@@ -159,31 +142,12 @@ class Routes:
         forward += [(SKIP, a, b) for a, b in self.skips]
         back = [(GRADIENT, j + 1, j) for j in range(last)]
         back += [(SKIP_GRADIENT, b, a) for a, b in self.skips]
-        aside = [hop.channel for hop in self.loss_hops]
-        return [
-            (payload, a, b)
-            for payload, a, b in (*forward, *back, *aside)
-            if self.placement[a] != self.placement[b]
-        ]
+        stages, loss = self.placement, [hop.channel for hop in self.loss_hops]
+        return [way for way in (*forward, *back, *loss) if stages[way[1]] != stages[way[2]]]
 
     def _travelling(self, transfers: list[Transfer]) -> list[Transfer]:
         stages = self.placement
         return [t for t in transfers if stages[t.source] != stages[t.destination]]
-
-    @cached_property
-    def _skips_from(self) -> dict[int, tuple[int, ...]]:
-        return {j: tuple(sorted(b for a, b in self.skips if a == j)) for j, _ in self.skips}
-
-    @cached_property
-    def _skips_into(self) -> dict[int, tuple[int, ...]]:
-        return {j: tuple(sorted(a for a, b in self.skips if b == j)) for _, j in self.skips}
-
-    @cached_property
-    def _sources(self) -> dict[int, list[int]]:
-        found: dict[int, set[int]] = {}
-        for _, a, b in self.channels():
-            found.setdefault(self.placement[b], set()).add(self.placement[a])
-        return {stage: sorted(sources) for stage, sources in found.items()}
 
     @cached_property
     def loss_hops(self) -> tuple[Transfer, ...]:

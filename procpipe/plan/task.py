@@ -133,8 +133,7 @@ class Plan:
     @cached_property
     def has_forward(self) -> bool:
         """Whether the plan has forward tasks (found by the first stage's)."""
-        stages = dict(enumerate(self.placement))  # without rows, which large plans need not have
-        return any(task.kind == FORWARD and stages.get(task.j) == 0 for task in self.tasks())
+        return any(task.kind == FORWARD for _, task in self.row(0))
 
     @cached_property
     def has_backward(self) -> bool:

@@ -55,8 +55,8 @@ from procpipe.plan.program import (
     Receive,
     Run,
     Send,
-    bare_program,
     last_additions,
+    program,
 )
 from procpipe.plan.routes import (
     ACTIVATION,
@@ -97,7 +97,7 @@ def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
 
 
 def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
-    """List what each stage sends and receives: for ``bare_program`` of all stages."""
+    """List what each stage sends and receives: for ``program`` of all stages."""
     found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
     for stage in range(plan.num_stages):
         for fenced in routes.sent(plan, stage):
@@ -113,13 +113,13 @@ def held_bytes(
 ) -> Iterator[int]:
     """Yield the bytes that a stage holds: before its program, during each step, after each task.
 
-    ``fenced`` is as in ``bare_program``.
+    ``fenced`` is as in ``program``.
     """
     ledger = Holdings(plan, costs, routes, stage)
     held, at_end = ledger.before(), ledger.target()
     held += at_end
     yield held
-    for step in bare_program(plan, routes, stage, fenced=fenced):
+    for step in program(plan, routes, stage, fenced=fenced):
         match step:
             case Receive(transfer):
                 held += message_bytes(transfer, costs)

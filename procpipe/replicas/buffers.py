@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.replicas.group import Group
-from procpipe.torch_internals import saved_buffers
+from procpipe.torch_internals import is_persistent
 
 
 def join_buffers(layers: Iterable[nn.Module], group: Group) -> None:
@@ -32,8 +32,11 @@ def join_buffers(layers: Iterable[nn.Module], group: Group) -> None:
         if not module.training:
             continue
         if not isinstance(module, DeferredBatchNorm):
-            of = type(module).__name__
-            saved += [(f"{name!r} of a {of}", one) for name, one in saved_buffers(module)]
+            saved += [
+                (f"{name!r} of a {type(module).__name__}", one)
+                for name, one in module._buffers.items()
+                if is_persistent(module, name)
+            ]
         elif module.running_mean is not None:
             deferred.append(module)
     if deferred:

@@ -14,25 +14,22 @@ too. torchgpipe wraps the layer in another module instead, which prefixes every 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from procpipe.skip.namespace import Namespace, SkipKey
-from procpipe.skip.tracker import current_tracker
+from procpipe.skip.tracker import Namespace, SkipKey, current_tracker
+from procpipe.words import counted
 
 M = TypeVar("M", bound=nn.Module)
 
 _STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
-
-#: Packages with skippables of their own, which a pipeline of procpipe cannot support.
-_OTHERS = ("torchgpipe.skip", "torch.distributed.pipeline.sync.skip")
 
 
 @dataclass(slots=True)
@@ -78,15 +75,9 @@ def skippable(
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable``; several pops are procpipe's.
     """
     if isinstance(stash, str | type) or isinstance(pop, str):
-        raise TypeError(
-            f"skippable got {stash if isinstance(stash, str | type) else pop!r}: names come as "
-            "lists, as in @skippable(stash=[...], pop=[...])"
-        )
+        raise TypeError("names come as lists: @skippable(stash=[...], pop=[...])")
     stashes = dict(stash) if isinstance(stash, Mapping) else dict.fromkeys(stash, 1)
     pops = tuple(pop)
-    for name, num_pops in stashes.items():
-        if num_pops < 1:
-            raise ValueError(f"skip {name!r} is popped by {num_pops} layers: give at least 1")
 
     def declare(module_class: type[M]) -> type[M]:
         if _STASHES in vars(module_class):
@@ -140,23 +131,6 @@ def _own(module: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
     )
 
 
-class _Users(NamedTuple):
-    """The layers that use a skip tensor, as numbers in the order in which they run."""
-
-    stashers: list[int]
-    poppers: list[int]
-    declared: list[int]  # by how many layers each stasher has it popped
-
-    @property
-    def match(self) -> bool:
-        """Whether one layer stashes it, and as many as declared pop it then."""
-        return (
-            len(self.stashers) == 1
-            and self.declared == [len(self.poppers)]
-            and min(self.poppers, default=0) >= self.stashers[0]
-        )
-
-
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that every skip tensor of a model is stashed once and popped as often as declared.
 
@@ -167,52 +141,33 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: the full model.
 
     Raises:
-        TypeError: not an ``nn.Sequential``; or lists every skip tensor that does not match, or
-            every layer that uses the skippables of another package.
+        TypeError: lists every skip tensor that does not match.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.verify_skippables``.
     """
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"a model of type {type(module).__name__} is not an nn.Sequential")
-    others = {
-        name: f"layer {name!r} ({type(layer).__name__}) is a skippable of {package}"
-        for name, layer in module.named_modules()
-        for of in type(layer).__mro__
-        for package in _OTHERS
-        if of.__module__.startswith(f"{package}.")
-    }
-    if others:
-        raise TypeError(
-            f"{'; '.join(others.values())}: a pipeline of procpipe carries the skip tensors of its "
-            "own skippables only, so write `from procpipe.skip import skippable, stash, pop` where "
-            "these layers are defined"
-        )
-    names: list[str] = []
+    stashers: dict[SkipKey, str] = {}  # the layer that stashes each
+    num_left: dict[SkipKey, int] = {}  # how many layers are still to pop it
     faults: list[str] = []
-    users: defaultdict[SkipKey, _Users] = defaultdict(lambda: _Users([], [], []))
-    for number, (name, layer) in enumerate(_in_order(module)):
-        names.append(name)
-        for stashes, pops in map(_own, layer.modules()):
-            for key, num_pops in stashes.items():
-                users[key].stashers.append(number)
-                users[key].declared.append(num_pops)
-            for key in pops:
-                users[key].poppers.append(number)
-                if key in stashes:
-                    faults.append(f"\n  - layer {name!r} both stashes and pops {key}")
-
-    def these(numbers: list[int]) -> str:
-        return " and ".join(f"layer {names[number]!r}" for number in numbers) or "no layer"
-
+    for name, layer in _in_order(module):
+        own = [_own(each) for each in layer.modules()]
+        for key, num_pops in chain.from_iterable(stashes.items() for stashes, _ in own):
+            if key in stashers:
+                faults.append(f"layer {name!r} stashes {key}, as layer {stashers[key]!r} does")
+            stashers[key], num_left[key] = name, num_pops
+        for key in chain.from_iterable(pops for _, pops in own):
+            if num_left.get(key, 0) < 1:
+                faults.append(f"layer {name!r} pops {key}, which no layer has stashed for it")
+            else:
+                num_left[key] -= 1
     faults += [
-        f"\n  - {key} is stashed by {these(of.stashers)} (pops declared: {sum(of.declared)}), and "
-        f"popped by {these(of.poppers)}"
-        for key, of in users.items()
-        if not of.match
+        f"layer {stashers[key]!r} stashes {key} for {counted(left, 'pop')} that no layer does"
+        for key, left in num_left.items()
+        if left
     ]
     if faults:
+        listed = "".join(f"\n  - {fault}" for fault in faults)
         raise TypeError(
-            f"some skip tensors are not stashed and popped in pairs:{''.join(faults)}\n"
+            f"some skip tensors are not stashed and popped in pairs:{listed}\n"
             "stash each in one layer, and pop it in one layer after that, or in as many as "
             "stash={name: number of layers} declares; isolate each pair of one name by a Namespace"
         )
@@ -234,8 +189,8 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Args:
         namespace: layers that share it, share the names.
-        only: names to isolate, or one name; all that the layer declares if left out. The
-            latest namespace of a name counts.
+        only: names to isolate; all that the layer declares if left out. The latest namespace of a
+            name counts.
 
     Raises:
         ValueError: a name that the layer does not declare.
@@ -243,7 +198,7 @@ def _isolate(  # noqa: D417 - self needs no description
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
     """
     names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
-    chosen = names if only is None else {only} if isinstance(only, str) else set(only)
+    chosen = names if only is None else set(only)
     if unknown := chosen - names:
         raise ValueError(
             f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
@@ -273,10 +228,10 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[st
                 )
             verb, name = type(asked).__name__, asked.name
             if (verb, name) not in to_do:
-                fault = f", which it does not declare: write @skippable({verb}=[{name!r}])"
-                if name in getattr(module, _STASHES if verb == "stash" else _POPS):
-                    fault = " twice"
-                raise RuntimeError(f"the forward of {of} does {verb} {name!r}{fault}")
+                raise RuntimeError(
+                    f"the forward of {of} does {verb} {name!r}, which it does not declare (write "
+                    f"@skippable({verb}=[{name!r}])) or has done before"
+                )
             to_do.discard((verb, name))
             key = _key(module, name)
             if isinstance(asked, stash):

@@ -1,4 +1,4 @@
-"""Keeps stashed tensors until they are popped.
+"""Keeps stashed tensors, by their names and namespaces, until they are popped.
 
 A layer's ``stash`` and ``pop`` go to the tracker of the present context: one of its own in a
 plain ``nn.Sequential``; in a pipeline one for each task, which also has what comes from and goes to
@@ -7,13 +7,39 @@ other stages.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from procpipe.skip.namespace import SkipKey
+
+@dataclass(frozen=True)
+class Namespace:
+    """Keeps the names of some layers apart from the same names of others.
+
+    Two namespaces differ; a copy of one (of a module that was copied, say) equals it.
+
+    Source: torchgpipe 0.0.7, ``torchgpipe.skip.Namespace``.
+    """
+
+    _id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id.hex[:8]}>"
+
+
+@dataclass(frozen=True)
+class SkipKey:
+    """Identifies a skip tensor: its name, and the namespace of its layers."""
+
+    namespace: Namespace | None
+    name: str
+
+    def __str__(self) -> str:
+        return repr(self.name) if self.namespace is None else f"{self.name!r} in {self.namespace!r}"
 
 
 class Tracker:
@@ -41,9 +67,6 @@ class Tracker:
         if num_pops > 1:
             self._tensors[key] = tensor, num_pops - 1
         return tensor
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 _tracker: ContextVar[Tracker | None] = ContextVar("procpipe skip tracker", default=None)

@@ -105,7 +105,7 @@ def _of_model(module: nn.Module) -> Any:
     """Return the map that a model has as its attribute ``keys``; no map if it has none."""
     keys = None
     if isinstance(module, Stage):
-        keys = module._record().keys
+        keys = module._cut.keys
     elif isinstance(module, nn.Sequential):
         keys = getattr(module, "keys", None)
     return str if keys is None or isinstance(keys, nn.Module) else keys  # a layer of this name
@@ -119,6 +119,6 @@ def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, 
             of_tensor.setdefault(id(value), []).append(key)
     names = {key: tuple(keys) for keys in of_tensor.values() if len(keys) > 1 for key in keys}
     if isinstance(module, Stage):  # and those on other stages
-        for all_names in module._record().all_names:
+        for all_names in module._tied.all_names():
             names |= dict.fromkeys(all_names, all_names)
     return names

@@ -54,10 +54,10 @@ class Member:
         if not isinstance(module, Stage):
             on = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
             return cls(module, on, shares=is_sharded(module))
-        record, num_ranks = module._record(), len(module.devices)
+        cut = {"balance": module.balance, "placement": module.placement}
+        place = module.device, module.rank, len(module.devices), cut, module._calls
         replicas = module.replica, module.replicas
-        place = module.device, module.rank, num_ranks, record.cut, record.calls
-        return cls(module, *place, *replicas, shares=record.is_part)
+        return cls(module, *place, *replicas, shares=module._grid.is_part)
 
     @contextmanager
     def call(self, name: str) -> Iterator[Agree]:
@@ -65,7 +65,7 @@ class Member:
         if not isinstance(self.module, Stage):
             yield partial(self._agree, lambda ours, combine: combine([ours]))
             return
-        with self.module._record().call(name) as agree:
+        with self.module._agreement(name) as agree:
             yield partial(self._agree, agree)
 
     def among(self, agree: Agree) -> tuple[Member, Agree]:

@@ -64,7 +64,7 @@ def groups_of(module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | No
         ValueError: a parameter of the optimizers has no name, or several optimizers have it.
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
-    stand_in = set(module._record().stand_in if isinstance(module, Stage) else ())
+    stand_in = set(module._stand_in if isinstance(module, Stage) else ())
     several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     found: list[Group] = []
     seen: set[Tensor] = set()
@@ -105,8 +105,8 @@ def state_of(groups: Sequence[Group], module: nn.Module) -> dict[str, dict[str, 
     """Return the state of each parameter that no earlier stage has, too."""
     state = {name: each.state for group in groups for name, each in group.parameters.items()}
     if isinstance(module, Stage):
-        shared, stage = module._record().shared, module._record().stage
-        state = {name: of_it for name, of_it in state.items() if shared.get(name, stage) == stage}
+        elsewhere = {c.name for c in module._tied.parameters if c.stages[0] != module._grid.stage}
+        state = {name: of_it for name, of_it in state.items() if name not in elsewhere}
     return state
 
 

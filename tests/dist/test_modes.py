@@ -208,16 +208,7 @@ def check_attributes(bare, balance):
             optimizer.zero_grad()
             optimizer.step()
 
-        for move in (
-            lambda: stage.cuda(),
-            lambda: stage.cpu(),
-            lambda: stage.to(0),
-            lambda: stage.to(device="cpu"),
-            lambda: stage.to(torch.ones(1)),
-            lambda: stage.to("cpu", torch.float64),
-        ):
-            with pytest.raises(TypeError, match=f"rank {bare.rank} stays on {bare.device}"):
-                move()
+        assert stage.to(stage.device) is stage
         for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
             assert convert() is stage
         assert stage.to(dtype=torch.float64, non_blocking=True) is stage
@@ -298,13 +289,9 @@ def save_wrongly(bare):
         copies = part.copy(), copy.copy(part), copy.deepcopy(part)
         for value in (part, *copies, {"model": part}):
             for save in (torch.save, pickle.dump):
-                with pytest.raises(
-                    TypeError, match=r"state\.save.*state\.export.* dict\("
-                ) as caught:
+                words = rf"{len(part)} values of one stage .*state\.save.*state\.export.* dict\("
+                with pytest.raises(TypeError, match=words):
                     save(value, io.BytesIO())
-                assert f"{len(part)} values of stage {bare.rank} (rank {bare.rank})" in str(
-                    caught.value
-                )
         with pytest.raises(TypeError, match=r"state\.save.*state\.export"):
             torch.save(stage, io.BytesIO())
         torch.save(dict(part), io.BytesIO())

@@ -12,8 +12,7 @@ from procpipe.plan.program import (
     program,
 )
 from procpipe.plan.routes import Routes
-from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe, recomputed
-from procpipe.plan.schedules.named import SCHEDULES
+from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from procpipe.plan.task import Plan
 from tests.cases import for_each
 from tests.plan.proof import programs
@@ -58,22 +57,6 @@ def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: in
         for before, task in pairwise(runs):
             for transfer in routes.needed(task):
                 assert place[Receive(transfer)] < place[Run(before)]
-
-
-def test_a_program_marks_the_last_task_that_adds_to_gradients() -> None:
-    def marks(plan: Plan, stage: int) -> list[str]:
-        steps = program(plan, Routes(plan.num_partitions), stage)
-        return [str(step.task) for step in steps if isinstance(step, Run) and step.adds_last]
-
-    def of(name: str) -> Plan:
-        schedule = SCHEDULES[name]
-        return schedule.plan(4, schedule.place(schedule.count(2), 2), ())
-
-    assert marks(gpipe(3, 2), 0) == ["B0@0"]
-    assert marks(of("1f1b"), 1) == ["B3@1"]
-    assert marks(of("zb-h1"), 1) == ["W3@1"]
-    assert marks(forward_plan(3, 2), 0) == []
-    assert marks(backward_plan(3, 2), 0) == ["B0@0"]
 
 
 # -- the loss: to every stage, ahead of a gradient, in the same order at both ends ---------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,10 +17,6 @@ def routes_of(draw: st.DrawFn) -> Routes:
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
     return Routes(n, tuple(skips))
-
-
-def leaving(routes: Routes, task: str) -> list[str]:
-    return [str(transfer) for transfer in routes.leaving(Task.parse(task))]
 
 
 FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)))
@@ -41,26 +36,7 @@ FULL = Routes(4, skips=((0, 2), (0, 3), (1, 3)))
     ],
 )
 def test_the_transfers_after_a_task(task: str, expected: list[str]) -> None:
-    assert leaving(FULL, task) == expected
-
-
-def test_one_stage_has_no_transfers() -> None:
-    alone = Routes(1)
-    assert all(not alone.leaving(task) for task in gpipe(2, 1).tasks())
-    assert all(not alone.needed(task) for task in gpipe(2, 1).tasks())
-    assert alone.sources(0) == []
-    assert alone.channels() == []
-
-
-@for_each("skip", [(1, 1), (2, 0), (-1, 2), (0, 3)])
-def test_a_skip_that_does_not_go_down_the_stages_is_refused(skip: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"the skip \(.*\) must go from a lower to a higher of 3"):
-        Routes(3, (skip,))
-
-
-def test_a_skip_given_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="a pair of stages is given twice"):
-        Routes(3, ((0, 2), (0, 2)))
+    assert [str(transfer) for transfer in FULL.made_by(Task.parse(task))] == expected
 
 
 @given(routes=routes_of(), m=st.integers(1, 4))
@@ -68,11 +44,11 @@ def test_every_transfer_is_needed_and_sent_once(routes: Routes, m: int) -> None:
     n = routes.num_stages
     for plan in (gpipe(m, n, recompute={0}), forward_plan(m, n), backward_plan(m, n)):
         sent: list[Transfer] = []
-        for task in plan.tasks():
-            out = routes.leaving(task)
-            sent += out
-            assert all(task in transfer.makers for transfer in out)
-            assert all(task.j in routes.sources(transfer.destination) for transfer in out)
+        for j in range(n):
+            for k, transfer in routes.sent(plan, j):
+                sent.append(transfer)
+                assert {*transfer.makers} & {*plan.cycles[k]}
+                assert j in routes.sources(transfer.destination)
         taken = [transfer for task in plan.tasks() for transfer in routes.needed(task)]
         assert len(set(sent)) == len(sent), "a tensor crosses the wire once"
         assert sorted(sent) == sorted(taken)

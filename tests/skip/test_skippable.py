@@ -22,32 +22,24 @@ ONE = torch.ones(1)
 # -- stash and pop --------------------------------------------------------------------------------
 
 
-def test_one_layer_pops_and_stashes_different_names() -> None:
+def test_one_layer_pops_and_stashes_and_takes_and_returns_several_values() -> None:
     @skippable(stash=["b"], pop=["a"])
     class Both(nn.Module):
-        def forward(self, input: Tensor) -> Generator[Any, Tensor, Tensor]:
+        def forward(
+            self, x: Tensor, *, scale: float
+        ) -> Generator[Any, Tensor, tuple[Tensor, Tensor]]:
+            """Say so."""
             a = yield pop("a")
             yield stash("b", a * 10)
-            return input
+            return x, x * scale
 
-    assert nn.Sequential(stasher("a"), Both(), popper("b"))(ONE).tolist() == [12]
-
-
-def test_several_inputs_and_outputs_and_keywords() -> None:
-    @skippable(stash=["a"])
-    class Layer(nn.Module):
-        def forward(
-            self, x: Tensor, y: Tensor, *, scale: float
-        ) -> Generator[stash, None, tuple[Tensor, Tensor]]:
-            """Say so."""
-            yield stash("a", x)
-            return y, x * scale
-
-    layer = Layer()
-    first, second = layer(ONE, 2 * ONE, scale=3.0)
-    assert (first.item(), second.item()) == (2, 3)
-    assert popper("a")(ONE).item() == 2
+    stasher("a")(ONE)
+    layer = Both()
+    first, second = layer(ONE, scale=3.0)
+    assert (first.item(), second.item()) == (1, 3)
+    assert popper("b")(ONE).item() == 11
     assert layer.forward.__doc__ == "Say so."
+    assert type(layer) is Both
 
 
 # -- errors of a forward --------------------------------------------------------------------
@@ -59,12 +51,6 @@ def faulty(forward: Callable[..., Any], *, stash: Any = (), pop: Any = ()) -> nn
 
 
 def stash_a(self: nn.Module, input: Tensor) -> Generator[stash, None, Tensor]:
-    yield stash("a", input)
-    return input
-
-
-def stash_a_twice(self: nn.Module, input: Tensor) -> Generator[stash, None, Tensor]:
-    yield stash("a", input)
     yield stash("a", input)
     return input
 
@@ -81,11 +67,6 @@ def no_generator(self: nn.Module, input: Tensor) -> Tensor:
     return input
 
 
-def yield_nothing(self: nn.Module, input: Tensor) -> Generator[Any, None, Tensor]:
-    yield from ()
-    return input
-
-
 def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tensor]:
     yield input
     return input
@@ -95,13 +76,13 @@ def yield_tensor(self: nn.Module, input: Tensor) -> Generator[Tensor, None, Tens
     ("layer", "message"),
     [
         (faulty(no_generator, stash=["a"]), "ended without what it declares: stash 'a'; yield it"),
-        (faulty(yield_nothing, stash=["a"], pop=["b"]), "declares: pop 'b', stash 'a'; yield it"),
         (faulty(stash_a, stash=["a", "b"]), "declares: stash 'b'; yield it, and stash None if"),
         (faulty(stash_a, stash=["b"]), r"does stash 'a', which it .* @skippable\(stash=\['a'\]\)"),
-        (faulty(stash_a, pop=["a"]), r"does stash 'a', which it .* @skippable\(stash=\['a'\]\)"),
-        (faulty(pop_a), r"does pop 'a', which it does not declare: .* @skippable\(pop=\['a'\]\)"),
-        (faulty(stash_a_twice, stash=["a"]), "does stash 'a' twice$"),
-        (faulty(pop_a_twice, pop=["a"]), "does pop 'a' twice$"),
+        (
+            faulty(pop_a),
+            r"does pop 'a', which it .* \(write @skippable\(pop=\['a'\]\)",
+        ),
+        (faulty(pop_a_twice, pop=["a"]), "does pop 'a', which .* or has done before$"),
         (faulty(pop_a, pop=["a"], stash=["b"]), "declares: stash 'b'; yield it"),
     ],
 )
@@ -123,10 +104,9 @@ ONCE = nn.Sequential(stasher("a"), popper("a"), popper("a"))
         (lambda: faulty(yield_tensor)(ONE), TypeError, r"Faulty yields torch\.Tensor: yield stash"),
         (lambda: ONCE(ONE), RuntimeError, "skip tensor 'a' is popped but was not stashed"),
         (lambda: stash("a", PAIR), TypeError, "stashed as tuple: stash a tensor or None"),
-        (lambda: skippable(stash="abc"), TypeError, "skippable got 'abc': names come as lists"),
-        (lambda: skippable(pop="abc"), TypeError, "skippable got 'abc': names come as lists"),
-        (lambda: skippable(LAYER), TypeError, r"as in @skippable\(stash=\[...\], pop="),
-        (lambda: skippable(stash={"a": 0}), ValueError, "popped by 0 layers: give at least 1"),
+        (lambda: skippable(stash="abc"), TypeError, "names come as lists: "),
+        (lambda: skippable(pop="abc"), TypeError, "names come as lists: "),
+        (lambda: skippable(LAYER), TypeError, r"names come as lists: @skippable\(stash=\[..."),
         (
             lambda: isolated(stasher("a", "b"), Namespace(), only=["d", "a", "c"]),
             ValueError,
@@ -177,7 +157,7 @@ def test_isolated_pairs_of_one_name() -> None:
     assert model(ONE).tolist() == [4 + 2 + 1]
 
 
-@for_each("only", ["ab", ["ab"], {"ab"}, iter(["ab"])])
+@for_each("only", [["ab"], iter(["ab"])])
 def test_isolate_only_some_names(only: Any) -> None:
     namespace = Namespace()
     popped_apart = isolated(popper("ab"), namespace)
@@ -189,13 +169,6 @@ def test_isolate_only_some_names(only: Any) -> None:
 
 
 # -- layers are ordinary modules ------------------------------------------------------------------
-
-
-def test_a_skippable_layer_is_the_layer_itself():
-    layer = StashProduct()
-    assert type(layer) is StashProduct
-    assert repr(layer).startswith("StashProduct(\n  (linear): Linear")
-    assert list(layer.state_dict()) == ["linear.weight"]
 
 
 @skippable(stash=["a"])

@@ -84,8 +84,6 @@ def backward_plan(
     recomputed. With one partition a stage, the cycles are ``clock_cycles`` in the mirror: a stage
     begins as many cycles after the last stage as it is stages away from it.
     """
-    if strangers := sorted({*recompute} - {*range(m)}):
-        raise ValueError(f"cannot recompute micro-batches {strangers}: there are {m}, from 0")
     kinds = [(RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,) for i in range(m)]
     work = [(kind, i) for i in reversed(range(m)) for kind in kinds[i]]
     if placement in ((), tuple(range(n))):

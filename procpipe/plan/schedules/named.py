@@ -15,10 +15,6 @@ from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
 from procpipe.plan.task import Plan
 
 
-def _one_each(num_partitions: int, num_stages: int) -> tuple[int, ...]:
-    return looped(num_stages, num_stages)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A way to run mini-batches of any number of micro-batches on any number of stages."""
@@ -28,7 +24,7 @@ class Schedule:
     make: Callable[[int, int, int, Collection[int]], Plan]
     #: Returns the stage of each partition, from the numbers of partitions and of stages; of another
     #: number of partitions if it does not support that one.
-    placement: Callable[[int, int], tuple[int, ...]] = _one_each
+    placement: Callable[[int, int], tuple[int, ...]] = lambda p, n: looped(n, n)
     partitions_per_stage: int | None = 1  # the only number that it supports; None if not known
 
     def count(self, num_stages: int) -> int:
@@ -46,8 +42,9 @@ class Schedule:
         placement = self.placement(num_partitions, num_stages)
         if len(placement) != num_partitions:
             raise BalanceError(
-                f"the balance makes {num_partitions} partitions for {num_stages} stages, but "
-                f"schedule={self.name!r} can run {len(placement)}"
+                f"the balance makes {num_partitions} partitions, but schedule={self.name!r} runs "
+                f"{len(placement)} on {num_stages} stages: give another balance, or change the "
+                "number of stages, which is that of processes divided by replicas"
             )
         return placement
 
@@ -108,21 +105,12 @@ def _checked(function: Callable[[int, int], Plan], m: int, n: int) -> Plan:
 
 
 def schedule_of(schedule: str | Callable[[int, int], Plan]) -> Schedule:
-    """Return the schedule of a name or of a user's function.
-
-    Args:
-        schedule: a name in ``SCHEDULES``, or a function of the numbers of micro-batches and of
-            stages, whose plans include recomputations and a placement.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: neither a name nor a function.
-    """
+    """Return the schedule of a name or of a user's function; ``ValueError`` if it is neither."""
     if callable(schedule):
         return _of_function(schedule)
-    wanted = f"one of {', '.join(map(repr, SCHEDULES))}, or a function (m, n) -> Plan"
-    if not isinstance(schedule, str):
-        raise TypeError(f"schedule is {schedule!r}, but must be {wanted}")
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}, but must be {wanted}")
+        raise ValueError(
+            f"schedule is {schedule!r}, but must be one of {', '.join(map(repr, SCHEDULES))}, or a "
+            "function (m, n) -> Plan"
+        )
     return SCHEDULES[schedule]

@@ -50,8 +50,3 @@ def test_the_modes_choose_what_to_recompute() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'often'; .* 'always', 'except_last', 'never'"):
         recomputed("often", 3)
-
-
-def test_recomputing_a_missing_micro_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cannot recompute micro-batches \[3, 7\]: there are 3"):
-        gpipe(3, 2, recompute={1, 3, 7})

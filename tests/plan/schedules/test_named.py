@@ -31,7 +31,7 @@ def backward_first(m: int, n: int) -> Plan:
             ValueError,
             "schedule is 'zb', but must be one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-v'",
         ),
-        (7, TypeError, "schedule is 7, but must be one of .*, or a function"),
+        (7, ValueError, "schedule is 7, but must be one of .*, or a function"),
     ],
 )
 def test_an_invalid_schedule_is_refused(schedule, error, message):

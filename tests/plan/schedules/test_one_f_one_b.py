@@ -61,12 +61,12 @@ def test_a_plan_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
     assert total_s == simulate(gpipe(m, n), costs).total_s == 3.0 * (m + n - 1)
 
 
-def test_tasks_in_the_wrong_row_and_tasks_that_come_twice_are_reported() -> None:
+def test_tasks_in_the_wrong_row_are_reported() -> None:
     rows = [
         [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1), Task(FORWARD, 0, 1)],
+        [Task(FORWARD, 0, 0), Task(BACKWARD, 0, 1)],
     ]
-    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@1 comes 2 times"):
+    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@0 is in the row of"):
         plan_of_rows(1, rows)
 
 
