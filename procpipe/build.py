@@ -42,7 +42,6 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.log import Log
-from procpipe.run.programs import Programs
 from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
@@ -221,7 +220,7 @@ def connect(
         for j, names in cut.layers.items()
     }
     routes = Routes(grid.num_stages, tuple(cut.skips.keys), cut.placement)
-    coordinator.programs = Programs(routes, schedule, grid.stage)
+    coordinator.use(routes, schedule)
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
     wires = connect_wires(world, coordinator, routes, ties, facts)
     if trace is None:

@@ -1,4 +1,4 @@
-"""What the first ranks of all replicas agree on in a loop over batches, item by item.
+"""What ranks agree on in a loop over batches, item by item.
 
     before an item is read      has any rank of the job got a signal? later it would be lost
     before it is yielded        has each replica an item? have two of them read the same?
@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from procpipe.errors import CallMismatchError
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.same_input import Described, described
+from procpipe.run.order import Order
+from procpipe.run.same_input import described
 
 
 @dataclass
@@ -24,55 +26,47 @@ class Loop:
     """One loop, as its replica's first rank makes it."""
 
     grid: Grid  # this rank's place
-    stop_on: str  # the names of signals
     same_data: bool  # whether replicas may read the same
     #: What any loop of this rank has done, which is done once: "compare" and "note".
     done: set[str]
-    is_training: bool = True  # before its next item
     gone: set[int] = field(default_factory=set)  # the first ranks whose loops have ended
 
-    def wait_signals(self, coordinator: Coordinator, *, is_signalled: bool) -> bool:
-        """Return whether any rank has got a signal; waits for the other replicas."""
-        return self._is_stopped(self._ask(coordinator, is_signalled))
+    def agree_to_stop(self, coordinator: Coordinator, order: Order, *, is_signalled: bool) -> bool:
+        """Return whether any rank has got a signal; waits for the other replicas.
 
-    def wait_items(
-        self, coordinator: Coordinator, items: Sequence[Any], *, is_signalled: bool
-    ) -> tuple[bool, bool, list[str]]:
-        """Agree on the next item; waits for the other replicas.
+        Not once a replica has ended its loop, which would not know.
+        """
+        said = coordinator.exchange(order, is_signalled, self.gone)
+        return not self.gone and any(said.values())
+
+    def agree_on_item(
+        self, coordinator: Coordinator, order: Order, items: Sequence[Any], *, is_stopped: bool
+    ) -> bool | None:
+        """Return None if the next item is yielded; else whether loops end because of a signal.
+
+        Waits for the other replicas.
 
         Args:
             coordinator: of this rank.
-            items: what it has read: an item, or nothing.
-            is_signalled: whether a rank of this replica has got a signal.
+            order: this call.
+            items: what this rank has read: an item, or nothing.
+            is_stopped: whether that is nothing because of a signal.
 
-        Returns:
-            Whether loops end because of a signal, whether this one ends because of a loader, and
-            why none can go on.
+        Raises:
+            CallMismatchError: another replica has read the same, or is in another call or mode.
         """
-        read: Described = []
-        if self.is_training and self._is_first("compare") and not self.same_data:
-            read = described(items) if self.grid.num_replicas > 1 else []
-        said = self._ask(coordinator, is_signalled, bool(items), read)
-        is_stopped = self._is_stopped(said)
-        self.gone |= {rank for rank, (_, has_item, _) in said.items() if not has_item}
-        has_ended = self.grid.rank in self.gone
-        if self.is_training and self.gone:
-            has_ended = True
+        is_compared = order.is_training and not self.same_data and self.grid.num_replicas > 1
+        read = described(items) if is_compared and self._is_first("compare") else None
+        said = coordinator.exchange(order, [bool(items), is_stopped, read], self.gone)
+        self._check_apart({rank: read for rank, (_, _, read) in said.items()})
+        ends = not self.gone and any(stops for _, stops, _ in said.values())
+        self.gone |= {rank for rank, (has_item, _, _) in said.items() if not has_item}
+        if ends:
+            return True
+        if order.is_training and self.gone:
             self._note_end()
-        return is_stopped, has_ended, self._same(said)
-
-    def _ask(
-        self, coordinator: Coordinator, is_signalled: bool, *of_item: Any
-    ) -> dict[int, list[Any]]:
-        """Return what each first rank says whose loop has not ended, as this one says it."""
-        mode = "training mode" if self.is_training else "eval mode"
-        common = {"stop_on": self.stop_on, "same_data": self.same_data}
-        said = coordinator.next_item(mode, common, [is_signalled, *of_item], self.gone)
-        return dict(sorted(said.items()))
-
-    def _is_stopped(self, said: Mapping[int, list[Any]]) -> bool:
-        """Return whether any has got a signal, unless one has ended its loop and would not know."""
-        return not self.gone and any(is_signalled for is_signalled, *_ in said.values())
+            return False
+        return False if self.grid.rank in self.gone else None
 
     def _is_first(self, what: str) -> bool:
         """Return whether it is done for the first time."""
@@ -91,19 +85,14 @@ class Loop:
                 "each as many, as DistributedSampler does (this is said once)"
             )
 
-    def _same(self, said: Mapping[int, list[Any]]) -> list[str]:
-        """Say which replicas have read the same, if that is compared."""
-        first: dict[str, str] = {}
-        faults = []
-        for rank, (_, _, read) in said.items():
-            if all(checksum is None for _, checksum in read):
-                continue
-            name = self.grid.rank_name(rank)
-            if (other := first.setdefault(repr(read), name)) != name:
-                faults.append(
-                    f"{name} reads the same first mini-batch in training as {other}, so it would "
-                    "count twice: let each replica read data of its own, by "
-                    "DistributedSampler(dataset, stage.replicas, stage.replica), or give "
-                    "batches(…, same_data=True) if that is meant"
+    def _check_apart(self, of_all: Mapping[int, Any]) -> None:
+        """Check that no replica has read the same as another, where that is compared."""
+        first: dict[str, int] = {}
+        for rank, read in sorted(of_all.items()):
+            if read is not None and (other := first.setdefault(repr(read), rank)) != rank:
+                raise CallMismatchError(
+                    f"{self.grid.rank_name(rank)} reads the same first mini-batch in training as "
+                    f"{self.grid.rank_name(other)}, so it would count twice: let each replica read "
+                    "data of its own, by DistributedSampler(dataset, stage.replicas, "
+                    "stage.replica), or give batches(…, same_data=True) if that is meant"
                 )
-        return faults

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from procpipe.compute.segment import Segment
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
@@ -95,8 +95,10 @@ class Runner:
         self._bound: dict[object, list[Step]] = {}
         self._slots: list[Any] = []
         self._batch = MiniBatch()
+        self._order = Order("")
+        self._keeps = False  # whether backward tasks follow, in this call or in one of its own
         self._has_begun = False  # the gradients of this call
-        self._taken_loss: LossPart | None = None  # of this call, from another stage
+        self._taken_loss: tuple[Tensor, float] | None = None  # of this call, from another stage
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         for segment in self.segments.values():
             segment.layers.board = log.board_for(segment.layers.shown)
@@ -114,8 +116,9 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            self._bound[order.program] = self._bind(self.coordinator.programs.program(order))
-        self._batch, self._has_begun = batch, False
+            self._bound[order.program] = self._bind(self.coordinator.program(order))
+        self._order, self._batch = order, batch
+        self._keeps, self._has_begun = order.is_kept, False
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
@@ -157,33 +160,34 @@ class Runner:
 
     def _finish(self, batch: MiniBatch) -> None:
         """Add up what belongs to no task: tied gradients, sums over replicas, the loss."""
-        self.wires.channels.wait_posted()
+        self.wires.wait_posted()
         for segment in self.segments.values():
             segment.end()
-        if batch.is_backward:
+        order = self._order
+        if order.makes_gradients:
             if not self._has_begun:
                 self._begin_gradients()  # no task makes any
             if self.wires.tied:
                 self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
-        if batch.is_step:
-            part = self._loss_part()
-            batch.mean = self.replicas.total(part.loss, batch)
-            batch.weight = part.weight
-        if batch.is_backward or not batch.keep:
+        if order.call == "step":
+            batch.mean, batch.weight = self._loss_part()
+            if order.is_shared:
+                batch.mean = self.replicas.total(batch.mean)
+        if order.makes_gradients or not self._keeps:
             self.replicas.settle()
 
     def _add_up_tied(self) -> None:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
-        channels, tied = self.wires.channels, self.wires.tied
+        wires, tied = self.wires, self.wires.tied
         for _, into in tied.values():
-            channels.receivers[into].expect()
+            wires.receivers[into].expect()
         for stage, (out, _) in tied.items():
             message = _message_of(self._tied.gradients_for(stage))
-            self._send(channels.senders[out], _once(out), message)
+            self._send(wires.senders[out], _once(out), message)
         self._tied.add_up(
             {
-                stage: self._take(channels.receivers[into], _once(into)).value
+                stage: self._take(wires.receivers[into], _once(into)).value
                 for stage, (_, into) in tied.items()
             }
         )
@@ -192,17 +196,15 @@ class Runner:
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
-        apart = [copy.tensor for copy in self._tied.parameters]
-        self.replicas.begin(self._batch, self._parameters(), apart)
+        loss = self._batch.loss
+        self.replicas.begin(
+            chain.from_iterable(segment.parameters() for segment in self.segments.values()),
+            [] if loss is None else [*loss.loss.parameters()],
+            [copy.tensor for copy in self._tied.parameters],
+            reduces=self._order.reduces,
+        )
         if self.wires.tied:
             self._tied.begin_gradients()
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what this stage trains; a walk over the modules, which few calls need."""
-        for segment in self.segments.values():
-            yield from segment.parameters()
-        if self._batch.loss is not None:
-            yield from self._batch.loss.parameters()
 
     # -- binding --------------------------------------------------------------------------------
 
@@ -219,12 +221,12 @@ class Runner:
     def _bound_step(self, step: Any, number: Mapping[Transfer, int]) -> Step:
         if isinstance(step, Run):
             return self._bound_task(step, number)
-        channels, transfer = self.wires.channels, step.transfer
+        wires, transfer = self.wires, step.transfer
         if not isinstance(step, Send):
-            return channels.receivers[transfer.channel].expect
-        sender = channels.senders[transfer.channel]
+            return wires.receivers[transfer.channel].expect
+        sender = wires.senders[transfer.channel]
         if transfer.payload == LOSS:
-            return lambda: self._send(sender, transfer, Flat.of(tuple(self._loss_part())))
+            return lambda: self._send(sender, transfer, Flat.of(self._loss_part()))
         slots, k = self._slots, number[transfer]
 
         def send() -> None:
@@ -236,7 +238,7 @@ class Runner:
 
     def _bound_task(self, step: Run, number: Mapping[Transfer, int]) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
-        poll, around = self.wires.channels.poll, self.replicas.around(step, segment)
+        poll, around = self.wires.poll, self.replicas.around(step, segment)
         makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
             work = self._bound_forward(step, number)
@@ -280,9 +282,9 @@ class Runner:
             made = segment.forward(  # step 4
                 i,
                 inputs,
-                keep=batch.keep,
+                keep=self._keeps,
                 recompute=step.is_recomputed,
-                finish=None if loss is None else partial(loss.of, i, target=batch.target(i)),
+                finish=None if loss is None else partial(loss.of, i),
                 split=step.is_split,
                 is_left_out=loss is not None and loss.is_left_out(i),
             )
@@ -344,7 +346,7 @@ class Runner:
     def _taking(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Callable[[], Flat]:
         """Return what takes a message: out of its slot, or of another stage, waiting for it."""
         if transfer.source not in self.segments:
-            return partial(self._take, self.wires.channels.receivers[transfer.channel], transfer)
+            return partial(self._take, self.wires.receivers[transfer.channel], transfer)
         slots, k = self._slots, number[transfer]
 
         def take() -> Flat:
@@ -357,7 +359,7 @@ class Runner:
         """Return what passes over a gradient that nothing requires."""
         if transfer.source in self.segments:
             return lambda: None
-        return self.wires.channels.receivers[transfer.channel].forgo
+        return self.wires.receivers[transfer.channel].forgo
 
     def _take(self, receiver: Any, transfer: Transfer) -> Flat:
         start_ns = time.perf_counter_ns()
@@ -370,15 +372,18 @@ class Runner:
         sender.send(message)  # step 5
         self.log.sent(transfer, message.tensors, start_ns)
 
-    def _loss_part(self) -> LossPart:
-        """Return the mini-batch's loss; waits for it, once, unless this stage makes it."""
+    def _loss_part(self) -> tuple[Tensor, float]:
+        """Return the mini-batch's loss; waits for it, once, unless this stage makes it.
+
+        That is this replica's part of the sum, and what all count.
+        """
         if self._batch.loss is not None:
             return self._batch.loss.part
         if self._taken_loss is None:
             end = max(self.segments)
             channel = LOSS, end + 1, end
-            receiver = self.wires.channels.receivers[channel]
-            self._taken_loss = LossPart(*self._take(receiver, _once(channel)).value)
+            receiver = self.wires.receivers[channel]
+            self._taken_loss = self._take(receiver, _once(channel)).value
         return self._taken_loss
 
     # -- between calls --------------------------------------------------------------------------
@@ -393,7 +398,7 @@ class Runner:
         """Return what this stage did so far."""
         sent_bytes: Counter[str] = Counter()
         num_messages: Counter[str] = Counter()
-        for (payload, *_), sender in self.wires.channels.senders.items():
+        for (payload, *_), sender in self.wires.senders.items():
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
         return StageStatistics(
@@ -411,15 +416,15 @@ class Runner:
         Until its next call a rank may do anything: wait for a peer by other means, write into the
         mini-batch it gave, or into parameters that a layer returned.
         """
-        self.wires.channels.wait_posted()
-        for sender in self.wires.channels.senders.values():
+        self.wires.wait_posted()
+        for sender in self.wires.senders.values():
             sender.wait_reusable()
         self.wires.mesh.flush()
 
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:
-            for sender in self.wires.channels.senders.values():
+            for sender in self.wires.senders.values():
                 sender.settle()
             self.wires.mesh.flush()
             self.log.finish()

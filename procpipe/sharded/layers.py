@@ -15,7 +15,7 @@ layers (``parallelize_module``) needs none of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,7 +23,6 @@ from torch import nn
 
 from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
-from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Around, Replicas
@@ -68,10 +67,15 @@ class Sharded(Replicas):
             unit.settle()
 
     def begin(
-        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
+        self,
+        parameters: Iterable[nn.Parameter],
+        of_loss: Collection[nn.Parameter],
+        tied: Collection[nn.Parameter],
+        *,
+        reduces: bool,
     ) -> None:
         """Begin a call with a backward pass."""
-        self._reduces = batch.reduces
+        self._reduces = reduces
         self._to_reduce = sorted(self._roots, reverse=True)
         for unit in self._units:
             # As the user has decided for forward passes: to gather once, or to save memory.
