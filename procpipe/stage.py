@@ -384,9 +384,9 @@ class Stage(LocalLayers):
 
         Every rank calls it, and each item waits for the first rank. Other ranks may pass anything
         for ``loader``; it is not touched there. With replicas each reads data of its own, as by a
-        ``DistributedSampler`` of ``stage.replicas`` and ``stage.replica``, and all wait for each
-        other at each item. In training the loops of all replicas end with the first loader, in
-        eval mode each ends with its own.
+        ``DistributedSampler`` of ``stage.replicas`` and ``stage.replica``. In training all wait for
+        each other at each item, and their loops end with the first loader; in eval mode each has
+        its own.
 
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
@@ -397,8 +397,8 @@ class Stage(LocalLayers):
                 after the current mini-batch, ``is_stopped`` is True, and later loops with
                 ``stop_on`` end at once. From then on these signals do nothing until ``close``. A
                 loop that ends without a signal sets the earlier handlers again. Each item then
-                waits for all ranks. Once a replica has ended its loop in eval mode, a signal ends
-                the next loop only.
+                waits for all ranks. With replicas, a signal in eval mode ends the next loop that
+                trains.
             same_data: whether replicas may read the same; otherwise it is an error if they do so
                 in the first mini-batch in training.
 

@@ -115,25 +115,35 @@ class Batches:
         Raises:
             CallMismatchError: another rank is in another call or mode, or has other signals.
         """
-        is_stopped = False
-        if order.signals:
-            begin = coordinator.issue if self._grid.stage == 0 else coordinator.follow
-            begin(order)  # so that all of them agree
-            ours = self.stops.is_stopped or self.stops.is_signalled
-            is_stopped = coordinator.agree(ours, any, self._grid.same_replica())
+        is_stopped = bool(order.signals) and self._agree_to_stop(coordinator, order)
         if self._grid.stage != 0:
             return [], coordinator.follow(order).detail
-        if order.signals:
-            is_stopped = loop.agree_to_stop(coordinator, order, is_signalled=is_stopped)
         found: list[Any] = []
         detail: Detail | None = True
         if not is_stopped:
             found, has_failed = self._read_one(items)
-            detail = loop.agree_on_item(coordinator, order, found, is_stopped=has_failed)
+            detail = loop.agree(coordinator, order, found, is_stopped=has_failed)
         if detail is None:
             detail = _described(*found)
         coordinator.issue(order._replace(detail=detail))
         return found, detail
+
+    def _agree_to_stop(self, coordinator: Coordinator, order: Order) -> bool:
+        """Return on the first ranks whether any rank has got a signal; all wait for each other.
+
+        Before an item is read: later it would be lost. Replicas that evaluate, each as long as its
+        loader, look at signals after that.
+        """
+        if not order.is_training and self._grid.num_replicas > 1:
+            return self.stops.is_stopped
+        begin = coordinator.issue if self._grid.stage == 0 else coordinator.follow
+        begin(order)  # so that all ranks of the replica are here
+        ours = self.stops.is_stopped or self.stops.is_signalled
+        is_stopped = coordinator.agree(ours, any, self._grid.same_replica())
+        if self._grid.stage != 0:
+            return False
+        coordinator.announce(order, is_stopped)
+        return any(coordinator.meet())
 
     def _read_one(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
         """Return a loader's next item, or nothing, and whether the loader failed after a signal.

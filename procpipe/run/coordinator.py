@@ -10,14 +10,13 @@
 
 A replica waits for no other before it works: ``meet`` is called before the first thing that is
 added up over replicas, on the last stage the loss's gradient. What must be made in common is in
-``Order.is_shared``. Between the items of loaders the first ranks compare where they are
-(``exchange``). A rank in another call is an error on all ranks, not a hang.
+``Order.is_shared``. A rank in another call is an error on all ranks, not a hang.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -151,16 +150,6 @@ class Coordinator:
         awaited, self._awaited = self._awaited, []
         self._values |= self._take(awaited, self._announced)
         return [self._values[rank] for rank in sorted(self._values)]
-
-    def exchange(self, order: Order, ours: Any, gone: Collection[int]) -> dict[int, Any]:
-        """Return, by rank, what each replica says in a call, all but those that are gone; waits.
-
-        Raises:
-            CallMismatchError: a replica is in another call or mode.
-        """
-        peers = [rank for rank in self._others if rank not in gone]
-        self._tell(peers, order, ours)
-        return {self._grid.rank: ours} | self._take(peers, order)
 
     def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring together the values of all ranks of all replicas, once all are in this call."""

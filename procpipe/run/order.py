@@ -64,8 +64,8 @@ class Order(NamedTuple):
 
         In eval mode each has mini-batches of its own, and as many as it wants.
         """
-        is_own = self.call in ("batches", "fetch")
-        return not is_own and (self.is_training or self.call not in ("step", "forward"))
+        is_of_eval = not self.is_training and self.call in ("batches", "step", "forward")
+        return not is_of_eval and self.call != "fetch"
 
     @property
     def counted(self) -> float:

@@ -24,6 +24,7 @@ ORDERS = st.builds(
     plan_text=st.text(),
     sizes=COUNTS,
     weights=st.lists(st.floats(0, 1)).map(tuple),
+    total_weight=st.none() | st.floats(0, 9),
     recompute=COUNTS,
     target=PLAIN,
     detail=PLAIN,
