@@ -373,8 +373,7 @@ class Stage(LocalLayers):
 
         may_follow = run_backward if order.is_kept else None
         if self.rank != self._output_rank:
-            what = "the output of stage(input)"
-            return Remote(self._output_rank, what, may_follow, here=self.rank)
+            return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(

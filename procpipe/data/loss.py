@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -91,11 +91,6 @@ class Loss:
             )
         return loss
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the user's function, if it is a module."""
-        for module in self.modules():
-            yield from module.parameters()
-
     def modules(self) -> list[nn.Module]:
         """Return the user's function, if it is a module."""
         return [self.function] if isinstance(self.function, nn.Module) else []
@@ -168,7 +163,6 @@ class MeanLoss:
     get_whole: Callable[[], float]
     total_weight: float | None = None  # what the sum is divided by; None for what all count
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
-    _losses: dict[int, Tensor] = field(default_factory=dict, init=False)  # in order of their tasks
 
     @cached_property
     def _whole(self) -> float:
@@ -188,10 +182,6 @@ class MeanLoss:
         """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
         return self.loss.of(output, self.targets[i], is_left_out=self.is_left_out(i))
 
-    def add(self, i: int, loss: Tensor) -> None:
-        """Count what :meth:`of` returned for micro-batch ``i``, detached."""
-        self._losses[i] = loss
-
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""
         if (scale := self.loss.scale) is None:
@@ -206,10 +196,12 @@ class MeanLoss:
         # In autograd's order of operations, so as (loss / n).backward() to the last bit.
         return torch.full_like(loss, 1 / self.accumulate, dtype=dtype) * self._shares[i]
 
-    @cached_property
-    def part(self) -> tuple[Tensor, float]:
-        """This replica's part of the loss, and what all count, once all losses are counted."""
-        loss = reduce(add, (loss * self._shares[i] for i, loss in self._losses.items()))
+    def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
+        """Return this replica's part of the loss, and what all count.
+
+        ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
+        """
+        loss = reduce(add, (loss * self._shares[i] for i, loss in losses.items()))
         return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 
 

@@ -60,7 +60,19 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
         if isinstance(only, Tensor) and only.dim() and len(only):
             parts = only.chunk(chunks)
             return [(part,) for part in parts], [len(part) for part in parts]
-    sizes = _sizes(_batch_size(inputs), chunks)
+    batch_size = _num_samples(inputs, "input")
+    if batch_size is None:
+        raise TypeError(
+            "the input holds no tensor to scatter over micro-batches: pass at least one "
+            "tensor with the batch in dim 0 that is not wrapped in NoChunk"
+        )
+    if batch_size == 0:
+        raise ValueError(
+            f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
+            "skip this mini-batch on every rank"
+        )
+    step = math.ceil(batch_size / chunks)
+    sizes = [min(step, batch_size - start) for start in range(0, batch_size, step)]
     return _divide(inputs, sizes), sizes
 
 
@@ -103,21 +115,6 @@ def gather(outputs: list[Any]) -> Any:
     return pytree.tree_unflatten(map(_merged, zip(*flat, strict=True)), specs[0])
 
 
-def _batch_size(inputs: Any) -> int:
-    size = _num_samples(inputs, "input")
-    if size is None:
-        raise TypeError(
-            "the input holds no tensor to scatter over micro-batches: pass at least one "
-            "tensor with the batch in dim 0 that is not wrapped in NoChunk"
-        )
-    if size == 0:
-        raise ValueError(
-            f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
-            "skip this mini-batch on every rank"
-        )
-    return size
-
-
 def _num_samples(value: Any, where: str, size: int | None = None, other: str = "") -> int | None:
     """Return how many samples a value's tensors have; None if it holds none to be divided.
 
@@ -142,12 +139,6 @@ def _num_samples(value: Any, where: str, size: int | None = None, other: str = "
                 "NoChunk"
             )
     return size
-
-
-def _sizes(batch_size: int, chunks: int) -> list[int]:
-    """Return the sizes that ``torch.chunk`` gives: all equal but for the last."""
-    step = math.ceil(batch_size / chunks)
-    return [min(step, batch_size - start) for start in range(0, batch_size, step)]
 
 
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:

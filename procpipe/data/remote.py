@@ -77,10 +77,9 @@ class Remote:
             have done theirs; ``None`` if nothing requires grad. It is called at most once, by
             whichever of the values computed from this one is the first to have its backward called.
         others: further ranks that hold the value.
-        here: this process's rank, for messages.
     """
 
-    __slots__ = ("_here", "_passes", "_ranks", "_what", "rank")
+    __slots__ = ("_passes", "_ranks", "_what", "rank")
 
     _numbers = itertools.count()  # of backward passes, in the order of their forward passes
 
@@ -91,11 +90,10 @@ class Remote:
         backward: Callable[[], None] | None,
         *,
         others: Iterable[int] = (),
-        here: int | None = None,
     ) -> None:
         self.rank = rank
         self._ranks = frozenset([rank, *others])
-        self._what, self._here = what, here
+        self._what = what
         self._passes: _Passes = {} if backward is None else {next(self._numbers): [backward]}
 
     @property
@@ -209,7 +207,7 @@ class Remote:
     def _with(self, passes: _Passes, ranks: Iterable[int] = (), what: str = "") -> Remote:
         """Return a placeholder for what is computed from this one."""
         ranks = ranks or self._ranks
-        other = Remote(min(ranks), what or self._what, None, others=ranks, here=self._here)
+        other = Remote(min(ranks), what or self._what, None, others=ranks)
         other._passes = passes
         return other
 
@@ -251,10 +249,8 @@ def _result(func: Any, arguments: Any) -> Remote:
     leaves = pytree.tree_leaves(arguments)
     requiring = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
     if not joined._passes and any(tensor.grad_fn for tensor in requiring):
-        here = "this rank" if joined._here is None else f"rank {joined._here}"
-        raise _no_rank_has_both(
-            name, joined, f"{here} (computed from the output of stage(input), as it requires grad)"
-        )
+        here = "this rank (computed from the output of stage(input), as it requires grad)"
+        raise _no_rank_has_both(name, joined, here)
     if requiring:
         warn(
             f"{name} combines a tensor that requires grad on this rank "

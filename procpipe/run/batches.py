@@ -8,14 +8,16 @@
 What loss code after ``stage(input)`` may need is sent to the last stage with the item: of a tuple
 or list all but the first entry, otherwise all entries. ``step`` then does not send it again.
 
-Before an item is read and yielded, ranks agree that they go on, see ``loops.py``.
+Ranks agree on each item: before it is read, whether any of them has got a signal, as it would be
+lost later; before it is yielded, in training, whether each replica has one. So all replicas have a
+part of every mini-batch, and their loops end with the first loader. In eval mode each has its own.
 """
 
 from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,9 +31,9 @@ from procpipe.job.grid import Grid
 from procpipe.notes import write_note
 from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Coordinator
-from procpipe.run.loops import Loop
 from procpipe.run.order import Order
 from procpipe.run.runner import Runner
+from procpipe.run.same_input import check_apart, described
 from procpipe.run.stops import Signals, Stops
 from procpipe.torch_internals import pytree
 from procpipe.tree import TENSOR, Structure, flatten, is_plain, map_tensors, text_of, unflatten
@@ -73,7 +75,8 @@ class Batches:
         self._output_rank = output_rank
         self._device = device
         self.stops = Stops(lambda: calls.has_failed)
-        self._done: set[str] = set()  # see ``Loop``
+        self._has_compared = False  # a first mini-batch with those of other replicas
+        self._has_noted = False  # that a loop has ended before others
         self._unfinished: Iterator[Any] | None = None  # what a stopped loop has read from
         #: Tensors of the latest item that the output rank has, as they are on this rank, in the
         #: same order on both; the number and the version of each; and each as it was read.
@@ -92,13 +95,12 @@ class Batches:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader)
         names = ", ".join(number.name for number in sorted(map(signal.Signals, stop_on)))
-        loop = Loop(self._grid, same_data, self._done)
         with self.stops.handling(stop_on):
             while True:
                 with self._calls.together("batches") as pipeline:
                     here = self._is_training(), torch.is_grad_enabled()
                     order = Order("batches", *here, signals=names)
-                    found, detail = self._next(pipeline.coordinator, order, items, loop)
+                    found, detail = self._next(pipeline.coordinator, order, items, same_data)
                     if isinstance(detail, bool):
                         self.stops.is_stopped |= detail
                         if detail:
@@ -108,7 +110,7 @@ class Batches:
                 yield item
 
     def _next(
-        self, coordinator: Coordinator, order: Order, items: Iterator[Any], loop: Loop
+        self, coordinator: Coordinator, order: Order, items: Iterator[Any], same_data: bool
     ) -> tuple[list[Any], Detail]:
         """Read the next item on the first rank, and return it there; on all what it is.
 
@@ -122,28 +124,61 @@ class Batches:
         detail: Detail | None = True
         if not is_stopped:
             found, has_failed = self._read_one(items)
-            detail = loop.agree(coordinator, order, found, is_stopped=has_failed)
+            read = self._to_compare(order, found, same_data)
+            coordinator.announce(order, [bool(found), has_failed, read])
+            detail = self._end(order, coordinator.meet())
         if detail is None:
             detail = _described(*found)
         coordinator.issue(order._replace(detail=detail))
         return found, detail
 
     def _agree_to_stop(self, coordinator: Coordinator, order: Order) -> bool:
-        """Return on the first ranks whether any rank has got a signal; all wait for each other.
+        """Return whether any rank has got a signal, before an item is read; all wait for all.
 
-        Before an item is read: later it would be lost. Replicas that evaluate, each as long as its
-        loader, look at signals after that.
+        Replicas that evaluate, each as long as its loader, look at signals after that.
         """
         if not order.is_training and self._grid.num_replicas > 1:
             return self.stops.is_stopped
         begin = coordinator.issue if self._grid.stage == 0 else coordinator.follow
-        begin(order)  # so that all ranks of the replica are here
+        begin(order)  # so that all ranks are in this loop
+        coordinator.announce(order)
         ours = self.stops.is_stopped or self.stops.is_signalled
-        is_stopped = coordinator.agree(ours, any, self._grid.same_replica())
-        if self._grid.stage != 0:
-            return False
-        coordinator.announce(order, is_stopped)
-        return any(coordinator.meet())
+        return bool(coordinator.agree_in_call(ours, any))
+
+    def _to_compare(self, order: Order, found: list[Any], same_data: bool) -> Any:
+        """Return what replicas compare of the first mini-batch in training, once; else None."""
+        if same_data or self._has_compared or self._grid.num_replicas == 1:
+            return None
+        self._has_compared = order.is_training
+        return described(found) if order.is_training else None
+
+    def _end(self, order: Order, said: Sequence[Any]) -> bool | None:
+        """Return None if the next item is yielded; else whether loops end because of a signal.
+
+        Args:
+            order: this call.
+            said: of each replica whether it has an item, whether it has none because of a signal,
+                and what is compared.
+
+        Raises:
+            CallMismatchError: another replica has read the same.
+        """
+        have_items, are_stopped, read = zip(*said, strict=True)
+        check_apart(read, self._grid)
+        if any(are_stopped):  # in eval mode others do not know
+            return order.is_training or self._grid.num_replicas == 1
+        if all(have_items):
+            return None
+        if self._grid.rank == 0 and any(have_items) and not self._has_noted:
+            self._has_noted = True
+            each = zip(self._grid.same_stage(), have_items, strict=True)
+            names = ", ".join(self._grid.rank_name(rank) for rank, has_item in each if not has_item)
+            write_note(
+                f"procpipe: the loop over batches ends on all replicas, as {names} has no more "
+                "mini-batches and others have: in training all end with the first loader, so give "
+                "each as many, as DistributedSampler does (this is said once)"
+            )
+        return False
 
     def _read_one(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
         """Return a loader's next item, or nothing, and whether the loader failed after a signal.
@@ -192,8 +227,7 @@ class Batches:
         """Yield an item's entries: those sent to this rank, and placeholders for the others."""
         for k, name in enumerate(names):
             others = [self._output_rank] if k in delivered else []
-            placeholder = Remote(self._first, name, None, others=others, here=self._grid.rank)
-            yield sent.get(k, placeholder)
+            yield sent.get(k, Remote(self._first, name, None, others=others))
 
     # -- what was delivered ---------------------------------------------------------------------
 

@@ -192,25 +192,21 @@ class Coordinator:
         self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
         return arrived.popleft()
 
-    def agree(
-        self, ours: Any, combine: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
-    ) -> Any:
+    def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring every rank's value to the first, combine them there, and return the result to all.
 
-        Every one of the ranks calls it, and it waits for all of them.
+        Every rank calls it, and it waits for all of them.
 
         Args:
             ours: this rank's value; plain JSON.
             combine: makes plain JSON of the list of all values, by rank; runs on the first only.
-            ranks: those that take part, this one among them; by default all.
         """
-        first, *others = range(len(self._arrived) + 1) if ranks is None else ranks
-        if self._mesh.rank != first:
-            self.send(first, encode(ours))
-            return decode(self.receive(first, "the outcome of a common call"))
-        values = [ours]
-        values += [decode(self.receive(peer, "its part in a common call")) for peer in others]
-        outcome = encode(combine(values))
+        if self._mesh.rank != 0:
+            self.send(0, encode(ours))
+            return decode(self.receive(0, "the outcome of a common call"))
+        others = self._mesh.peers
+        of_others = [decode(self.receive(peer, "its part in a common call")) for peer in others]
+        outcome = encode(combine([ours, *of_others]))
         for peer in others:
             self.send(peer, outcome)
         return decode(outcome)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ from procpipe.run.coordinator import Agree
 from procpipe.run.order import LOCAL, SENT, Order
 from procpipe.run.runner import Runner
 from procpipe.run.same_input import described, differences
-
-
-@cache
-def _recomputed(checkpoint: str, m: int) -> tuple[int, ...]:
-    return tuple(sorted(recomputed(checkpoint, m)))
 
 
 class Intake:
@@ -73,8 +67,8 @@ class Intake:
             parts, sizes = scatter(inputs, chunks)  # step 1
             batch.add_inputs(parts, self._device)
             keeps = is_training and torch.is_grad_enabled()
-            chosen = _recomputed(checkpoint, len(sizes)) if keeps else ()
-            decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": chosen}
+            again = tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()
+            decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": again}
             if call == "step":
                 decided |= divisors(total_weight, accumulate)
                 decided |= self._about_target(target, sizes)

@@ -98,7 +98,7 @@ class Runner:
         self._order = Order("")
         self._keeps = False  # whether backward tasks follow, in this call or in one of its own
         self._has_begun = False  # the gradients of this call
-        self._taken_loss: tuple[Tensor, float] | None = None  # of this call, from another stage
+        self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         for segment in self.segments.values():
             segment.layers.board = log.board_for(segment.layers.shown)
@@ -136,7 +136,7 @@ class Runner:
                 note_where(error, self.current_task, where, self.segments)
             raise
         finally:
-            self._batch, self._taken_loss = MiniBatch(), None  # which hold tensors
+            self._batch, self._part = MiniBatch(), None  # which hold tensors
         if self._world.device.type == "cuda":
             self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
         self.log.end_step(order)
@@ -199,7 +199,7 @@ class Runner:
         loss = self._batch.loss
         self.replicas.begin(
             chain.from_iterable(segment.parameters() for segment in self.segments.values()),
-            [] if loss is None else [*loss.loss.parameters()],
+            [] if loss is None else [p for m in loss.loss.modules() for p in m.parameters()],
             [copy.tensor for copy in self._tied.parameters],
             reduces=self._order.reduces,
         )
@@ -291,8 +291,6 @@ class Runner:
             log.end_task(task)
             if is_last:
                 batch.outputs[i] = made[0]
-                if loss is not None:
-                    loss.add(i, made[0].tensors[0])  # step 7
             for k, message in zip(places, made, strict=False):  # the model's output stays here
                 slots[k] = message
 
@@ -373,26 +371,20 @@ class Runner:
         self.log.sent(transfer, message.tensors, start_ns)
 
     def _loss_part(self) -> tuple[Tensor, float]:
-        """Return the mini-batch's loss; waits for it, once, unless this stage makes it.
+        """Return this replica's part of the mini-batch's loss, and what all count.
 
-        That is this replica's part of the sum, and what all count.
+        Makes it once on the last stage, elsewhere waits for it.
         """
-        if self._batch.loss is not None:
-            return self._batch.loss.part
-        if self._taken_loss is None:
+        if self._part is None and (loss := self._batch.loss) is not None:
+            outputs = self._batch.outputs.items()
+            self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 7
+        if self._part is None:
             end = max(self.segments)
             channel = LOSS, end + 1, end
-            receiver = self.wires.receivers[channel]
-            self._taken_loss = self._take(receiver, _once(channel)).value
-        return self._taken_loss
+            self._part = self._take(self.wires.receivers[channel], _once(channel)).value
+        return self._part
 
     # -- between calls --------------------------------------------------------------------------
-
-    @property
-    def num_held(self) -> int:
-        """Messages and micro-batches that wait for a task; 0 between calls, or something leaks."""
-        in_slots = sum(message is not None for message in self._slots)
-        return in_slots + sum(segment.num_held for segment in self.segments.values())
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""

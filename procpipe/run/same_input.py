@@ -1,10 +1,13 @@
-"""Compares the inputs that the ranks of a replica pass to ``stage(input)``.
+"""Compares what ranks have read: alike within a replica, each its own between replicas.
 
-    rank 0    stage(x) ── checksum of x ──> rank 0 ── faults ──> both, in calls 1, 2, 4, 8, …
-    rank 1    stage(x) ── checksum of x ──>
+    within, in calls 1, 2, 4, 8, … of stage(input)      between, in the first item of a loop
+
+    rank 0    stage(x) ── checksum ──┐                  rank 0    x of batches ── checksum ──┐
+    rank 1    stage(x) ── checksum ──┴─> the same?      rank 2    x of batches ── checksum ──┴─> no?
 
 The first rank's input is the one that counts. Where each rank reads a loader of its own, the last
 stage computes the loss with the target of another mini-batch: nothing fails, and nothing is learnt.
+Where replicas read the same, each sample counts twice.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from procpipe.channel.meta import memory_of
 from procpipe.data.remote import Remote
+from procpipe.errors import CallMismatchError
 from procpipe.job.grid import Grid
 from procpipe.torch_internals import pytree
 from procpipe.tree import in_words, is_plain
@@ -67,3 +71,23 @@ def differences(of_all: Sequence[Any], grid: Grid, num_calls: int) -> list[str]:
             "target to the last stage, and change it there at random"
         )
     return faults
+
+
+def check_apart(of_replicas: Sequence[Any], grid: Grid) -> None:
+    """Check that no replica has read the same as another.
+
+    ``of_replicas`` has what :func:`described` returned on their first ranks; None if that is not to
+    be compared.
+
+    Raises:
+        CallMismatchError: two have.
+    """
+    first: dict[str, int] = {}
+    for rank, read in zip(grid.same_stage(), of_replicas, strict=False):
+        if read is not None and (other := first.setdefault(repr(read), rank)) != rank:
+            raise CallMismatchError(
+                f"{grid.rank_name(rank)} reads the same first mini-batch in training as "
+                f"{grid.rank_name(other)}, so it would count twice: let each replica read data of "
+                "its own, by DistributedSampler(dataset, stage.replicas, stage.replica), or give "
+                "batches(…, same_data=True) if that is meant"
+            )

@@ -228,7 +228,7 @@ def test_torch_autograd_backward() -> None:
 
 def test_values_that_no_rank_has_together() -> None:
     output: Any = a_remote(calls := Calls())
-    target: Any = Remote(0, "entry 1 of the mini-batch", None, others=[3], here=1)
+    target: Any = Remote(0, "entry 1 of the mini-batch", None, others=[3])
     results: Any = (F.mse_loss(output, target), F.mse_loss(target, output), target[output > 0])
     for result in results:
         assert result.rank == 3
@@ -237,7 +237,7 @@ def test_values_that_no_rank_has_together() -> None:
     assert calls.count == 1
     assert (target + target).rank == 0
 
-    input: Any = Remote(0, "entry 0 of the mini-batch", None, here=1)
+    input: Any = Remote(0, "entry 0 of the mini-batch", None)
     both = r"no rank has both\. .*\(x, x\), or use loss_fn"
     for combine in (
         lambda: F.mse_loss(output, input),
@@ -253,7 +253,9 @@ def test_values_that_no_rank_has_together() -> None:
         assert "rank 0 (entry 0 of the mini-batch)" in str(caught.value)
 
     real = nn.Linear(3, 3)(T)
-    on_both = r"rank 0 \(entry 0 of the mini-batch\) with one of rank 1 \(computed from the output"
+    on_both = (
+        r"rank 0 \(entry 0 of the mini-batch\) with one of this rank \(computed from the output"
+    )
     with pytest.raises(RemoteValueError, match=on_both + f".*{both}"):
         F.mse_loss(real, input)
     with torch.no_grad():
