@@ -32,7 +32,7 @@ from procpipe.errors import (
     WaitTimeoutError,
 )
 from procpipe.optional import needed
-from procpipe.run.statistics import StageStatistics, TimedTask
+from procpipe.run.statistics import StageStatistics
 from procpipe.stage import Stage
 from procpipe.version import __version__
 
@@ -59,7 +59,6 @@ __all__ = [
     "Stage",
     "StageClosedError",
     "StageStatistics",
-    "TimedTask",
     "WaitTimeoutError",
     "__version__",
     "is_checkpointing",

@@ -64,7 +64,7 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.order import Order
 from procpipe.run.runner import Runner
-from procpipe.run.statistics import StageStatistics, TimedTask, table
+from procpipe.run.statistics import StageStatistics, table
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
 from procpipe.state_dicts import StageRecord
@@ -283,10 +283,9 @@ class Stage(LocalLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``, or
-                a key of the only positional value, a mapping; ``None`` for none. A model of several
-                inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
-                target, that one is used.
+            target: what ``loss_fn`` gets beside the output; ``None`` for nothing. A model of
+                several inputs needs it by name: ``step(a, b, target=y)``. If only the last stage
+                passes a target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
                 from 1. Loss and gradients are divided by it, as by ``(loss / 4).backward()``, also
                 in eval mode; the first rank's counts, and in training all replicas need the same.
@@ -560,20 +559,10 @@ class Stage(LocalLayers):
         Dividing its idle time needs the times of all stages: the result is in ``split`` once
         ``report()`` has brought them together.
         """
-        return self._connected("there are no statistics").statistics()
-
-    def last_step(self) -> list[TimedTask]:
-        """Return this stage's tasks of the last call that ran any, in order, with their times.
-
-        Does not communicate.
-        """
-        return self._connected("there are no tasks").log.last_step()
-
-    def _connected(self, nothing: str) -> Runner:
         pipeline = self._calls.pipeline
         if pipeline is None:
-            raise StageClosedError(f"{nothing} before the first call and after close")
-        return pipeline
+            raise StageClosedError("there are no statistics before the first call and after close")
+        return pipeline.statistics()
 
     def report(self) -> str:
         """Return a table of what all stages did so far, on every rank, which all call it.

@@ -402,17 +402,6 @@ def test_spectral_norm_is_recomputed(width):
         stage.step(torch.randn(6, 4), torch.randn(6, width))
 
 
-def test_the_tasks_of_the_last_step_are_timed():
-    stage = Stage(nn.Sequential(nn.Linear(2, 2)), [1], chunks=2, loss_fn=F.mse_loss)
-    with pytest.raises(StageClosedError, match="before the first call"):
-        stage.last_step()
-    stage.step(torch.randn(4, 2), torch.randn(4, 2))
-    timed = stage.last_step()
-    assert [str(span.task) for span in timed] == ["F0@0", "F1@0", "B1@0", "R0@0", "B0@0"]
-    moments = [moment for span in timed for moment in (span.start_s, span.end_s)]
-    assert moments == sorted(moments)
-
-
 def test_without_a_launcher_no_balance_is_needed(stage_of, capsys):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert stage_of(model, None, chunks=8).balance == [2]

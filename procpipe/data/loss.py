@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from procpipe.data.microbatch import scatter_like
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -86,7 +87,7 @@ class Loss:
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "
-                f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
+                f"{1 - _share_finite(output):.1%} of it not finite: lower the learning rate, clip "
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
@@ -95,17 +96,28 @@ class Loss:
         """Return the user's function, if it is a module."""
         return [self.function] if isinstance(self.function, nn.Module) else []
 
-    def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts, from its target, if it has one, and its size."""
+    def weights(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return what each micro-batch counts, from the target, if there is one, and its size.
+
+        Warns, once, if the target holds what torch's losses ignore, and nothing says what counts;
+        not of one on a GPU, whose host would wait.
+        """
         if self.weight is None:
-            self.warn_of_ignored(targets)
+            leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
+            known = [t for t in leaves if t.dtype == torch.int64 and t.device.type == "cpu"]
+            if not self._has_warned and any((tensor == IGNORED).any() for tensor in known):
+                self._warn(
+                    f"a target holds {IGNORED}, which losses leave out, but each micro-batch "
+                    "counts as many times as it has samples: give Stage(…, loss_weight=lambda "
+                    f"target: (target != {IGNORED}).sum()) for the mean over all that count"
+                )
             return tuple(map(float, sizes))
-        if targets is None:
+        if target is None:
             raise ValueError(
                 "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
                 "step() on the first or on the last stage, or leave loss_weight out"
             )
-        found = tuple(float(self.weight(target)) for target in targets)
+        found = tuple(float(self.weight(part)) for part in scatter_like(target, sizes))
         total = sum(found)
         if any(not weight >= 0 for weight in found) or not total < math.inf:
             raise ValueError(
@@ -113,22 +125,6 @@ class Loss:
                 " each must be a finite number from 0, and so must be their sum"
             )
         return found
-
-    def warn_of_ignored(self, targets: Any) -> None:
-        """Warn, once, if targets hold what torch's losses ignore, and nothing says what counts.
-
-        Not of those on a GPU, whose host would wait.
-        """
-        if self.weight is not None or self._has_warned:
-            return
-        leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
-        known = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.device.type == "cpu"]
-        if any((leaf == IGNORED).any() for leaf in known):
-            self._warn(
-                f"a target holds {IGNORED}, which losses leave out, but each micro-batch counts as "
-                "many times as it has samples: give Stage(…, loss_weight=lambda target: (target != "
-                f"{IGNORED}).sum()) for the mean over all that count"
-            )
 
     def note(self, weight: float, *, warns: bool) -> None:
         """Keep what the mini-batch of a ``step`` counts; ``warns``: once, if that is nothing."""
@@ -255,8 +251,6 @@ def _zero_of(output: Any) -> Tensor:
     return zero
 
 
-def _share_not_finite(value: Any) -> str:
-    tensors, _ = flatten(value)
-    num_elements = sum(tensor.numel() for tensor in tensors)
-    num_finite = sum(int(tensor.isfinite().sum()) for tensor in tensors)
-    return f"{1 - num_finite / max(1, num_elements):.1%}"
+def _share_finite(value: Any) -> float:
+    found = [tensor.isfinite().flatten() for tensor in flatten(value)[0]]
+    return torch.cat(found).double().mean().item()

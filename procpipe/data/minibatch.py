@@ -45,35 +45,23 @@ def inputs_and_target(
 ) -> tuple[Inputs, Any]:
     """Return the inputs and the target of a ``step``, from what it was given.
 
-    The target is ``target``, or the value that this names, among the named ones or in the only one,
-    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
+    If ``target`` is ``UNSET``, it is the named value ``labels``, or the second of two positional
     ones. ``is_read``: whether this rank's inputs count; others may give any values.
 
     Raises:
-        TypeError: more than two positional values, of which the last may be an input too; a target
-            that names none of the named values.
+        TypeError: more than two positional values, of which the last may be an input too.
     """
     if target is UNSET and "labels" in named:
-        target = "labels"
-    if target is UNSET:
-        if len(values) > 2 and is_read:
-            raise TypeError(
-                f"step() was given {len(values)} positional values, which may all be inputs: name "
-                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
-                "target=y), or target=None where the loss takes none"
-            )
-        values, target = (values[:1], values[1]) if len(values) == 2 else (values, None)
-    elif isinstance(target, str) and named:
-        if is_read and target not in named:
-            raise TypeError(
-                f"step(target={target!r}) names none of the named values, which are "
-                f"{', '.join(named)}: give the name of one, or the target itself"
-            )
-        target = named.pop(target, None)
-    elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
-        others = dict(values[0])
-        values, target = (others,), others.pop(target, target)
-    return inputs_of(values, named), target
+        target = named.pop("labels")
+    elif target is UNSET and len(values) == 2:
+        values, target = values[:1], values[1]
+    elif target is UNSET and len(values) > 2 and is_read:
+        raise TypeError(
+            f"step() was given {len(values)} positional values, which may all be inputs: name "
+            f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
+            "target=y), or target=None where the loss takes none"
+        )
+    return inputs_of(values, named), None if target is UNSET else target
 
 
 @dataclass

@@ -15,6 +15,7 @@ added up over replicas, on the last stage the loss's gradient. What must be made
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -31,7 +32,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
 from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.order import Order, decode, decode_order, encode
+from procpipe.run.order import Order, decode_order, encode
 
 #: ``agree(ours, combine)``: every rank's value to the first, and what it makes of them to all.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
@@ -62,7 +63,7 @@ class Coordinator:
             mesh.on(peer, CONTROL, partial(self._keep, peer))
         self._announced = Order("")  # the newest call
         self._values: dict[int, Any] = {}  # what replicas have announced of it, by rank
-        self._awaited: list[int] = []  # those of which that is still to come
+        self._awaited: list[int] = []  # of which that is still to come
 
     # -- within a replica ------------------------------------------------------------------------
 
@@ -137,7 +138,9 @@ class Coordinator:
         """
         self._announced, self._values = order, {self._grid.rank: value}
         self._awaited = self._others if order.is_shared else []
-        self._tell(self._awaited, order, value)
+        message = encode([order.call, order.mode(), order.common(), value])
+        for peer in self._awaited:
+            self.send(peer, message)
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.
@@ -147,29 +150,12 @@ class Coordinator:
         Raises:
             CallMismatchError: a replica is in another call or mode, or has other arguments.
         """
-        awaited, self._awaited = self._awaited, []
-        self._values |= self._take(awaited, self._announced)
-        return [self._values[rank] for rank in sorted(self._values)]
-
-    def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Bring together the values of all ranks of all replicas, once all are in this call."""
-        self.meet()
-        return self.agree(ours, combine)
-
-    def _tell(self, peers: Sequence[int], order: Order, value: Any) -> None:
-        if peers:
-            message = encode([order.call, order.mode(), order.common(), value])
-            for peer in peers:
-                self.send(peer, message)
-
-    def _take(self, peers: Sequence[int], order: Order) -> dict[int, Any]:
-        """Wait for what other replicas say of a call; return their values."""
-        values: dict[int, Any] = {}
-        for peer in peers:
-            message = decode(self.receive(peer, f"its part in {order.call}()"))
-            call, mode, theirs, values[peer] = message
-            self._check(order, call, mode, peer)
-            for name, value in order.common().items():
+        ours, awaited, self._awaited = self._announced, self._awaited, []
+        for peer in awaited:
+            message = self.receive(peer, f"its part in {ours.call}()")
+            call, mode, theirs, self._values[peer] = json.loads(message)
+            self._check(ours, call, mode, peer)
+            for name, value in ours.common().items():
                 if theirs[name] != value:
                     here, there = self._names(peer)
                     raise CallMismatchError(
@@ -177,7 +163,12 @@ class Coordinator:
                         f"{theirs[name]!r}: all replicas need the same "
                         "(stage.sum_over_replicas() adds up what each has counted)"
                     )
-        return values
+        return [self._values[rank] for rank in sorted(self._values)]
+
+    def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Bring together the values of all ranks of all replicas, once all are in this call."""
+        self.meet()
+        return self.agree(ours, combine)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -203,13 +194,13 @@ class Coordinator:
         """
         if self._mesh.rank != 0:
             self.send(0, encode(ours))
-            return decode(self.receive(0, "the outcome of a common call"))
+            return json.loads(self.receive(0, "the outcome of a common call"))
         others = self._mesh.peers
-        of_others = [decode(self.receive(peer, "its part in a common call")) for peer in others]
+        of_others = [json.loads(self.receive(peer, "its part in a common call")) for peer in others]
         outcome = encode(combine([ours, *of_others]))
         for peer in others:
             self.send(peer, outcome)
-        return decode(outcome)
+        return json.loads(outcome)
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._arrived[peer].append(bytes(body))

@@ -105,11 +105,7 @@ class Intake:
         if target is None or self._output_stage == 0:
             return {"target": LOCAL}
         place = self._batches.delivered(target) or SENT
-        return {"target": place, "weights": self._weights(target, sizes)}
-
-    def _weights(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts."""
-        return self._loss.weights(None if target is None else scatter_like(target, sizes), sizes)
+        return {"target": place, "weights": self._loss.weights(target, sizes)}
 
     def _mean_loss(self, order: Order, target: Any, pipeline: Runner) -> MeanLoss:
         """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""
@@ -120,7 +116,7 @@ class Intake:
         return MeanLoss(
             self._loss,
             scatter_like(on_device(target, self._device), order.sizes),
-            order.weights or self._weights(self._batches.as_read(target), order.sizes),
+            order.weights or self._loss.weights(self._batches.as_read(target), order.sizes),
             lambda: math.fsum(pipeline.coordinator.meet()),  # of all replicas
             order.total_weight,
             order.accumulate,

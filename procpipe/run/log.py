@@ -32,7 +32,6 @@ from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
 from procpipe.run.order import Order
-from procpipe.run.statistics import TimedTask
 
 #: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
 _READ_DEVICE_EVERY_S = 0.5
@@ -175,13 +174,6 @@ class Log:
             "all_reduce_s": self.all_reduce_ns / 1e9,
             "exposed_s": self.exposed_ns / 1e9,
         }
-
-    def last_step(self) -> list[TimedTask]:
-        """Return the tasks of the last step in the order they ran."""
-        return [
-            TimedTask(task, (start - self._begun_ns) / 1e9, (end - self._begun_ns) / 1e9)
-            for task, start, end in self._events
-        ]
 
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, in nanoseconds of this process's clock."""

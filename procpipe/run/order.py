@@ -94,11 +94,6 @@ def encode(message: Any) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> Any:
-    """Read a plain value that :func:`encode` wrote."""
-    return json.loads(data)
-
-
 def decode_order(data: bytes) -> Order:
     """Read an order that :func:`encode` wrote; its fields are tuples where JSON has lists."""
     return Order(*(tuple(x) if isinstance(x, list) else x for x in json.loads(data)))

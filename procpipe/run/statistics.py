@@ -11,17 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
+from procpipe.plan.task import KINDS
 from procpipe.words import text_table
-
-
-@dataclass(frozen=True)
-class TimedTask:
-    """One task of the last step; times in seconds since the step began on this stage."""
-
-    task: Task
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -98,8 +89,7 @@ def table(stages: Sequence[StageStatistics]) -> str:
 
     Where it is known, a second table shows how each stage spent the last step.
     """
-    in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
-    kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
+    kinds = [kind for kind in KINDS if any(kind in one.num_tasks for one in stages)]
     header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
     header += ["sent MiB", "messages"]
     has_sums = any(s.all_reduce_bytes for s in stages)

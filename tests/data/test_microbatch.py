@@ -164,4 +164,4 @@ def test_outputs_built_differently(outputs: list[Any], message: str) -> None:
 )
 def test_weights_that_are_no_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):
-        Loss(None, float).weights(weights, [1] * len(weights))
+        Loss(None, float).weights(torch.tensor(weights, dtype=torch.float64), [1] * len(weights))

@@ -53,7 +53,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], Any]] = {
         one_step,
     ),
     "total_weight is 0.0": (COUNTED, step_of(total_weight=0)),
-    "target='lables'\\) names none": (COUNTED, step_of(target="lables")),
     "unexpected keyword argument 'masks'": (
         COUNTED,
         lambda stage, batch: one_step(stage, batch, masks=batch["attention_mask"]),

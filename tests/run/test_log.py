@@ -53,7 +53,7 @@ def test_a_failed_step_is_not_counted(log):
     log.end_step(ORDER)
 
     assert (log.num_steps, log.busy_ns, dict(log.num_tasks)) == (1, 0, {})
-    assert log.last_step() == []
+    assert log.last_record()["tasks"] == []
 
 
 def test_sums_over_replicas_are_counted_once_where_they_overlap(log):
