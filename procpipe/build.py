@@ -45,7 +45,6 @@ from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
-from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout
 from procpipe.version import __version__
 
@@ -222,7 +221,7 @@ def connect(
     routes = Routes(grid.num_stages, tuple(cut.skips.keys), cut.placement)
     coordinator.use(routes, schedule)
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
-    wires = connect_wires(world, coordinator, routes, ties, facts)
+    wires = Wires(world, coordinator, routes, ties, facts)
     if trace is None:
         log = Log(world.board, world.device)
     else:

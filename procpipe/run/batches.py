@@ -203,31 +203,27 @@ class Batches:
 
     def _deliver(self, pipeline: Runner, found: list[Any], detail: list[Any]) -> Any:
         """Bring what the last stage needs of an item there; return what this rank yields."""
-        structure, names, delivered = detail
-        here, wires = self._grid.rank, pipeline.wires
+        structure, described = detail
+        here, wires, last = self._grid.rank, pipeline.wires, self._output_rank
+        delivered = [k for k, (_, is_delivered) in enumerate(described) if is_delivered]
         if here != self._first:
-            is_sent = delivered and here == self._output_rank
-            sent = wires.take_value(self._first) if is_sent else {}
+            sent = wires.take_value(self._first) if delivered and here == last else {}
             self._note(sent, sent)
-            return unflatten(self._entries(names, delivered, sent), tuple(structure))
+            entries = [
+                sent.get(k, Remote(self._first, name, None, others=[last] * is_delivered))
+                for k, (name, is_delivered) in enumerate(described)
+            ]
+            return unflatten(entries, tuple(structure))
         (item,) = found
         entries, _ = _opened(item)
         read = sent = {k: entries[k] for k in delivered}
-        if here == self._output_rank and self._device.type != "cpu":
+        if here == last and self._device.type != "cpu":
             sent = on_device(read, self._device)
             item = unflatten((dict(enumerate(entries)) | sent).values(), structure)
-        elif here != self._output_rank and delivered:
-            wires.send_value(self._output_rank, sent)
+        elif here != last and delivered:
+            wires.send_value(last, sent)
         self._note(sent, read)
         return item
-
-    def _entries(
-        self, names: list[str], delivered: list[int], sent: Mapping[int, Any]
-    ) -> Iterator[Any]:
-        """Yield an item's entries: those sent to this rank, and placeholders for the others."""
-        for k, name in enumerate(names):
-            others = [self._output_rank] if k in delivered else []
-            yield sent.get(k, Remote(self._first, name, None, others=others))
 
     # -- what was delivered ---------------------------------------------------------------------
 
@@ -293,22 +289,24 @@ def _opened(item: Any) -> tuple[list[Any], Structure]:
 
 
 def _described(item: Any) -> list[Any]:
-    """Return the structure of a loader's item, what each entry is, and which the last stage gets.
+    """Return the structure of a loader's item; of each entry a name, and if the last stage gets it.
 
     Plain JSON. Entries that cannot travel stay on the first rank.
     """
     entries, structure = _opened(item)
     first = 1 if isinstance(item, (tuple, list)) and len(item) > 1 else 0
-    delivered = [k for k in range(first, len(entries)) if _can_travel(entries[k])]
     of_item = " of the mini-batch"
     names = [f"{key!r}{of_item}" for key in item] if isinstance(item, Mapping) else []
     if len(names) != len(entries):
         names = [f"entry {k}{of_item}" for k in range(len(entries))]
     if structure == TENSOR:
         names = ["the mini-batch"]
-    for k in {*range(first, len(entries))} - {*delivered}:
-        names[k] += ", which cannot travel to other ranks"
-    return [structure, names, delivered]
+    described = []
+    for k, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        is_delivered = k >= first and _can_travel(entry)
+        stays = "" if is_delivered or k < first else ", which cannot travel to other ranks"
+        described.append((name + stays, is_delivered))
+    return [structure, described]
 
 
 def _can_travel(entry: Any) -> bool:

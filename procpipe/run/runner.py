@@ -53,9 +53,6 @@ _CHECK_LEAD_EVERY_S = 0.001
 #: One step of a program, bound.
 Step = Callable[[], None]
 
-#: The gradients of one output or input, of those of its tensors that require one.
-Gradients = Sequence[Tensor | None]
-
 
 class Runner:
     """One rank's connected end of a pipeline; building it waits for all ranks.
@@ -123,8 +120,11 @@ class Runner:
         if order.call == "backward":
             for segment in self.segments.values():
                 segment.resume()
-        else:
-            self._begin_mini_batch()
+        else:  # drop whatever an unfinished mini-batch has left
+            self.replicas.settle()
+            for segment in self.segments.values():
+                segment.begin()
+            self._slots[:] = [None] * len(self._slots)
         try:
             for step in self._bound[order.program]:
                 step()
@@ -150,13 +150,6 @@ class Runner:
         while len(self._ends) >= _MAX_LEAD:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
-
-    def _begin_mini_batch(self) -> None:
-        """Drop whatever an unfinished mini-batch has left."""
-        self.replicas.settle()
-        for segment in self.segments.values():
-            segment.begin()
-        self._slots[:] = [None] * len(self._slots)
 
     def _finish(self, batch: MiniBatch) -> None:
         """Add up what belongs to no task: tied gradients, sums over replicas, the loss."""
@@ -323,7 +316,7 @@ class Runner:
 
         return backward
 
-    def _own_gradients(self, segment: Segment, i: int, *, is_wanted: bool) -> Gradients:
+    def _own_gradients(self, segment: Segment, i: int, *, is_wanted: bool) -> list[Tensor | None]:
         """Return the gradients of what leaves the pipeline in the last partition."""
         batch = self._batch
         if batch.output_gradients is not None:

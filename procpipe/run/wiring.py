@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from procpipe.channel.link import Receiver, Sender, send_on
 from procpipe.data.minibatch import on_device
 from procpipe.errors import BalanceError, DisagreementError
-from procpipe.job.grid import Grid
 from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
 from procpipe.plan.routes import TARGET, TIED_GRADIENT, Channel, Routes
@@ -34,7 +32,14 @@ _VALUE_NUMBER = 63
 
 
 class Wires:
-    """One rank's connections.
+    """One rank's connections; building it waits for all ranks, which all do it.
+
+    Args:
+        world: this rank's place in the job.
+        coordinator: its messages to the others.
+        routes: where tensors go.
+        ties: sets of stages, each of which uses a parameter in common.
+        facts: what must be the same on every rank, by name; plain JSON.
 
     Attributes:
         mesh: the sockets.
@@ -42,17 +47,27 @@ class Wires:
         senders, receivers: this rank's ends of the channels of the plan, and around it.
         tied: by each other stage with the same parameters, the channels of gradients to it and from
             it.
+
+    Raises:
+        BalanceError: there would be too many channels.
+        DisagreementError: facts differ between ranks; raised on every rank.
+        RemoteStageError: another rank failed.
     """
 
     def __init__(
         self,
         world: World,
+        coordinator: Coordinator,
         routes: Routes,
         ties: Sequence[tuple[int, ...]],
-        choice: TransportChoice,
+        facts: dict[str, Any],
     ) -> None:
         mesh, grid, placement = world.mesh, world.grid, routes.placement
-        self.mesh, self.choice = mesh, choice
+        differences = coordinator.agree(facts, lambda of_all: compare_facts(of_all, grid.numbers))
+        if differences:
+            raise DisagreementError(differences)
+        self.mesh = mesh
+        self.choice: TransportChoice = coordinator.agree(world.offer(), choose)
         self.senders: dict[Channel, Sender] = {}
         self.receivers: dict[Channel, Receiver] = {}
         self._device = world.device
@@ -62,12 +77,17 @@ class Wires:
         self.tied = {b: (tied[a, b], tied[b, a]) for a, b in pairs if a == grid.stage}
         self._target = TARGET, 0, len(placement) - 1
         is_sent = placement[0] != placement[-1]
-        channels = [*routes.channels(), *[self._target] * is_sent, *tied.values()]
-        of_replicas = [
-            _numbered(channels, placement, grid, replica) for replica in range(grid.num_replicas)
-        ]
-        transports = world.transports.open(choice, chain(*map(dict.values, of_replicas)))
-        for channel, (source, destination, number) in of_replicas[grid.replica].items():
+        numbers = _numbered([*routes.channels(), *[self._target] * is_sent, *tied.values()], routes)
+        transports = world.transports.open(
+            self.choice,
+            [
+                (grid.rank_of(a, replica), grid.rank_of(b, replica), number)
+                for replica in range(grid.num_replicas)
+                for a, b, number in numbers.values()
+            ],
+        )
+        for channel, (a, b, number) in numbers.items():
+            source, destination = grid.rank_of(a), grid.rank_of(b)
             if source == mesh.rank:
                 what = f"{channel[0]} to {grid.name_of(destination)}"
                 to = transports[destination]
@@ -137,49 +157,18 @@ class Wires:
             ends.clear()
 
 
-def connect(
-    world: World,
-    coordinator: Coordinator,
-    routes: Routes,
-    ties: Sequence[tuple[int, ...]],
-    facts: dict[str, Any],
-) -> Wires:
-    """Open this rank's channels to all others; every rank calls it, and it waits for all of them.
-
-    Args:
-        world: this rank's place in the job.
-        coordinator: its messages to the others.
-        routes: where tensors go.
-        ties: sets of stages, each of which uses a parameter in common.
-        facts: what must be the same on every rank, by name; plain JSON.
-
-    Raises:
-        DisagreementError: facts differ between ranks; raised on every rank.
-        RemoteStageError: another rank failed.
-    """
-    numbers = world.grid.numbers
-    differences = coordinator.agree(facts, lambda of_all: compare_facts(of_all, numbers))
-    if differences:
-        raise DisagreementError(differences)
-    return Wires(world, routes, ties, coordinator.agree(world.offer(), choose))
-
-
-def _numbered(
-    all_channels: Sequence[Channel], placement: Sequence[int], grid: Grid, replica: int
-) -> dict[Channel, tuple[int, int, int]]:
-    """Return source rank, destination rank and number of each channel, alike on every rank."""
+def _numbered(channels: Sequence[Channel], routes: Routes) -> dict[Channel, tuple[int, int, int]]:
+    """Return of each channel its stages, and its number among those between the same two."""
     numbers: dict[Channel, tuple[int, int, int]] = {}
     used: Counter[tuple[int, int]] = Counter()
-    for channel in all_channels:
+    for channel in channels:
         _, a, b = channel
-        source = grid.rank_of(placement[a], replica)
-        destination = grid.rank_of(placement[b], replica)
-        used[source, destination] += 1
-        numbers[channel] = source, destination, used[source, destination]
-    if used and max(used.values()) >= _VALUE_NUMBER:
-        (source, destination), most = used.most_common(1)[0]
-        raise BalanceError(
-            f"between ranks {source} and {destination} there would be {most} channels, for skips "
-            f"between many partitions, but there can be {_VALUE_NUMBER - 1}: use fewer partitions"
-        )
+        ends = routes.placement[a], routes.placement[b]
+        used[ends] += 1
+        numbers[channel] = *ends, used[ends]
+        if used[ends] == _VALUE_NUMBER:
+            raise BalanceError(
+                f"between stages {ends[0]} and {ends[1]} there would be more than "
+                f"{_VALUE_NUMBER - 1} channels, for skips between many partitions: use fewer"
+            )
     return numbers
