@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, NoReturn
@@ -42,12 +43,18 @@ DESCRIBING_NAMES = frozenset(
     ]
 )
 
-#: Torch's names of ``tensor += remote`` and the like. They rebind the name on the left to the
-#: result, so they are absorbed; ``tensor.add_(remote)`` cannot be distinguished from them.
-NAMES_OF_OPERATORS_IN_PLACE = frozenset(
-    ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
-)
+#: Names of torch functions that write into their first argument, but for those of ``tensor +=
+#: remote`` and the like: they rebind the name on the left to the result, so they are absorbed;
+#: ``tensor.add_(remote)`` cannot be distinguished from them.
+_WRITING = re.compile(r"(?!(add|sub|mul|div|floor_divide|remainder|pow)_$).*[^_]_|__setitem__")
 
+#: Operators, whose results live where the value does, by their names without underscores.
+_OPERATORS = (
+    *("call", "getitem", "neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"),
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("radd", "rsub", "rmul", "rmatmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow"),
+    *("and", "or", "xor", "rand", "ror", "rxor"),
+)
 
 #: Backward passes by their numbers, each in a list that all values of its output share, and that is
 #: empty once the pass has been run.
@@ -148,24 +155,13 @@ class Remote:
         if func is torch.autograd.grad:
             raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
         if isinstance(kwargs.get("out"), Tensor) or (
-            args and isinstance(args[0], Tensor) and _only_writes_to_its_first(name)
+            args and isinstance(args[0], Tensor) and _WRITING.fullmatch(name)
         ):
             raise remote._error(f"{name} into a tensor of this rank")
         return remote
 
     def _absorb(self, *args: Any, **kwargs: Any) -> Remote:
         return _result("this operation", (self, args, kwargs))
-
-    __call__ = __getitem__ = _absorb
-    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = _absorb
-    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = _absorb
-    __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = (
-        __invert__
-    ) = _absorb
-    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __lshift__ = __rshift__ = _absorb
-    __lt__ = __le__ = __gt__ = __ge__ = _absorb
-    __eq__ = __ne__ = _absorb  # type: ignore[assignment]
-    __hash__ = object.__hash__
 
     #: NumPy's scalars leave operators with a placeholder to the placeholder.
     __array_ufunc__ = None
@@ -184,9 +180,7 @@ class Remote:
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
     __float__ = _refusing("float()")
-    __complex__ = _refusing("complex()")
     __index__ = _refusing("its use as a number (in range(), in the bounds of a slice)")
-    __round__ = _refusing("round()")
     __len__ = _refusing("len()")
     __iter__ = _refusing(
         "unpacking or iteration (name the items instead: value[0], value[1], value.shape[0])"
@@ -216,6 +210,10 @@ class Remote:
             f"{how} needs a value that lives on rank {self.rank} ({self._what}): move this into "
             "loss_fn, or call stage.fetch(value) on all ranks and use what it returns"
         )
+
+
+for _operator in _OPERATORS:
+    setattr(Remote, f"__{_operator}__", Remote._absorb)
 
 
 def holder_of(value: Any, first: int) -> int:
@@ -286,10 +284,3 @@ def _backward_of_several(values: Any) -> None:
             f"{len(remotes)} values that live on other ranks: call backward() on each"
         )
     remotes[0]._with(reduce(operator.or_, (each._passes for each in remotes))).backward()
-
-
-def _only_writes_to_its_first(name: str) -> bool:
-    """Return whether a torch function of this name is called to change its first argument."""
-    if name in NAMES_OF_OPERATORS_IN_PLACE or name.endswith("__"):
-        return name == "__setitem__"
-    return name.endswith("_")

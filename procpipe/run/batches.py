@@ -41,10 +41,6 @@ from procpipe.tree import TENSOR, Structure, flatten, is_plain, map_tensors, tex
 #: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
 
-#: What an order says of a loop's next item, as plain JSON: what ``_described`` returns; or, if the
-#: loop ends, whether because of a signal.
-Detail = list[Any] | bool
-
 
 class Batches:
     """One rank's part in iterating over a loader.
@@ -111,8 +107,10 @@ class Batches:
 
     def _next(
         self, coordinator: Coordinator, order: Order, items: Iterator[Any], same_data: bool
-    ) -> tuple[list[Any], Detail]:
-        """Read the next item on the first rank, and return it there; on all what it is.
+    ) -> tuple[list[Any], Any]:
+        """Read the next item on the first rank, and return it there; on all what the order says.
+
+        That is what :func:`_described` returns; if the loop ends, whether because of a signal.
 
         Raises:
             CallMismatchError: another rank is in another call or mode, or has other signals.
@@ -121,14 +119,15 @@ class Batches:
         if self._grid.stage != 0:
             return [], coordinator.follow(order).detail
         found: list[Any] = []
-        detail: Detail | None = True
+        ends: bool | None = True
         if not is_stopped:
             found, has_failed = self._read_one(items)
-            read = self._to_compare(order, found, same_data)
+            is_compared = order.is_training and not (same_data or self._has_compared)
+            self._has_compared |= is_compared
+            read = described(found) if is_compared and self._grid.num_replicas > 1 else None
             coordinator.announce(order, [bool(found), has_failed, read])
-            detail = self._end(order, coordinator.meet())
-        if detail is None:
-            detail = _described(*found)
+            ends = self._end(order, coordinator.meet())
+        detail = _described(*found) if ends is None else ends
         coordinator.issue(order._replace(detail=detail))
         return found, detail
 
@@ -144,13 +143,6 @@ class Batches:
         coordinator.announce(order)
         ours = self.stops.is_stopped or self.stops.is_signalled
         return bool(coordinator.agree_in_call(ours, any))
-
-    def _to_compare(self, order: Order, found: list[Any], same_data: bool) -> Any:
-        """Return what replicas compare of the first mini-batch in training, once; else None."""
-        if same_data or self._has_compared or self._grid.num_replicas == 1:
-            return None
-        self._has_compared = order.is_training
-        return described(found) if order.is_training else None
 
     def _end(self, order: Order, said: Sequence[Any]) -> bool | None:
         """Return None if the next item is yielded; else whether loops end because of a signal.

@@ -32,7 +32,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
 from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.order import Order, decode_order, encode
+from procpipe.run.order import Order, encode, order_of
 
 #: ``agree(ours, combine)``: every rank's value to the first, and what it makes of them to all.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
@@ -97,15 +97,12 @@ class Coordinator:
                 verify(plan, self._routes)
                 self._plans[order.plan] = plan
                 order = order._replace(plan_text=plan.to_text())
-        message = encode(order)
-        for rank in self._own[1:]:
-            self.send(rank, message)  # step 3
+        self._tell(self._own[1:], order)  # step 3
         return order
 
     def follow(self, ours: Order) -> Order:
         """Wait for the first rank's next order and check that it is for the call we are in."""
-        message = self.receive(self._own[0], f"the order for {ours.call}()")
-        order = decode_order(message)
+        order = order_of(self._hear(self._own[0], f"the order for {ours.call}()"))
         self._check(ours, order.call, order.mode(), self._own[0])
         if order.plan_text:
             self._plans[order.plan] = Plan.from_text(order.plan_text)
@@ -138,9 +135,7 @@ class Coordinator:
         """
         self._announced, self._values = order, {self._grid.rank: value}
         self._awaited = self._others if order.is_shared else []
-        message = encode([order.call, order.mode(), order.common(), value])
-        for peer in self._awaited:
-            self.send(peer, message)
+        self._tell(self._awaited, [order.call, order.mode(), order.common(), value])
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.
@@ -152,8 +147,8 @@ class Coordinator:
         """
         ours, awaited, self._awaited = self._announced, self._awaited, []
         for peer in awaited:
-            message = self.receive(peer, f"its part in {ours.call}()")
-            call, mode, theirs, self._values[peer] = json.loads(message)
+            said = self._hear(peer, f"its part in {ours.call}()")
+            call, mode, theirs, self._values[peer] = said
             self._check(ours, call, mode, peer)
             for name, value in ours.common().items():
                 if theirs[name] != value:
@@ -172,17 +167,6 @@ class Coordinator:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def send(self, peer: int, message: bytes) -> None:
-        """Send a message to another rank; never blocks. Messages of one rank arrive in order."""
-        self._mesh.send(peer, CONTROL, 0, 0, message)
-
-    def receive(self, peer: int, what: str) -> bytes:
-        """Wait for the next message of a peer; ``what`` names it in errors."""
-        arrived = self._arrived[peer]
-        name = self._mesh.name_of(peer)
-        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
-        return arrived.popleft()
-
     def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring every rank's value to the first, combine them there, and return the result to all.
 
@@ -193,14 +177,25 @@ class Coordinator:
             combine: makes plain JSON of the list of all values, by rank; runs on the first only.
         """
         if self._mesh.rank != 0:
-            self.send(0, encode(ours))
-            return json.loads(self.receive(0, "the outcome of a common call"))
+            self._tell([0], ours)
+            return self._hear(0, "the outcome of a common call")
         others = self._mesh.peers
-        of_others = [json.loads(self.receive(peer, "its part in a common call")) for peer in others]
-        outcome = encode(combine([ours, *of_others]))
-        for peer in others:
-            self.send(peer, outcome)
-        return json.loads(outcome)
+        of_others = [self._hear(peer, "its part in a common call") for peer in others]
+        outcome = combine([ours, *of_others])
+        self._tell(others, outcome)
+        return json.loads(encode(outcome))  # as on the others
+
+    def _tell(self, peers: Sequence[int], value: Any) -> None:
+        """Send plain JSON to other ranks; never blocks. What one sends arrives in order."""
+        message = encode(value)
+        for peer in peers:
+            self._mesh.send(peer, CONTROL, 0, 0, message)
+
+    def _hear(self, peer: int, what: str) -> Any:
+        """Wait for the next message of a peer; ``what`` names it in errors."""
+        arrived, name = self._arrived[peer], self._mesh.name_of(peer)
+        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
+        return json.loads(arrived.popleft())
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._arrived[peer].append(bytes(body))

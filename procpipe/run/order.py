@@ -94,6 +94,6 @@ def encode(message: Any) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def decode_order(data: bytes) -> Order:
-    """Read an order that :func:`encode` wrote; its fields are tuples where JSON has lists."""
-    return Order(*(tuple(x) if isinstance(x, list) else x for x in json.loads(data)))
+def order_of(fields: list[Any]) -> Order:
+    """Read an order from JSON, which has lists for tuples."""
+    return Order(*(tuple(x) if isinstance(x, list) else x for x in fields))

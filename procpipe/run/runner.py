@@ -34,7 +34,7 @@ from procpipe.compute.tied import Part, Tied
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
-from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.program import Run, Send
 from procpipe.plan.routes import LOSS, Channel, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.coordinator import Coordinator
@@ -91,6 +91,7 @@ class Runner:
         self._tied = tied
         self._bound: dict[object, list[Step]] = {}
         self._slots: list[Any] = []
+        self._numbers: dict[Transfer, int] = {}
         self._batch = MiniBatch()
         self._order = Order("")
         self._keeps = False  # whether backward tasks follow, in this call or in one of its own
@@ -113,7 +114,8 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            self._bound[order.program] = self._bind(self.coordinator.program(order))
+            program = self.coordinator.program(order)
+            self._bound[order.program] = [self._bound_step(step) for step in program]
         self._order, self._batch = order, batch
         self._keeps, self._has_begun = order.is_kept, False
         self.log.begin_step(order)
@@ -201,26 +203,23 @@ class Runner:
 
     # -- binding --------------------------------------------------------------------------------
 
-    def _bind(self, program: Program) -> list[Step]:
-        """Return the functions that run a program's steps."""
-        number: dict[Transfer, int] = {}
-        for step in program:
-            if isinstance(step, Run):
-                for transfer in step.makes:
-                    number[transfer] = len(number)
-        self._slots += [None] * (len(number) - len(self._slots))
-        return [self._bound_step(step, number) for step in program]
+    def _slot(self, transfer: Transfer) -> int:
+        """Return the number of the slot where what one partition makes for another waits."""
+        if transfer not in self._numbers:
+            self._numbers[transfer] = len(self._slots)
+            self._slots.append(None)
+        return self._numbers[transfer]
 
-    def _bound_step(self, step: Any, number: Mapping[Transfer, int]) -> Step:
+    def _bound_step(self, step: Any) -> Step:
         if isinstance(step, Run):
-            return self._bound_task(step, number)
+            return self._bound_task(step)
         wires, transfer = self.wires, step.transfer
         if not isinstance(step, Send):
             return wires.receivers[transfer.channel].expect
         sender = wires.senders[transfer.channel]
         if transfer.payload == LOSS:
             return lambda: self._send(sender, transfer, Flat.of(self._loss_part()))
-        slots, k = self._slots, number[transfer]
+        slots, k = self._slots, self._slot(transfer)
 
         def send() -> None:
             message, slots[k] = slots[k], None
@@ -229,14 +228,14 @@ class Runner:
 
         return send
 
-    def _bound_task(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_task(self, step: Run) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
         poll, around = self.wires.poll, self.replicas.around(step, segment)
         makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
-            work = self._bound_forward(step, number)
+            work = self._bound_forward(step)
         elif task.makes_gradient:
-            work = self._bound_backward(step, number)
+            work = self._bound_backward(step)
         else:
             of_kind = segment.recompute if task.kind == RECOMPUTE else segment.backward_weight
 
@@ -260,12 +259,12 @@ class Runner:
 
         return run
 
-    def _bound_forward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_forward(self, step: Run) -> Step:
         task, log, slots = step.task, self.log, self._slots
         _, i, j = task
         segment, is_last = self.segments[j], j == self._last
-        takes = [self._taking(transfer, number) for transfer in step.takes]
-        places = [number[transfer] for transfer in step.makes]
+        takes = list(map(self._taking, step.takes))
+        places = list(map(self._slot, step.makes))
 
         def forward() -> None:
             batch = self._batch
@@ -289,12 +288,12 @@ class Runner:
 
         return forward
 
-    def _bound_backward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_backward(self, step: Run) -> Step:
         task, log, slots = step.task, self.log, self._slots
         _, i, j = task
         segment = self.segments[j]
-        takes = [(self._taking(t, number), self._forgoing(t, number)) for t in step.takes]
-        places = [number[transfer] for transfer in step.makes]
+        takes = [(self._taking(t), self._forgoing(t)) for t in step.takes]
+        places = list(map(self._slot, step.makes))
 
         def backward() -> None:
             flags = segment.flags(i)
@@ -334,11 +333,11 @@ class Runner:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _taking(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Callable[[], Flat]:
+    def _taking(self, transfer: Transfer) -> Callable[[], Flat]:
         """Return what takes a message: out of its slot, or of another stage, waiting for it."""
         if transfer.source not in self.segments:
             return partial(self._take, self.wires.receivers[transfer.channel], transfer)
-        slots, k = self._slots, number[transfer]
+        slots, k = self._slots, self._slot(transfer)
 
         def take() -> Flat:
             message, slots[k] = slots[k], None
@@ -346,7 +345,7 @@ class Runner:
 
         return take
 
-    def _forgoing(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Step:
+    def _forgoing(self, transfer: Transfer) -> Step:
         """Return what passes over a gradient that nothing requires."""
         if transfer.source in self.segments:
             return lambda: None
