@@ -26,7 +26,6 @@ from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
 
-
 #: What the model's first layer is called with: a tuple of positional values; where there are named
 #: ones, a dict by position and name.
 Inputs = tuple[Any, ...] | dict[int | str, Any]
@@ -37,7 +36,7 @@ UNSET: Any = object()
 
 def inputs_of(values: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
     """Return what the model's first layer is called with."""
-    return {**dict(enumerate(values)), **named} if named else values
+    return dict([*enumerate(values), *named.items()]) if named else values
 
 
 def inputs_and_target(
@@ -54,7 +53,7 @@ def inputs_and_target(
     if target is UNSET and "labels" in named:
         target = named.pop("labels")
     elif target is UNSET and len(values) == 2:
-        values, target = values[:1], values[1]
+        target, values = values[1], values[:1]
     elif target is UNSET and len(values) > 2 and is_read:
         raise TypeError(
             f"step() was given {len(values)} positional values, which may all be inputs: name "

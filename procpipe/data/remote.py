@@ -16,7 +16,6 @@ together. Does not communicate.
 from __future__ import annotations
 
 import itertools
-import operator
 import re
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
@@ -36,25 +35,13 @@ VALUE_NAMES = frozenset(
 
 #: Attributes and methods that describe a tensor: placeholders without a backward pass, as ``data``.
 DESCRIBING_NAMES = frozenset(
-    [
-        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "data"),
-        *("dtype", "device", "layout", "nbytes", "itemsize", "element_size", "storage_offset"),
-        *("get_device", "is_cuda", "is_contiguous", "is_floating_point", "is_complex"),
-    ]
+    ["shape", "size", "dim", "ndim", "numel", "stride", "data", "dtype", "device", "layout"]
 )
 
 #: Names of torch functions that write into their first argument, but for those of ``tensor +=
 #: remote`` and the like: they rebind the name on the left to the result, so they are absorbed;
 #: ``tensor.add_(remote)`` cannot be distinguished from them.
 _WRITING = re.compile(r"(?!(add|sub|mul|div|floor_divide|remainder|pow)_$).*[^_]_|__setitem__")
-
-#: Operators, whose results live where the value does, by their names without underscores.
-_OPERATORS = (
-    *("call", "getitem", "neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne"),
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("radd", "rsub", "rmul", "rmatmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow"),
-    *("and", "or", "xor", "rand", "ror", "rxor"),
-)
 
 #: Backward passes by their numbers, each in a list that all values of its output share, and that is
 #: empty once the pass has been run.
@@ -147,13 +134,11 @@ class Remote:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.autograd.backward:
-            return _backward_of_several(args[0])
         kwargs = kwargs or {}
         remote = _result(func, (args, kwargs))
         name = getattr(func, "__name__", str(func))
-        if func is torch.autograd.grad:
-            raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise remote._error(f"torch.autograd.{name}(), unlike value.backward(),")
         if isinstance(kwargs.get("out"), Tensor) or (
             args and isinstance(args[0], Tensor) and _WRITING.fullmatch(name)
         ):
@@ -162,6 +147,15 @@ class Remote:
 
     def _absorb(self, *args: Any, **kwargs: Any) -> Remote:
         return _result("this operation", (self, args, kwargs))
+
+    __call__ = __getitem__ = _absorb
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = _absorb
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = _absorb
+    __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = _absorb
+    __abs__ = __invert__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _absorb
+    __lt__ = __le__ = __gt__ = __ge__ = _absorb
+    __eq__ = __ne__ = _absorb  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
     #: NumPy's scalars leave operators with a placeholder to the placeholder.
     __array_ufunc__ = None
@@ -210,10 +204,6 @@ class Remote:
             f"{how} needs a value that lives on rank {self.rank} ({self._what}): move this into "
             "loss_fn, or call stage.fetch(value) on all ranks and use what it returns"
         )
-
-
-for _operator in _OPERATORS:
-    setattr(Remote, f"__{_operator}__", Remote._absorb)
 
 
 def holder_of(value: Any, first: int) -> int:
@@ -274,13 +264,3 @@ def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
         "output: have the loader yield what the loss needs after the input, as (input, target) or "
         "(x, x), or use loss_fn and step(input, target)"
     )
-
-
-def _backward_of_several(values: Any) -> None:
-    remotes = _remotes_in(values)
-    if num_here := len(pytree.tree_leaves(values)) - len(remotes):
-        raise RuntimeError(
-            f"torch.autograd.backward was given {num_here} tensors of this rank beside "
-            f"{len(remotes)} values that live on other ranks: call backward() on each"
-        )
-    remotes[0]._with(reduce(operator.or_, (each._passes for each in remotes))).backward()

@@ -239,7 +239,7 @@ class Batches:
         numbers = [self._number_of(tensor) for tensor in tensors]
         return None if None in numbers else [structure, numbers]
 
-    def target_of(self, structure: Structure, numbers: list[int]) -> Any:
+    def target_of(self, structure: Any, numbers: list[int]) -> Any:
         """Return, on the output rank, the target that the first rank has described."""
         return unflatten([self._delivered[k] for k in numbers], tuple(structure))
 

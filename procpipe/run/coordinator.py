@@ -200,8 +200,6 @@ class Coordinator:
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._arrived[peer].append(bytes(body))
 
-    # -- errors ----------------------------------------------------------------------------------
-
     def _check(self, ours: Order, call: str, mode: str, peer: int) -> None:
         """Check that another rank is in the same call and mode."""
         here, there = self._names(peer)

@@ -8,7 +8,6 @@ first rank   input ── scatter ── order: sizes, weights, where the target
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +70,9 @@ class Intake:
             decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": again}
             if call == "step":
                 decided |= divisors(total_weight, accumulate)
-                decided |= self._about_target(target, sizes)
+                if target is not None and self._output_stage != 0:
+                    place = self._batches.delivered(target) or SENT
+                    decided |= {"target": place, "weights": self._loss.weights(target, sizes)}
         order = pipeline.coordinator.begin(call, is_training=is_training, **decided)
         count = order.counted
         if call == "step":
@@ -99,13 +100,6 @@ class Intake:
         )
         if faults:
             raise DisagreementError(faults)
-
-    def _about_target(self, target: Any, sizes: Sequence[int]) -> dict[str, Any]:
-        """Return what the order says of a step's target, and of the weights that follow from it."""
-        if target is None or self._output_stage == 0:
-            return {"target": LOCAL}
-        place = self._batches.delivered(target) or SENT
-        return {"target": place, "weights": self._loss.weights(target, sizes)}
 
     def _mean_loss(self, order: Order, target: Any, pipeline: Runner) -> MeanLoss:
         """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""

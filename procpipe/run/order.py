@@ -96,4 +96,4 @@ def encode(message: Any) -> bytes:
 
 def order_of(fields: list[Any]) -> Order:
     """Read an order from JSON, which has lists for tuples."""
-    return Order(*(tuple(x) if isinstance(x, list) else x for x in fields))
+    return Order._make(tuple(x) if isinstance(x, list) else x for x in fields)
