@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain
@@ -31,7 +31,7 @@ from procpipe.replicas.bucket import Bucket, buckets_of
 from procpipe.replicas.buffers import join_buffers
 from procpipe.replicas.group import Group
 from procpipe.run.log import Log
-from procpipe.run.replicas import Around, Replicas
+from procpipe.run.replicas import Around, Parameters, Replicas
 from procpipe.torch_internals import has_accumulation_hooks
 
 
@@ -91,12 +91,7 @@ class Reduction(Replicas):
     # -- gradients ------------------------------------------------------------------------------
 
     def begin(
-        self,
-        parameters: Iterable[nn.Parameter],
-        of_loss: Collection[nn.Parameter],
-        tied: Collection[nn.Parameter],
-        *,
-        reduces: bool,
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass; the gradients of ``tied`` are added up apart."""
         self._meet()

@@ -21,6 +21,8 @@ from procpipe.plan.program import Run
 #: Makes a context for a task.
 Around = Callable[[], AbstractContextManager[None]]
 
+Parameters = Collection[nn.Parameter]
+
 
 class Replicas:
     """What a stage adds up with others: nothing, as there are none."""
@@ -32,12 +34,7 @@ class Replicas:
         """Bring the layers to the state that they have between calls."""
 
     def begin(
-        self,
-        parameters: Iterable[nn.Parameter],
-        of_loss: Collection[nn.Parameter],
-        tied: Collection[nn.Parameter],
-        *,
-        reduces: bool,
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass, before the first backward task.
 

@@ -23,7 +23,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class Runner:
         self._has_begun = True
         loss = self._batch.loss
         self.replicas.begin(
-            chain.from_iterable(segment.parameters() for segment in self.segments.values()),
+            [p for segment in self.segments.values() for p in segment.parameters()],
             [] if loss is None else [p for m in loss.loss.modules() for p in m.parameters()],
             [copy.tensor for copy in self._tied.parameters],
             reduces=self._order.reduces,

@@ -15,7 +15,7 @@ layers (``parallelize_module``) needs none of this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,7 +25,7 @@ from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
-from procpipe.run.replicas import Around, Replicas
+from procpipe.run.replicas import Around, Parameters, Replicas
 from procpipe.sharded.units import roots_of, units_of
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
@@ -67,12 +67,7 @@ class Sharded(Replicas):
             unit.settle()
 
     def begin(
-        self,
-        parameters: Iterable[nn.Parameter],
-        of_loss: Collection[nn.Parameter],
-        tied: Collection[nn.Parameter],
-        *,
-        reduces: bool,
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass."""
         self._reduces = reduces
