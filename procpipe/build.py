@@ -34,11 +34,9 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.log import Log
-from procpipe.run.programs import Programs
 from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
-from procpipe.run.wiring import connect as connect_wires
 from procpipe.skip.layout import SkipLayout, layout_of
 from procpipe.version import __version__
 
@@ -202,9 +200,9 @@ def connect(
         for j, names in cut.layers.items()
     }
     routes = Routes(grid.num_stages, tuple(cut.skips), cut.placement)
-    coordinator.programs = Programs(routes, schedule, grid.stage)
+    coordinator.use(routes, schedule)
     ties = [tuple({cut.placement[j] for j in t.partitions}) for t in cut.ties if t.is_parameter]
-    wires = connect_wires(world, coordinator, routes, ties, facts)
+    wires = Wires(world, coordinator, routes, ties, facts)
     if trace is None:
         log = Log(world.board, world.device)
     else:

@@ -27,8 +27,7 @@ from torch.amp import GradScaler
 
 from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
-from procpipe.run.coordinator import Agree
-from procpipe.run.facts import compare_facts
+from procpipe.run.coordinator import Agree, compare_facts
 from procpipe.torch_internals import check_gradients_by
 
 #: Norms as plain JSON: the name of their dtype, which need not be that of other stages, and values.

@@ -58,9 +58,8 @@ from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Agree, Coordinator
 from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
-from procpipe.run.order import FetchDetail, Order
+from procpipe.run.order import Order
 from procpipe.run.runner import Runner
-from procpipe.run.same_input import SameInput
 from procpipe.run.statistics import StageStatistics, table
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
@@ -216,7 +215,6 @@ class Stage(LocalLayers):
             self._keeps_own = False
             self._batches = Batches(
                 self._calls,
-                self._begin_call,
                 lambda: self.training,
                 self._grid,
                 self._output_rank,
@@ -225,7 +223,6 @@ class Stage(LocalLayers):
             self._intake = Intake(
                 self._loss, self._batches, self._grid, self.placement[-1], self.device
             )
-            self._same_input = SameInput(self._grid)
             self._trace: Path | None = None
             if trace is not None:
                 with needed("procpipe.timeline", "trace=…"):
@@ -257,10 +254,9 @@ class Stage(LocalLayers):
         Args:
             inputs: the model's inputs, nested values of tensors ``(batch, …)``. Of two positional
                 values the second is the target, unless that is given by name.
-            target: what ``loss_fn`` gets beside the output, or the name of a value of ``named``, or
-                a key of the only positional value, a mapping; ``None`` for none. A model of several
-                inputs needs it by name: ``step(a, b, target=y)``. If only the last stage passes a
-                target, that one is used.
+            target: what ``loss_fn`` gets beside the output; ``None`` for nothing. A model of
+                several inputs needs it by name: ``step(a, b, target=y)``. If only the last stage
+                passes a target, that one is used.
             accumulate: of how many mini-batches this is one whose gradients are added up, an int
                 from 1, the same for all replicas in training. Loss and gradients are divided by it,
                 as by ``(loss / 4).backward()``, also in eval mode.
@@ -290,10 +286,10 @@ class Stage(LocalLayers):
             order, batch = self._begin(pipeline, "step", given, target=target, **of_step)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
-            weight = order.count if batch.weight is None else batch.weight
-            counts = self._grid.stage == (0 if batch.weight is None else self.placement[-1])
-            warns = counts and (self.replica == 0 or not batch.is_shared)
-            return self._loss.note(batch.mean, weight, warns=warns)  # step 10
+            is_for_all = self.replica == 0 or not order.is_shared
+            self._loss.note(batch.weight, warns=is_for_all and batch.loss is not None)
+            assert batch.mean is not None, "every step ends with a loss on every rank"
+            return batch.mean  # step 10
 
     @property
     def last_weight(self) -> Tensor:
@@ -337,19 +333,16 @@ class Stage(LocalLayers):
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
             order, batch = self._begin(pipeline, "forward", given)
-            if batch.is_shared or self.replicas == 1:
-                self._same_input.check(pipeline.coordinator.agree_in_call, given)
             self._run_mini_batch(pipeline, order, batch)
-        self._open_pass = batch if batch.keep else None
+        self._open_pass = batch if order.is_kept else None
         outputs, batch.outputs = batch.outputs, {}  # which the caller may drop
 
         def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
             self._run_backward(order, batch, gradients)
 
-        may_follow = run_backward if batch.keep else None
+        may_follow = run_backward if order.is_kept else None
         if self.rank != self._output_rank:
-            what = "the output of stage(input)"
-            return Remote(self._output_rank, what, may_follow, here=self.rank)
+            return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
 
     def batches(
@@ -359,8 +352,8 @@ class Stage(LocalLayers):
 
         Every rank calls it, and each item waits for the first rank. Other ranks may pass anything
         for ``loader``. With replicas each reads data of its own, as by a ``DistributedSampler`` of
-        ``stage.replicas`` and ``stage.replica``, and all wait for each other at each item. In
-        training all loops end with the first loader, in eval mode each with its own.
+        ``stage.replicas`` and ``stage.replica``. In training all wait for each other at each item,
+        and their loops end with the first loader; in eval mode each has its own.
 
         Args:
             loader: gives mini-batches, ``(input, target)`` or of any other form; or a function that
@@ -370,7 +363,8 @@ class Stage(LocalLayers):
                 every rank, in the main thread. When any rank gets one, the loop ends on every rank
                 after the current mini-batch, ``is_stopped`` is True, and later loops with
                 ``stop_on`` end at once; these signals then do nothing until ``close``. Each item
-                waits for all ranks. See docs/launching.md.
+                waits for all ranks. With replicas, a signal in eval mode ends the next loop that
+                trains. See docs/launching.md.
             same_data: whether replicas may read the same; otherwise it is an error if they do so
                 in the first mini-batch in training.
 
@@ -383,12 +377,10 @@ class Stage(LocalLayers):
 
         Raises:
             RemoteStageError: another rank failed, in reading the loader for instance.
-            CallMismatchError: ``stop_on`` is not the same on all ranks, or ``same_data`` or the
-                mode is not on all replicas.
-            DisagreementError: replicas have read the same.
-            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
-                is given with ``mesh``.
-            RuntimeError: ``stop_on`` in another thread than the main one.
+            CallMismatchError: ``stop_on`` or the mode is not the same on all ranks; or replicas
+                have read the same.
+            ValueError: ``stop_on`` has what is no signal, or is given with ``mesh`` or in another
+                thread than the main one.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(
@@ -441,10 +433,8 @@ class Stage(LocalLayers):
             RemoteValueError: no rank has all of it.
         """
         with self._calls.together("fetch") as pipeline:
-            ours = FetchDetail(holder_of(value, self._grid.rank_of(0)))
-            detail = self._begin_call("fetch", detail=ours).detail
-            assert isinstance(detail, FetchDetail), "the first rank says where the value is"
-            holder = detail.holder
+            here = holder_of(value, self._grid.rank_of(0))
+            holder: int = self._begin_call("fetch", detail=here).detail  # as the first rank knows
             if self.rank != holder:
                 return pipeline.wires.take_value(holder)
             check_held(value)
@@ -597,8 +587,7 @@ class Stage(LocalLayers):
     ) -> tuple[Order, MiniBatch]:
         """Begin a mini-batch with the user's current settings."""
         return self._intake.begin(
-            pipeline.coordinator,
-            pipeline.wires,
+            pipeline,
             call,
             given,
             **of_step,
@@ -645,12 +634,11 @@ class Stage(LocalLayers):
                 recompute=order.recompute,
                 reduces=not self._keeps_own,
             )
-            pipeline.coordinator.announce(order, order.count)
+            pipeline.coordinator.announce(order, order.counted)
             if gradients is not None and self.replicas > 1:
-                share = order.count / sum(pipeline.coordinator.meet())
+                share = order.counted / sum(pipeline.coordinator.meet())
                 gradients = [[g if g is None else g * share for g in one] for one in gradients]
-            batch.output_gradients, batch.is_backward = gradients, True
-            batch.reduces = order.reduces
+            batch.output_gradients = gradients
             buffers = self._tied.versions()
             pipeline.run(order, batch)
             pipeline.coordinator.meet()

@@ -24,9 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from procpipe.planner import Timeline
-from procpipe.run.statistics import TimedTask
 from procpipe.timeline.split import replay, usual_seconds
-from procpipe.timeline.steps import Recording, Step, Summed
+from procpipe.timeline.steps import Recording, Step, Summed, TimedTask
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import seconds_text
 

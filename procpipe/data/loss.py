@@ -1,17 +1,19 @@
-"""The user's loss function and weight, with their results checked."""
+"""The loss of a micro-batch, by the user's function; that of a mini-batch, their weighted mean."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from procpipe.data.microbatch import scatter_like
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -56,22 +58,6 @@ class Loss:
                 "loss of its output backward"
             )
 
-    def check_takes_one(self) -> None:
-        """Check that the loss function can be called without a target."""
-        function = self.function
-        assert function is not None, "checked before the step"
-        try:
-            call = function.forward if isinstance(function, nn.Module) else function
-            inspect.signature(call).bind("the output")
-        except TypeError as error:
-            raise TypeError(
-                f"loss_fn needs a target ({error}), but step() was given none: call step(input, "
-                "target), step(…, target=y) or, for a batch of named values with labels, "
-                "step(**batch)"
-            ) from None
-        except ValueError:  # it has no signature
-            return
-
     def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Tensor:
         """Return the mean loss of one micro-batch, 0-dim.
 
@@ -101,7 +87,7 @@ class Loss:
         if self.must_be_finite and not loss.isfinite():
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "
-                f"{_share_not_finite(output)} of it not finite: lower the learning rate, clip "
+                f"{1 - _share_finite(output):.1%} of it not finite: lower the learning rate, clip "
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
@@ -110,17 +96,28 @@ class Loss:
         """Return the user's function, if it is a module."""
         return [self.function] if isinstance(self.function, nn.Module) else []
 
-    def weights(self, targets: Sequence[Any] | None, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts, from its target, if it has one, and its size."""
+    def weights(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return what each micro-batch counts, from the target, if there is one, and its size.
+
+        Warns, once, if the target holds what torch's losses ignore, and nothing says what counts;
+        not of one on a GPU, whose host would wait.
+        """
         if self.weight is None:
-            self.warn_of_ignored(targets)
+            leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
+            known = [t for t in leaves if t.dtype == torch.int64 and t.device.type == "cpu"]
+            if not self._has_warned and any((tensor == IGNORED).any() for tensor in known):
+                self._warn(
+                    f"a target holds {IGNORED}, which losses leave out, but each micro-batch "
+                    "counts as many times as it has samples: give Stage(…, loss_weight=lambda "
+                    f"target: (target != {IGNORED}).sum()) for the mean over all that count"
+                )
             return tuple(map(float, sizes))
-        if targets is None:
+        if target is None:
             raise ValueError(
                 "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
                 "step() on the first or on the last stage, or leave loss_weight out"
             )
-        found = tuple(float(self.weight(target)) for target in targets)
+        found = tuple(float(self.weight(part)) for part in scatter_like(target, sizes))
         total = sum(found)
         if any(not weight >= 0 for weight in found) or not total < math.inf:
             raise ValueError(
@@ -129,40 +126,79 @@ class Loss:
             )
         return found
 
-    def warn_of_ignored(self, targets: Any) -> None:
-        """Warn, once, if targets hold what torch's losses ignore, and nothing says what counts.
-
-        Not of those on a GPU, whose host would wait.
-        """
-        if self.weight is not None or self._has_warned:
-            return
-        leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
-        known = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.device.type == "cpu"]
-        if any((leaf == IGNORED).any() for leaf in known):
-            self._warn(
-                f"a target holds {IGNORED}, which losses leave out, but each micro-batch counts as "
-                "many times as it has samples: give Stage(…, loss_weight=lambda target: (target != "
-                f"{IGNORED}).sum()) for the mean over all that count"
-            )
-
-    def note(self, loss: Tensor | None, weight: float, *, warns: bool) -> Tensor:
-        """Keep what the mini-batch of a ``step`` counts; return its loss.
-
-        ``warns``: once, if nothing counts.
-        """
-        assert loss is not None, "every step ends with a loss on every rank"
+    def note(self, weight: float, *, warns: bool) -> None:
+        """Keep what the mini-batch of a ``step`` counts; ``warns``: once, if that is nothing."""
         if warns and weight == 0:
             self._warn(
                 "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
                 "gradients are 0"
             )
         self.last_weight = torch.tensor(weight, dtype=torch.float64)
-        return loss
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             warn(f"{text}; this warning is given once", RuntimeWarning)
+
+
+@dataclass
+class MeanLoss:
+    """The loss of one mini-batch, made of those of its micro-batches; on the last stage.
+
+        loss = sum of weight * mean / total
+
+    Of one of n mini-batches that accumulate, loss and gradients are also divided by n, as by
+    ``(loss / n).backward()``. Gradients are divided before a backward pass begins.
+    """
+
+    loss: Loss  # the user's function
+    targets: Sequence[Any]  # of each micro-batch; None for nothing
+    weights: Sequence[float]  # what each micro-batch counts
+    #: Returns what the micro-batches of all replicas count. It may wait for them, so it is called
+    #: when that is needed first.
+    get_whole: Callable[[], float]
+    total_weight: float | None = None  # what the sum is divided by; None for what all count
+    accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
+
+    @cached_property
+    def _whole(self) -> float:
+        return self.get_whole()
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """What each micro-batch is multiplied by in the mean."""
+        total = self._whole if self.total_weight is None else self.total_weight
+        return [weight / total if total else 0.0 for weight in self.weights]
+
+    def is_left_out(self, i: int) -> bool:
+        """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
+        return not self.weights[i]
+
+    def of(self, i: int, output: Any) -> Tensor:
+        """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
+        return self.loss.of(output, self.targets[i], is_left_out=self.is_left_out(i))
+
+    def gradient(self, i: int, loss: Tensor) -> Tensor:
+        """Return the gradient with which the backward pass of a micro-batch's loss begins."""
+        if (scale := self.loss.scale) is None:
+            return self._share(i, loss, loss.dtype)
+        # In float16 a scale alone may be inf, and a small share 0.
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return scale(self._share(i, loss, wide)).to(loss.dtype)
+
+    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.accumulate == 1:
+            return torch.full_like(loss, self._shares[i], dtype=dtype)
+        # In autograd's order of operations, so as (loss / n).backward() to the last bit.
+        return torch.full_like(loss, 1 / self.accumulate, dtype=dtype) * self._shares[i]
+
+    def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
+        """Return this replica's part of the loss, and what all count.
+
+        ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
+        """
+        loss = reduce(add, (loss * self._shares[i] for i, loss in losses.items()))
+        return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 
 
 def check_weighted(name: str) -> None:
@@ -179,35 +215,27 @@ def check_weighted(name: str) -> None:
         )
 
 
-def checked_total(weight: Any) -> float | None:
-    """Return the ``total_weight`` of a ``step`` as a number."""
-    if weight is None:
-        return None
-    total = float(weight)
-    if not 0 < total < math.inf:
+def divisors(total_weight: Any, accumulate: Any) -> dict[str, Any]:
+    """Return the two arguments of a ``step`` that say what its loss is divided by, checked."""
+    if total_weight is not None and accumulate is not None:
+        raise ValueError(
+            f"step() was given accumulate={accumulate} and total_weight={total_weight}, of which "
+            "each says what the loss is divided by: give accumulate for the mean over "
+            "mini-batches, or total_weight for the mean over all that counts in them"
+        )
+    total = None if total_weight is None else float(total_weight)
+    if total is not None and not 0 < total < math.inf:
         raise ValueError(
             f"total_weight is {total}, which the loss is divided by: give a finite number above 0, "
             "such as all tokens that count in the mini-batches whose gradients are added up"
         )
-    return total
-
-
-def checked_accumulate(number: Any, total_weight: Any) -> int:
-    """Return the ``accumulate`` of a ``step``; 1 if it has none."""
-    if number is None:
-        return 1
+    number = 1 if accumulate is None else accumulate
     if type(number) is not int or number < 1:
         raise ValueError(
             f"accumulate is {number!r}, but must be the number of mini-batches whose gradients are "
             "added up, an int from 1"
         )
-    if total_weight is not None:
-        raise ValueError(
-            f"step() was given accumulate={number} and total_weight={total_weight}, of which each "
-            "says what the loss is divided by: give accumulate for the mean over mini-batches, or "
-            "total_weight for the mean over all that counts in them"
-        )
-    return number
+    return {"total_weight": total, "accumulate": number}
 
 
 def _zero_of(output: Any) -> Tensor:
@@ -223,8 +251,6 @@ def _zero_of(output: Any) -> Tensor:
     return zero
 
 
-def _share_not_finite(value: Any) -> str:
-    tensors, _ = flatten(value)
-    num_elements = sum(tensor.numel() for tensor in tensors)
-    num_finite = sum(int(tensor.isfinite().sum()) for tensor in tensors)
-    return f"{1 - num_finite / max(1, num_elements):.1%}"
+def _share_finite(value: Any) -> float:
+    found = [tensor.isfinite().flatten() for tensor in flatten(value)[0]]
+    return torch.cat(found).double().mean().item()

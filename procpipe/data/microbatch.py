@@ -15,8 +15,8 @@ mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,47 +26,19 @@ from procpipe.torch_internals import pytree
 from procpipe.tree import check_leaves, in_words, place_of
 
 
+@dataclass(eq=False, slots=True)
 class NoChunk:
     """Wraps a tensor that is not scattered: every micro-batch is given the whole of it.
-
-    Args:
-        tensor: of any shape and dtype; its dim 0 need not be the batch.
-
-    Raises:
-        TypeError: it is not a tensor (anything else is never scattered, so needs no wrapping).
 
     Source:
         ``NoChunk`` of ``torch.distributed.pipeline.sync``, the name its users know.
     """
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"NoChunk wraps a tensor, not a {type(tensor).__qualname__}: pass the value as it "
-                "is, since only tensors are scattered"
-            )
-        self.tensor = tensor
-
-    def __repr__(self) -> str:
-        return f"NoChunk({self.tensor!r})"
-
-    @classmethod
-    def _around(cls, tensors: Iterable[Any], _: None) -> NoChunk:
-        made = cls.__new__(cls)
-        (made.tensor,) = tensors
-        return made
+    tensor: Tensor  # of any shape and dtype; its dim 0 need not be the batch
 
 
 # So a target that has one travels.
-pytree.register_pytree_node(
-    NoChunk,
-    lambda each: ([each.tensor], None),
-    NoChunk._around,
-    serialized_type_name="procpipe.NoChunk",
-    flatten_with_keys_fn=lambda each: ([(pytree.GetAttrKey("tensor"), each.tensor)], None),
-)
+pytree.register_dataclass(NoChunk, serialized_type_name="procpipe.NoChunk")
 
 
 def _is_whole(value: Any) -> bool:
@@ -88,7 +60,19 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
         if isinstance(only, Tensor) and only.dim() and len(only):
             parts = only.chunk(chunks)
             return [(part,) for part in parts], [len(part) for part in parts]
-    sizes = _sizes(_batch_size(inputs), chunks)
+    batch_size = _num_samples(inputs, "input")
+    if batch_size is None:
+        raise TypeError(
+            "the input holds no tensor to scatter over micro-batches: pass at least one "
+            "tensor with the batch in dim 0 that is not wrapped in NoChunk"
+        )
+    if batch_size == 0:
+        raise ValueError(
+            f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
+            "skip this mini-batch on every rank"
+        )
+    step = math.ceil(batch_size / chunks)
+    sizes = [min(step, batch_size - start) for start in range(0, batch_size, step)]
     return _divide(inputs, sizes), sizes
 
 
@@ -116,33 +100,19 @@ def gather(outputs: list[Any]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    spec = pytree.tree_structure(outputs[0])
-    flat: list[list[Any]] = []
+    flat, specs = zip(*map(pytree.tree_flatten, outputs), strict=True)
+    forms = [
+        (spec, [isinstance(leaf, Tensor) for leaf in leaves])
+        for leaves, spec in zip(flat, specs, strict=True)
+    ]
     for i, output in enumerate(outputs):
-        with suppress(ValueError):  # it is built otherwise
-            flat.append(spec.flatten_up_to(output))
-        if len(flat) == i or [*map(_kind, flat[i])] != [*map(_kind, flat[0])]:
+        if forms[i] != forms[0]:
             raise ValueError(
                 f"the output is {in_words(outputs[0])} in micro-batch 0 but {in_words(output)} "
                 f"in micro-batch {i}: let the last stage build its output alike for every "
                 "micro-batch"
             )
-    return pytree.tree_unflatten(map(_merged, zip(*flat, strict=True)), spec)
-
-
-def _batch_size(inputs: Any) -> int:
-    size = _num_samples(inputs, "input")
-    if size is None:
-        raise TypeError(
-            "the input holds no tensor to scatter over micro-batches: pass at least one "
-            "tensor with the batch in dim 0 that is not wrapped in NoChunk"
-        )
-    if size == 0:
-        raise ValueError(
-            f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
-            "skip this mini-batch on every rank"
-        )
-    return size
+    return pytree.tree_unflatten(map(_merged, zip(*flat, strict=True)), specs[0])
 
 
 def _num_samples(value: Any, where: str, size: int | None = None, other: str = "") -> int | None:
@@ -171,12 +141,6 @@ def _num_samples(value: Any, where: str, size: int | None = None, other: str = "
     return size
 
 
-def _sizes(batch_size: int, chunks: int) -> list[int]:
-    """Return the sizes that ``torch.chunk`` gives: all equal but for the last."""
-    step = math.ceil(batch_size / chunks)
-    return [min(step, batch_size - start) for start in range(0, batch_size, step)]
-
-
 def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
     parts = [_parts_of(leaf, sizes) for leaf in leaves]
@@ -187,11 +151,6 @@ def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
         return torch.split(leaf, list(sizes))
     return [leaf.tensor if type(leaf) is NoChunk else leaf] * len(sizes)
-
-
-def _kind(leaf: Any) -> bool | None:
-    """Return whether it is a tensor; None for a container, where another output has a leaf."""
-    return isinstance(leaf, Tensor) if pytree.tree_is_leaf(leaf) else None
 
 
 def _merged(leaves: tuple[Any, ...]) -> Any:

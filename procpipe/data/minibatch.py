@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from procpipe.compute.graph import Enter
-from procpipe.data.mean_loss import MeanLoss
+from procpipe.data.loss import MeanLoss
 from procpipe.data.microbatch import gather
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
-
 
 #: What the model's first layer is called with: a tuple of positional values; where there are named
 #: ones, a dict by position and name.
@@ -38,11 +37,7 @@ UNSET: Any = object()
 
 def inputs_of(values: tuple[Any, ...], named: Mapping[str, Any]) -> Inputs:
     """Return what the model's first layer is called with."""
-    if not named:
-        return values
-    inputs: dict[int | str, Any] = dict(enumerate(values))
-    inputs.update(named)
-    return inputs
+    return dict([*enumerate(values), *named.items()]) if named else values
 
 
 def inputs_and_target(
@@ -50,37 +45,23 @@ def inputs_and_target(
 ) -> tuple[Inputs, Any]:
     """Return the inputs and the target of a ``step``, from what it was given.
 
-    The target is ``target``, or the value that this names, among the named ones or in the only one,
-    a mapping; if that is ``UNSET``, the named value ``labels``, or the second of two positional
+    If ``target`` is ``UNSET``, it is the named value ``labels``, or the second of two positional
     ones. ``is_read``: whether this rank's inputs count; others may give any values.
 
     Raises:
-        TypeError: more than two positional values, of which the last may be an input too; a target
-            that names none of the named values.
+        TypeError: more than two positional values, of which the last may be an input too.
     """
     if target is UNSET and "labels" in named:
-        target = "labels"
-    if named and isinstance(target, str):
-        if is_read and target not in named:
-            raise TypeError(
-                f"step(target={target!r}) names none of the named values, which are "
-                f"{', '.join(named)}: give the name of one, or the target itself"
-            )
-        target = named.pop(target, None)
-    elif isinstance(target, str) and len(values) == 1 and isinstance(values[0], Mapping):
-        others = dict(values[0])
-        values, target = (others,), others.pop(target, target)
-    elif target is UNSET:
-        if len(values) > 2 and is_read:
-            raise TypeError(
-                f"step() was given {len(values)} positional values, which may all be inputs: name "
-                f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
-                "target=y), or target=None where the loss takes none"
-            )
-        target = None
-        if len(values) == 2:
-            target, values = values[1], values[:1]
-    return inputs_of(values, named), target
+        target = named.pop("labels")
+    elif target is UNSET and len(values) == 2:
+        target, values = values[1], values[:1]
+    elif target is UNSET and len(values) > 2 and is_read:
+        raise TypeError(
+            f"step() was given {len(values)} positional values, which may all be inputs: name "
+            f"the target, as in step({', '.join('abcdefgh'[: min(len(values), 8) - 1])}, "
+            "target=y), or target=None where the loss takes none"
+        )
+    return inputs_of(values, named), None if target is UNSET else target
 
 
 @dataclass
@@ -91,16 +72,7 @@ class MiniBatch:
     #: tensors that require a gradient, as the user gave them.
     inputs: Sequence[Flat] = ()
     requiring: Sequence[Sequence[Tensor]] = ()
-    #: In a ``step``, on the stage of the last partition: each micro-batch's target, and what makes
-    #: the loss of those of the micro-batches.
-    targets: Sequence[Any] | None = None
-    loss: MeanLoss | None = None
-    keep: bool = False  # whether backward tasks follow, in this program or a later one
-    reduces: bool = True  # whether gradients are added up over replicas, if there are several
-    is_backward: bool = False  # whether gradients of parameters are made
-    is_step: bool = False  # whether a loss is computed, here or on other stages
-    #: Whether all replicas, of several, have a mini-batch in this call, whose loss is one.
-    is_shared: bool = False
+    loss: MeanLoss | None = None  # in a ``step``, on the stage of the last partition
     #: On the stage of the last partition, for a program that begins with backward tasks: each
     #: micro-batch's gradients of the output tensors that require one.
     output_gradients: Sequence[list[Tensor | None]] | None = None
@@ -109,8 +81,9 @@ class MiniBatch:
     outputs: dict[int, Flat] = field(default_factory=dict)
     #: On the first stage, each micro-batch's gradients of inputs that require one.
     input_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    mean: Tensor | None = None  # the loss of the mini-batch, on every rank whose program has one
-    weight: float | None = None  # what the mini-batch counts, if the order does not say it
+    #: After a ``step``, on every rank: the loss of the mini-batch, and what it counts.
+    mean: Tensor | None = None
+    weight: float = 0.0
 
     def add_inputs(self, parts: Sequence[Inputs], device: torch.device) -> None:
         """Take a model's inputs, scattered, to the first stage's device."""
@@ -122,10 +95,6 @@ class MiniBatch:
             flats.append(Flat(moved, structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         self.inputs, self.requiring = flats, requiring
-
-    def target(self, i: int) -> Any:
-        """Return the target of a micro-batch; None if there is none."""
-        return None if self.targets is None else self.targets[i]
 
     def send_back(self) -> None:
         """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""

@@ -16,7 +16,7 @@ together. Does not communicate.
 from __future__ import annotations
 
 import itertools
-import operator
+import re
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, NoReturn
@@ -35,19 +35,13 @@ VALUE_NAMES = frozenset(
 
 #: Attributes and methods that describe a tensor: placeholders without a backward pass, as ``data``.
 DESCRIBING_NAMES = frozenset(
-    [
-        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "data"),
-        *("dtype", "device", "layout", "nbytes", "itemsize", "element_size", "storage_offset"),
-        *("get_device", "is_cuda", "is_contiguous", "is_floating_point", "is_complex"),
-    ]
+    ["shape", "size", "dim", "ndim", "numel", "stride", "data", "dtype", "device", "layout"]
 )
 
-#: Torch's names of ``tensor += remote`` and the like. They rebind the name on the left to the
-#: result, so they are absorbed; ``tensor.add_(remote)`` cannot be distinguished from them.
-NAMES_OF_OPERATORS_IN_PLACE = frozenset(
-    ["add_", "sub_", "mul_", "div_", "floor_divide_", "remainder_", "pow_"]
-)
-
+#: Names of torch functions that write into their first argument, but for those of ``tensor +=
+#: remote`` and the like: they rebind the name on the left to the result, so they are absorbed;
+#: ``tensor.add_(remote)`` cannot be distinguished from them.
+_WRITING = re.compile(r"(?!(add|sub|mul|div|floor_divide|remainder|pow)_$).*[^_]_|__setitem__")
 
 #: Backward passes by their numbers, each in a list that all values of its output share, and that is
 #: empty once the pass has been run.
@@ -77,10 +71,9 @@ class Remote:
             have done theirs; ``None`` if nothing requires grad. It is called at most once, by
             whichever of the values computed from this one is the first to have its backward called.
         others: further ranks that hold the value.
-        here: this process's rank, for messages.
     """
 
-    __slots__ = ("_here", "_passes", "_ranks", "_what", "rank")
+    __slots__ = ("_passes", "_ranks", "_what", "rank")
 
     _numbers = itertools.count()  # of backward passes, in the order of their forward passes
 
@@ -91,11 +84,10 @@ class Remote:
         backward: Callable[[], None] | None,
         *,
         others: Iterable[int] = (),
-        here: int | None = None,
     ) -> None:
         self.rank = rank
         self._ranks = frozenset([rank, *others])
-        self._what, self._here = what, here
+        self._what = what
         self._passes: _Passes = {} if backward is None else {next(self._numbers): [backward]}
 
     @property
@@ -142,15 +134,13 @@ class Remote:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.autograd.backward:
-            return _backward_of_several(args[0])
         kwargs = kwargs or {}
         remote = _result(func, (args, kwargs))
         name = getattr(func, "__name__", str(func))
-        if func is torch.autograd.grad:
-            raise remote._error("torch.autograd.grad returns gradients that are not known here, it")
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            raise remote._error(f"torch.autograd.{name}(), unlike value.backward(),")
         if isinstance(kwargs.get("out"), Tensor) or (
-            args and isinstance(args[0], Tensor) and _only_writes_to_its_first(name)
+            args and isinstance(args[0], Tensor) and _WRITING.fullmatch(name)
         ):
             raise remote._error(f"{name} into a tensor of this rank")
         return remote
@@ -161,10 +151,8 @@ class Remote:
     __call__ = __getitem__ = _absorb
     __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __floordiv__ = __mod__ = _absorb
     __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rfloordiv__ = _absorb
-    __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = (
-        __invert__
-    ) = _absorb
-    __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = __lshift__ = __rshift__ = _absorb
+    __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = _absorb
+    __abs__ = __invert__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _absorb
     __lt__ = __le__ = __gt__ = __ge__ = _absorb
     __eq__ = __ne__ = _absorb  # type: ignore[assignment]
     __hash__ = object.__hash__
@@ -186,9 +174,7 @@ class Remote:
     __bool__ = _refusing("the truth of it")
     __int__ = _refusing("int()")
     __float__ = _refusing("float()")
-    __complex__ = _refusing("complex()")
     __index__ = _refusing("its use as a number (in range(), in the bounds of a slice)")
-    __round__ = _refusing("round()")
     __len__ = _refusing("len()")
     __iter__ = _refusing(
         "unpacking or iteration (name the items instead: value[0], value[1], value.shape[0])"
@@ -209,7 +195,7 @@ class Remote:
     def _with(self, passes: _Passes, ranks: Iterable[int] = (), what: str = "") -> Remote:
         """Return a placeholder for what is computed from this one."""
         ranks = ranks or self._ranks
-        other = Remote(min(ranks), what or self._what, None, others=ranks, here=self._here)
+        other = Remote(min(ranks), what or self._what, None, others=ranks)
         other._passes = passes
         return other
 
@@ -251,10 +237,8 @@ def _result(func: Any, arguments: Any) -> Remote:
     leaves = pytree.tree_leaves(arguments)
     requiring = [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
     if not joined._passes and any(tensor.grad_fn for tensor in requiring):
-        here = "this rank" if joined._here is None else f"rank {joined._here}"
-        raise _no_rank_has_both(
-            name, joined, f"{here} (computed from the output of stage(input), as it requires grad)"
-        )
+        here = "this rank (computed from the output of stage(input), as it requires grad)"
+        raise _no_rank_has_both(name, joined, here)
     if requiring:
         warn(
             f"{name} combines a tensor that requires grad on this rank "
@@ -280,20 +264,3 @@ def _no_rank_has_both(name: str, one: Remote, other: str) -> RemoteValueError:
         "output: have the loader yield what the loss needs after the input, as (input, target) or "
         "(x, x), or use loss_fn and step(input, target)"
     )
-
-
-def _backward_of_several(values: Any) -> None:
-    remotes = _remotes_in(values)
-    if num_here := len(pytree.tree_leaves(values)) - len(remotes):
-        raise RuntimeError(
-            f"torch.autograd.backward was given {num_here} tensors of this rank beside "
-            f"{len(remotes)} values that live on other ranks: call backward() on each"
-        )
-    remotes[0]._with(reduce(operator.or_, (each._passes for each in remotes))).backward()
-
-
-def _only_writes_to_its_first(name: str) -> bool:
-    """Return whether a torch function of this name is called to change its first argument."""
-    if name in NAMES_OF_OPERATORS_IN_PLACE or name.endswith("__"):
-        return name == "__setitem__"
-    return name.endswith("_")

@@ -20,18 +20,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.compute.segment import Segment
-from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 from procpipe.replicas.bucket import Bucket, buckets_of
 from procpipe.replicas.buffers import join_buffers
 from procpipe.replicas.group import Group
 from procpipe.run.log import Log
-from procpipe.run.replicas import Around, Replicas
+from procpipe.run.replicas import Around, Parameters, Replicas
 from procpipe.torch_internals import has_accumulation_hooks
 
 
@@ -78,10 +78,8 @@ class Reduction(Replicas):
         """Join the replicas' statistics of batch normalisation, and make saved buffers equal."""
         join_buffers(layers, self._group)
 
-    def total(self, loss: Tensor, batch: MiniBatch) -> Tensor:
+    def total(self, loss: Tensor) -> Tensor:
         """Return the loss of all replicas, from that of this one."""
-        if not batch.is_shared:
-            return loss
         self._meet()
         return self._in_order("loss", loss.to(self._device, torch.float64)).to(loss.dtype)
 
@@ -93,22 +91,21 @@ class Reduction(Replicas):
     # -- gradients ------------------------------------------------------------------------------
 
     def begin(
-        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass; the gradients of ``tied`` are added up apart."""
         self._meet()
-        self._num_to_add = Counter(parameters)
+        self._num_to_add = Counter(chain(parameters, of_loss))
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
         self._apart, self._buckets, self._num_begun = [], [], 0
-        if batch.reduces:
+        if reduces:
             _check_hooks(free)
             apart = {*tied}
             self._apart = [p for p in free if p in apart]
-            of_loss = set() if batch.loss is None else {*batch.loss.parameters()}
-            self._buckets = buckets_of([p for p in free if p not in apart], of_loss)
+            self._buckets = buckets_of([p for p in free if p not in apart], {*of_loss})
         self._fresh = {parameter for parameter in free if parameter.grad is None}
         self._divide_common(free)
-        if batch.reduces:
+        if reduces:
             self._own.difference_update(free)
         else:
             self._own.update(free)

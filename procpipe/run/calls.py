@@ -28,7 +28,7 @@ from procpipe.job.endings import (
 )
 from procpipe.job.world import World
 from procpipe.notes import write_note
-from procpipe.run.faults import in_a_line, story_of, text_of
+from procpipe.run.faults import in_a_line, story_of
 from procpipe.run.runner import Runner
 
 
@@ -104,7 +104,7 @@ class Calls:
         if self._ended or os.getpid() != self._pid:
             return
         self.has_failed = True
-        self._ended = f"{name} failed on this rank with {type(error).__name__}: {text_of(error)}"
+        self._ended = f"{name} failed on this rank with {type(error).__name__}: {error!s}"
         self._world.board.fail()
         note_victim(error, self._world.board.read(), self._world.grid.numbers[0])
         try:

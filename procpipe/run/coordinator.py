@@ -10,25 +10,29 @@
 
 A replica waits for no other before it works: ``meet`` is called before the first thing that is
 added up over replicas, on the last stage the loss's gradient. What must be made in common is in
-``Order.is_shared``. Between the items of loaders the first ranks compare where they are
-(``next_item``). A rank in another call is an error on all ranks, not a hang.
+``Order.is_shared``. A rank in another call is an error on all ranks, not a hang.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import CallMismatchError
-from procpipe.job.grid import Grid
-from procpipe.run.order import Order, decode, decode_order, encode
-from procpipe.run.programs import Programs
+from procpipe.job.grid import IN_ORDER, Grid
+from procpipe.plan.program import Program, program
+from procpipe.plan.routes import Routes
+from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
+from procpipe.plan.schedules.named import Schedule
+from procpipe.plan.task import Plan
+from procpipe.plan.verify import verify
+from procpipe.run.order import Order, encode, order_of
 
 #: ``agree(ours, combine)``: every rank's value to the first, and what it makes of them to all.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
@@ -36,15 +40,15 @@ Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
 #: The mesh's number of the channel of these messages; those of tensors count from 1.
 CONTROL = 0
 
+#: Made once for each number of micro-batches.
+_backward_plan, _forward_plan = cache(backward_plan), cache(forward_plan)
+
 
 class Coordinator:
-    """One rank's side of the calls that ranks make together, and its small messages to them.
+    """One rank's side of the calls that ranks make together, and its small messages to them."""
 
-    Attributes:
-        programs: the plans that orders name; set once the model is cut.
-    """
-
-    programs: Programs
+    _routes: Routes
+    _plan_step: Callable[[int, tuple[int, ...], tuple[int, ...]], Plan]
 
     def __init__(self, mesh: Mesh, grid: Grid) -> None:
         self._mesh = mesh
@@ -52,16 +56,20 @@ class Coordinator:
         self._own = grid.same_replica()
         #: The ranks that run this stage in other replicas.
         self._others = [rank for rank in grid.same_stage() if rank != grid.rank]
-        self._sent: set[str] = set()  # plans, by their digests
+        self._plans: dict[str, Plan] = {}  # those that orders have named, by their digests
         self._arrived: dict[int, deque[bytes]] = {}
         for peer in mesh.peers:
             self._arrived[peer] = deque()
             mesh.on(peer, CONTROL, partial(self._keep, peer))
         self._announced = Order("")  # the newest call
-        self._value: Any = None  # what this replica has announced of it
-        self._values: list[Any] | None = []  # of each replica; None until all have come
+        self._values: dict[int, Any] = {}  # what replicas have announced of it, by rank
+        self._awaited: list[int] = []  # of which that is still to come
 
     # -- within a replica ------------------------------------------------------------------------
+
+    def use(self, routes: Routes, schedule: Schedule) -> None:
+        """Take what plans depend on, once the model is cut; they are those of a ``Schedule``."""
+        self._routes, self._plan_step = routes, cache(schedule.plan)
 
     def begin(self, call: str, *, is_training: bool, **decided: Any) -> Order:
         """Begin a call, by its method's name: issue its order on the first rank, else follow it.
@@ -77,26 +85,46 @@ class Coordinator:
         return self.issue(ours) if self._grid.stage == 0 else self.follow(ours)
 
     def issue(self, order: Order) -> Order:
-        """Send an order to the other ranks of this replica, with a plan; never blocks."""
+        """Send an order to the other ranks of this replica, with a plan; never blocks.
+
+        Raises:
+            PlanError: the plan of the user's schedule cannot run.
+        """
         if order.sizes:
-            plan = self.programs.choose(order)
-            order = replace(order, plan=plan.digest)
-            if order.plan not in self._sent:
-                self._sent.add(order.plan)
-                order = replace(order, plan_text=plan.to_text())
-        message = encode(order)
-        for rank in self._own[1:]:
-            self.send(rank, message)  # step 3
+            plan = self._plan_of(order)
+            order = order._replace(plan=plan.digest)
+            if order.plan not in self._plans:
+                verify(plan, self._routes)
+                self._plans[order.plan] = plan
+                order = order._replace(plan_text=plan.to_text())
+        self._tell(self._own[1:], order)  # step 3
         return order
 
     def follow(self, ours: Order) -> Order:
         """Wait for the first rank's next order and check that it is for the call we are in."""
-        message = self.receive(self._own[0], f"the order for {ours.call}()")
-        order = decode_order(message)
-        self._check(ours.call, ours.mode(), order.call, order.mode(), self._own[0])
+        order = order_of(self._hear(self._own[0], f"the order for {ours.call}()"))
+        self._check(ours, order.call, order.mode(), self._own[0])
         if order.plan_text:
-            self.programs.add(order.plan_text)
+            self._plans[order.plan] = Plan.from_text(order.plan_text)
         return order
+
+    def program(self, order: Order) -> Program:
+        """Make what this stage does under an order's plan."""
+        return program(  # step 2
+            self._plans[order.plan],
+            self._routes,
+            self._grid.stage,
+            recompute=order.recompute,
+            has_loss=order.call == "step",
+        )
+
+    def _plan_of(self, order: Order) -> Plan:
+        m, n, placement = len(order.sizes), self._routes.num_stages, self._routes.placement
+        if order.call == "step" and order.keeps_graph:
+            return self._plan_step(m, placement, order.recompute)
+        if order.call == "backward":
+            return _backward_plan(m, n, order.recompute, placement)
+        return _forward_plan(m, n, placement)  # also of a step without gradients
 
     # -- between replicas ------------------------------------------------------------------------
 
@@ -105,10 +133,9 @@ class Coordinator:
 
         ``value`` is what :meth:`meet` is to return of this replica; plain JSON.
         """
-        self._announced, self._values = order, [value]
-        if order.is_shared and self._others:
-            self._value, self._values = value, None
-            self._tell(self._others, order.call, order.mode(), order.common(), value)
+        self._announced, self._values = order, {self._grid.rank: value}
+        self._awaited = self._others if order.is_shared else []
+        self._tell(self._awaited, [order.call, order.mode(), order.common(), value])
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.
@@ -118,56 +145,12 @@ class Coordinator:
         Raises:
             CallMismatchError: a replica is in another call or mode, or has other arguments.
         """
-        if self._values is None:
-            order = self._announced
-            values = self._take(self._others, order.call, order.mode(), order.common())
-            values[self._grid.rank] = self._value
-            self._values = [values[rank] for rank in sorted(values)]
-        return self._values
-
-    def next_item(
-        self, mode: str, common: dict[str, Any], ours: Any, gone: Collection[int]
-    ) -> dict[int, Any]:
-        """Return what the first rank of each replica says before its next item; waits for them.
-
-        Args:
-            mode: of the stage.
-            common: what all must have in common, by its name; plain JSON.
-            ours: what this one says; plain JSON.
-            gone: those whose loops have ended, which say nothing.
-
-        Returns:
-            What each says, by its rank.
-
-        Raises:
-            CallMismatchError: a replica is in another call or mode, or has other arguments.
-        """
-        peers = [rank for rank in self._others if rank not in gone]
-        self._tell(peers, "batches", mode, common, ours)
-        return {self._grid.rank: ours} | self._take(peers, "batches", mode, common)
-
-    def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Bring together the values of all ranks of all replicas, once all are in this call."""
-        self.meet()
-        return self.agree(ours, combine)
-
-    def _tell(
-        self, peers: Sequence[int], call: str, mode: str, common: dict[str, Any], value: Any
-    ) -> None:
-        message = encode([call, mode, common, value])
-        for peer in peers:
-            self.send(peer, message)
-
-    def _take(
-        self, peers: Sequence[int], call: str, mode: str, common: dict[str, Any]
-    ) -> dict[int, Any]:
-        """Wait for what other replicas say of a call; return their values."""
-        values: dict[int, Any] = {}
-        for peer in peers:
-            message = decode(self.receive(peer, f"its part in {call}()"))
-            their_call, their_mode, theirs, values[peer] = message
-            self._check(call, mode, their_call, their_mode, peer)
-            for name, value in common.items():
+        ours, awaited, self._awaited = self._announced, self._awaited, []
+        for peer in awaited:
+            said = self._hear(peer, f"its part in {ours.call}()")
+            call, mode, theirs, self._values[peer] = said
+            self._check(ours, call, mode, peer)
+            for name, value in ours.common().items():
                 if theirs[name] != value:
                     here, there = self._names(peer)
                     raise CallMismatchError(
@@ -175,63 +158,97 @@ class Coordinator:
                         f"{theirs[name]!r}: all replicas need the same "
                         "(stage.sum_over_replicas() adds up what each has counted)"
                     )
-        return values
+        return [self._values[rank] for rank in sorted(self._values)]
+
+    def agree_in_call(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Bring together the values of all ranks of all replicas, once all are in this call."""
+        self.meet()
+        return self.agree(ours, combine)
 
     # -- messages --------------------------------------------------------------------------------
 
-    def send(self, peer: int, message: bytes) -> None:
-        """Send a message to another rank; never blocks. Messages of one rank arrive in order."""
-        self._mesh.send(peer, CONTROL, 0, 0, message)
-
-    def receive(self, peer: int, what: str) -> bytes:
-        """Wait for the next message of a peer; ``what`` names it in errors."""
-        arrived = self._arrived[peer]
-        name = self._mesh.name_of(peer)
-        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
-        return arrived.popleft()
-
-    def agree(
-        self, ours: Any, combine: Callable[[list[Any]], Any], ranks: Sequence[int] | None = None
-    ) -> Any:
+    def agree(self, ours: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Bring every rank's value to the first, combine them there, and return the result to all.
 
-        Every one of the ranks calls it, and it waits for all of them.
+        Every rank calls it, and it waits for all of them.
 
         Args:
             ours: this rank's value; plain JSON.
             combine: makes plain JSON of the list of all values, by rank; runs on the first only.
-            ranks: those that take part, this one among them; by default all.
         """
-        first, *others = range(len(self._arrived) + 1) if ranks is None else ranks
-        if self._mesh.rank != first:
-            self.send(first, encode(ours))
-            return decode(self.receive(first, "the outcome of a common call"))
-        values = [ours]
-        values += [decode(self.receive(peer, "its part in a common call")) for peer in others]
-        outcome = encode(combine(values))
-        for peer in others:
-            self.send(peer, outcome)
-        return decode(outcome)
+        if self._mesh.rank != 0:
+            self._tell([0], ours)
+            return self._hear(0, "the outcome of a common call")
+        others = self._mesh.peers
+        of_others = [self._hear(peer, "its part in a common call") for peer in others]
+        outcome = combine([ours, *of_others])
+        self._tell(others, outcome)
+        return json.loads(encode(outcome))  # as on the others
+
+    def _tell(self, peers: Sequence[int], value: Any) -> None:
+        """Send plain JSON to other ranks; never blocks. What one sends arrives in order."""
+        message = encode(value)
+        for peer in peers:
+            self._mesh.send(peer, CONTROL, 0, 0, message)
+
+    def _hear(self, peer: int, what: str) -> Any:
+        """Wait for the next message of a peer; ``what`` names it in errors."""
+        arrived, name = self._arrived[peer], self._mesh.name_of(peer)
+        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
+        return json.loads(arrived.popleft())
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._arrived[peer].append(bytes(body))
 
-    # -- errors ----------------------------------------------------------------------------------
-
-    def _check(self, call: str, mode: str, their_call: str, their_mode: str, peer: int) -> None:
+    def _check(self, ours: Order, call: str, mode: str, peer: int) -> None:
         """Check that another rank is in the same call and mode."""
-        if call != their_call:
-            here, there = self._names(peer)
+        here, there = self._names(peer)
+        if ours.call != call:
             raise CallMismatchError(
-                f"{here} is in {call}() while {there} is in {their_call}(): every rank must make "
+                f"{here} is in {ours.call}() while {there} is in {call}(): every rank must make "
                 "the same calls in the same order"
             )
-        if mode != their_mode:
-            here, there = self._names(peer)
+        if ours.mode() != mode:
             raise CallMismatchError(
-                f"{here} calls {call}() in {mode}, {there} in {their_mode}: call train(), eval() "
-                "and torch.no_grad() on every rank alike"
+                f"{here} calls {call}() in {ours.mode()}, {there} in {mode}: call train(), eval() "
+                "and torch.no_grad() on every rank alike, and give the same signals on every rank"
             )
 
     def _names(self, peer: int) -> tuple[str, str]:
         return self._grid.rank_name(self._grid.rank), self._grid.rank_name(peer)
+
+
+def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = IN_ORDER) -> list[str]:
+    """Say where ranks differ from rank 0, one sentence a difference.
+
+    ``facts`` holds each rank's values by name, or what it asks rank 0 to find; ``numbers`` each
+    rank's number in the job.
+    """
+    differences = []
+    for rank, theirs in enumerate(facts):
+        if isinstance(theirs, str):
+            raise ValueError(
+                f"rank {numbers[rank]} has arguments by which rank {numbers[0]} finds the "
+                f"{theirs}, but rank {numbers[0]} has not: give every rank the same arguments"
+            )
+        for name, ours in facts[0].items():
+            if theirs.get(name) != ours:
+                ranks = numbers[0], numbers[rank]
+                differences.append(_difference(name, ours, theirs.get(name), *ranks))
+    if any(theirs.get("balance") != facts[0].get("balance") for theirs in facts):
+        differences.append(
+            "give every rank the same balance; balance_by_time() and other measurements differ "
+            'from rank to rank, so use Stage(model, balance="time", sample=x), or "size": rank 0 '
+            "measures, and all ranks use its balance"
+        )
+    return differences
+
+
+def _difference(name: str, ours: Any, theirs: Any, first: int, rank: int) -> str:
+    if name == "layers":
+        if len(ours) != len(theirs):
+            on_first = f"{len(ours)} layers on rank {first}"
+            return f"the model has {on_first} and {len(theirs)} on rank {rank}"
+        a, b = next(pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1])
+        return f"a layer of the model is ({a}) on rank {first} and ({b}) on rank {rank}"
+    return f"{name} is {ours!r} on rank {first} and {theirs!r} on rank {rank}"

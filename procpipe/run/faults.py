@@ -18,10 +18,7 @@ _STORY_LENGTH = 1 << 16
 
 
 def note_where(
-    error: BaseException,
-    task: Task,
-    stage: str,
-    segments: Mapping[int, Segment],
+    error: BaseException, task: Task, stage: str, segments: Mapping[int, Segment]
 ) -> None:
     """Add notes to an exception: stage, task and layer; where memory ran out, what was held."""
     kind, i, j = task
@@ -37,7 +34,9 @@ def note_where(
 
 def note_full_device(error: BaseException, device: torch.device, held: str) -> None:
     """Add a note to an exception, if memory ran out: what is held there, what would need less."""
-    if not _is_out_of_memory(error):
+    words = "can't allocate memory", "CUDA error: out of memory"  # on a CPU, or of another process
+    is_full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if not is_full and not any(each in str(error) for each in words):
         return
     error.add_note(
         f"procpipe: out of memory on {device}: {held}. Give the stage fewer layers (balance) or "
@@ -46,25 +45,9 @@ def note_full_device(error: BaseException, device: torch.device, held: str) -> N
     )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocator has failed; on a CPU only torch's message shows it."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    words = ("can't allocate memory", "CUDA error: out of memory")
-    return isinstance(error, RuntimeError) and any(each in text_of(error) for each in words)
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's text; the ``__str__`` of a user's may raise."""
-    try:
-        return str(error)
-    except Exception as another:
-        return f"(what it says is not known: its __str__ raised {type(another).__name__})"
-
-
 def in_a_line(error: BaseException) -> str:
     """Return an exception's type and the first line of what it says."""
-    lines = text_of(error).splitlines() or [""]
+    lines = str(error).splitlines() or [""]
     line = lines[0] if len(lines[0]) <= _LINE_LENGTH else f"{lines[0][:_LINE_LENGTH]}…"
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

@@ -8,27 +8,21 @@ first rank   input ── scatter ── order: sizes, weights, where the target
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from procpipe.data.loss import Loss, checked_accumulate, checked_total
-from procpipe.data.mean_loss import MeanLoss
+from procpipe.data.loss import Loss, MeanLoss, divisors
 from procpipe.data.microbatch import scatter, scatter_like
 from procpipe.data.minibatch import Inputs, MiniBatch, on_device
+from procpipe.errors import DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.run.batches import Batches
-from procpipe.run.coordinator import Coordinator
-from procpipe.run.order import DELIVERED, LOCAL, SENT, Order
-from procpipe.run.wiring import Wires
-
-
-@cache
-def _recomputed(checkpoint: str, m: int) -> tuple[int, ...]:
-    return tuple(sorted(recomputed(checkpoint, m)))
+from procpipe.run.coordinator import Agree
+from procpipe.run.order import LOCAL, SENT, Order
+from procpipe.run.runner import Runner
+from procpipe.run.same_input import described, differences
 
 
 class Intake:
@@ -46,11 +40,11 @@ class Intake:
         self._grid = grid
         self._output_stage = output_stage
         self._device = device
+        self._num_calls = 0  # of ``stage(input)``
 
     def begin(
         self,
-        coordinator: Coordinator,
-        wires: Wires,
+        pipeline: Runner,
         call: str,
         inputs: Inputs,
         target: Any = None,
@@ -72,76 +66,52 @@ class Intake:
             parts, sizes = scatter(inputs, chunks)  # step 1
             batch.add_inputs(parts, self._device)
             keeps = is_training and torch.is_grad_enabled()
-            chosen = _recomputed(checkpoint, len(sizes)) if keeps else ()
-            decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": chosen}
+            again = tuple(sorted(recomputed(checkpoint, len(sizes)))) if keeps else ()
+            decided = {"reduces": reduces, "sizes": tuple(sizes), "recompute": again}
             if call == "step":
-                decided["accumulate"] = checked_accumulate(accumulate, total_weight)
-                decided["total_weight"] = checked_total(total_weight)
-                decided |= self._about_loss(target, sizes)
-        order = coordinator.begin(call, is_training=is_training, **decided)
-        batch.keep, batch.reduces = order.is_grad_enabled, order.reduces
-        batch.is_shared = order.is_shared and self._grid.num_replicas > 1
-        count = order.count
+                decided |= divisors(total_weight, accumulate)
+                if target is not None and self._output_stage != 0:
+                    place = self._batches.delivered(target) or SENT
+                    decided |= {"target": place, "weights": self._loss.weights(target, sizes)}
+        order = pipeline.coordinator.begin(call, is_training=is_training, **decided)
+        count = order.counted
         if call == "step":
-            batch.is_step = True
-            batch.keep = batch.is_backward = order.keeps_graph
             if order.target == SENT and self._grid.stage == 0:
-                wires.send_target(target)
+                pipeline.wires.send_target(target)
             if self._grid.stage == self._output_stage:
-                count = self._add_loss(batch, order, target, coordinator, wires)
-        coordinator.announce(order, count)
+                batch.loss = self._mean_loss(order, target, pipeline)
+                count = math.fsum(batch.loss.weights)
+        pipeline.coordinator.announce(order, count)
+        if call == "forward" and (order.is_shared or self._grid.num_replicas == 1):
+            self._check_same(inputs, pipeline.coordinator.agree_in_call)
         return order, batch
 
-    def _about_loss(self, target: Any, sizes: Sequence[int]) -> dict[str, Any]:
-        """Return what the order says of a step's target and weights."""
-        way, place = SENT, 0
-        if target is None or self._output_stage == 0:
-            way = LOCAL
-        elif (
-            self._batches.delivered and (found := self._batches.find_delivered(target)) is not None
-        ):
-            way, place = DELIVERED, found
-        about: dict[str, Any] = {"target": way, "delivered": place}
-        if way != LOCAL or self._loss.weight is None:
-            about["weights"] = self._weights(None if way == LOCAL else target, sizes)
-        return about
+    def _check_same(self, inputs: Any, agree: Agree) -> None:
+        """Compare the inputs of ``stage(input)``; every rank waits in calls 1, 2, 4, 8, ….
 
-    def _weights(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
-        """Return what each micro-batch counts."""
-        return self._loss.weights(None if target is None else scatter_like(target, sizes), sizes)
-
-    def _add_loss(
-        self,
-        batch: MiniBatch,
-        order: Order,
-        target: Any,
-        coordinator: Coordinator,
-        wires: Wires,
-    ) -> float:
-        """Add, on the last stage, targets and loss of a step; return what the mini-batch counts.
-
-        ``target`` is what the user gave on this rank.
+        Raises:
+            DisagreementError: a rank's is another than its replica's first; raised on every rank.
         """
-        if order.target == SENT:
-            target = wires.take_target()
-        elif order.target == DELIVERED:
-            target = self._batches.delivered[order.delivered]
-        if target is None:
-            self._loss.check_takes_one()
-        on_host = self._batches.on_host(target) if order.target == LOCAL else None
-        self._loss.warn_of_ignored(on_host)
-        weights = order.weights
-        if not weights:  # only this stage has the target
-            weights = self._weights(on_host, order.sizes)
-        if target is not None:
-            batch.targets = scatter_like(on_device(target, self._device), order.sizes)
-
-        batch.loss = MeanLoss(
-            self._loss,
-            weights,
-            lambda: math.fsum(coordinator.meet()),  # of all replicas
-            order.total_weight,
-            accumulate=order.accumulate,
-            is_sent=batch.is_shared or not order.weights,
+        self._num_calls += 1
+        if self._grid.num_stages == 1 or self._num_calls.bit_count() != 1:
+            return
+        faults = agree(
+            described(inputs), lambda of_all: differences(of_all, self._grid, self._num_calls)
         )
-        return math.fsum(weights)
+        if faults:
+            raise DisagreementError(faults)
+
+    def _mean_loss(self, order: Order, target: Any, pipeline: Runner) -> MeanLoss:
+        """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""
+        if order.target == SENT:
+            target = pipeline.wires.take_target()
+        elif order.target != LOCAL:
+            target = self._batches.target_of(*order.target)
+        return MeanLoss(
+            self._loss,
+            scatter_like(on_device(target, self._device), order.sizes),
+            order.weights or self._loss.weights(self._batches.as_read(target), order.sizes),
+            lambda: math.fsum(pipeline.coordinator.meet()),  # of all replicas
+            order.total_weight,
+            order.accumulate,
+        )

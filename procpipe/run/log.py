@@ -87,9 +87,6 @@ class Log:
             self.all_reduce_ns += max(0, ended_ns - max(begun_ns, last_ns))  # several at a time
             self.exposed_ns += taken_ns - asked_ns
             last_ns = max(last_ns, ended_ns)
-        self._write_sums(order)
-
-    def _write_sums(self, order: Order) -> None:
         page = self._board.page
         if order.call != "forward" or not order.is_grad_enabled:  # else backward follows
             page.num_steps += 1

@@ -10,17 +10,18 @@ is in ``procpipe/replicas/``, that of layers which FSDP shards in ``procpipe/sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from procpipe.compute.segment import Segment
-from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 
 #: Makes a context for a task.
 Around = Callable[[], AbstractContextManager[None]]
+
+Parameters = Collection[nn.Parameter]
 
 
 class Replicas:
@@ -33,14 +34,15 @@ class Replicas:
         """Bring the layers to the state that they have between calls."""
 
     def begin(
-        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass, before the first backward task.
 
         Args:
-            batch: the call's mini-batch.
             parameters: of this stage's layers, in the order of the model.
-            tied: those of them that other stages have, too.
+            of_loss: those of the loss function, on the stage that calls it.
+            tied: those of this stage's layers that other stages have, too.
+            reduces: whether gradients are added up in this call, with those of earlier ones.
         """
 
     def around(self, step: Run, segment: Segment) -> Around | None:
@@ -53,8 +55,8 @@ class Replicas:
     def end(self) -> None:
         """Wait until all gradients are added up."""
 
-    def total(self, loss: Tensor, batch: MiniBatch) -> Tensor:
-        """Return the sum of the losses of all replicas, given that of this one."""
+    def total(self, loss: Tensor) -> Tensor:
+        """Return the sum of the losses of all replicas, given this one's, in a call of all."""
         return loss
 
     def check_added_up(self, call: str) -> None:

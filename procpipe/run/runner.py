@@ -21,20 +21,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from procpipe.compute.segment import Segment
 from procpipe.compute.tied import Part, Tied
-from procpipe.data.mean_loss import LossPart
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
-from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.program import Run, Send
 from procpipe.plan.routes import LOSS, Channel, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.coordinator import Coordinator
@@ -52,9 +51,6 @@ _CHECK_LEAD_EVERY_S = 0.001
 
 #: One step of a program, bound.
 Step = Callable[[], None]
-
-#: The gradients of one output or input, of those of its tensors that require one.
-Gradients = Sequence[Tensor | None]
 
 
 class Runner:
@@ -94,9 +90,12 @@ class Runner:
         self._tied = tied
         self._bound: dict[object, list[Step]] = {}
         self._slots: list[Any] = []
+        self._numbers: dict[Transfer, int] = {}
         self._batch = MiniBatch()
+        self._order = Order("")
+        self._keeps = False  # whether backward tasks follow, in this call or in one of its own
         self._has_begun = False  # the gradients of this call
-        self._taken_loss: LossPart | None = None  # of this call, from another stage
+        self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         for segment in self.segments.values():
             segment.layers.board = log.board_for(segment.layers.shown)
@@ -114,14 +113,19 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            self._bound[order.program] = self._bind(self.coordinator.programs.program(order))
-        self._batch, self._has_begun = batch, False
+            program = self.coordinator.program(order)
+            self._bound[order.program] = [self._bound_step(step) for step in program]
+        self._order, self._batch = order, batch
+        self._keeps, self._has_begun = order.is_kept, False
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
                 segment.resume()
-        else:
-            self._begin_mini_batch()
+        else:  # drop whatever an unfinished mini-batch has left
+            self.replicas.settle()
+            for segment in self.segments.values():
+                segment.begin()
+            self._slots[:] = [None] * len(self._slots)
         try:
             for step in self._bound[order.program]:
                 step()
@@ -133,7 +137,7 @@ class Runner:
                 note_where(error, self.current_task, where, self.segments)
             raise
         finally:
-            self._batch, self._taken_loss = MiniBatch(), None  # which hold tensors
+            self._batch, self._part = MiniBatch(), None  # which hold tensors
         if self._world.device.type == "cuda":
             self._ends.append(torch.cuda.current_stream(self._world.device).record_event())
         self.log.end_step(order)
@@ -148,42 +152,36 @@ class Runner:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
 
-    def _begin_mini_batch(self) -> None:
-        """Drop whatever an unfinished mini-batch has left."""
-        self.replicas.settle()
-        for segment in self.segments.values():
-            segment.begin()
-        self._slots[:] = [None] * len(self._slots)
-
     def _finish(self, batch: MiniBatch) -> None:
         """Add up what belongs to no task: tied gradients, sums over replicas, the loss."""
-        self.wires.channels.wait_posted()
+        self.wires.wait_posted()
         for segment in self.segments.values():
             segment.end()
-        if batch.is_backward:
+        order = self._order
+        if order.makes_gradients:
             if not self._has_begun:
                 self._begin_gradients()  # no task makes any
             if self.wires.tied:
                 self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
-        if batch.is_step:
-            part = self._loss_part()
-            batch.mean = self.replicas.total(part.loss, batch)
-            batch.weight = part.weight
-        if batch.is_backward or not batch.keep:
+        if order.call == "step":
+            batch.mean, batch.weight = self._loss_part()
+            if order.is_shared:
+                batch.mean = self.replicas.total(batch.mean)
+        if order.makes_gradients or not self._keeps:
             self.replicas.settle()
 
     def _add_up_tied(self) -> None:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
-        channels, tied = self.wires.channels, self.wires.tied
+        wires, tied = self.wires, self.wires.tied
         for _, into in tied.values():
-            channels.receivers[into].expect()
+            wires.receivers[into].expect()
         for stage, (out, _) in tied.items():
             message = _message_of(self._tied.gradients_for(stage))
-            self._send(channels.senders[out], _once(out), message)
+            self._send(wires.senders[out], _once(out), message)
         self._tied.add_up(
             {
-                stage: self._take(channels.receivers[into], _once(into)).value
+                stage: self._take(wires.receivers[into], _once(into)).value
                 for stage, (_, into) in tied.items()
             }
         )
@@ -192,40 +190,35 @@ class Runner:
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
-        apart = [copy.tensor for copy in self._tied.parameters]
-        self.replicas.begin(self._batch, self._parameters(), apart)
+        loss = self._batch.loss
+        self.replicas.begin(
+            [p for segment in self.segments.values() for p in segment.parameters()],
+            [] if loss is None else [p for m in loss.loss.modules() for p in m.parameters()],
+            [copy.tensor for copy in self._tied.parameters],
+            reduces=self._order.reduces,
+        )
         if self.wires.tied:
             self._tied.begin_gradients()
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what this stage trains; a walk over the modules, which few calls need."""
-        for segment in self.segments.values():
-            yield from segment.parameters()
-        if self._batch.loss is not None:
-            yield from self._batch.loss.parameters()
-
     # -- binding --------------------------------------------------------------------------------
 
-    def _bind(self, program: Program) -> list[Step]:
-        """Return the functions that run a program's steps."""
-        number: dict[Transfer, int] = {}
-        for step in program:
-            if isinstance(step, Run):
-                for transfer in step.makes:
-                    number[transfer] = len(number)
-        self._slots += [None] * (len(number) - len(self._slots))
-        return [self._bound_step(step, number) for step in program]
+    def _slot(self, transfer: Transfer) -> int:
+        """Return the number of the slot where what one partition makes for another waits."""
+        if transfer not in self._numbers:
+            self._numbers[transfer] = len(self._slots)
+            self._slots.append(None)
+        return self._numbers[transfer]
 
-    def _bound_step(self, step: Any, number: Mapping[Transfer, int]) -> Step:
+    def _bound_step(self, step: Any) -> Step:
         if isinstance(step, Run):
-            return self._bound_task(step, number)
-        channels, transfer = self.wires.channels, step.transfer
+            return self._bound_task(step)
+        wires, transfer = self.wires, step.transfer
         if not isinstance(step, Send):
-            return channels.receivers[transfer.channel].expect
-        sender = channels.senders[transfer.channel]
+            return wires.receivers[transfer.channel].expect
+        sender = wires.senders[transfer.channel]
         if transfer.payload == LOSS:
-            return lambda: self._send(sender, transfer, Flat.of(tuple(self._loss_part())))
-        slots, k = self._slots, number[transfer]
+            return lambda: self._send(sender, transfer, Flat.of(self._loss_part()))
+        slots, k = self._slots, self._slot(transfer)
 
         def send() -> None:
             message, slots[k] = slots[k], None
@@ -234,14 +227,14 @@ class Runner:
 
         return send
 
-    def _bound_task(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_task(self, step: Run) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
-        poll, around = self.wires.channels.poll, self.replicas.around(step, segment)
+        poll, around = self.wires.poll, self.replicas.around(step, segment)
         makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
-            work = self._bound_forward(step, number)
+            work = self._bound_forward(step)
         elif task.makes_gradient:
-            work = self._bound_backward(step, number)
+            work = self._bound_backward(step)
         else:
             of_kind = segment.recompute if task.kind == RECOMPUTE else segment.backward_weight
 
@@ -265,12 +258,12 @@ class Runner:
 
         return run
 
-    def _bound_forward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_forward(self, step: Run) -> Step:
         task, log, slots = step.task, self.log, self._slots
         _, i, j = task
         segment, is_last = self.segments[j], j == self._last
-        takes = [self._taking(transfer, number) for transfer in step.takes]
-        places = [number[transfer] for transfer in step.makes]
+        takes = list(map(self._taking, step.takes))
+        places = list(map(self._slot, step.makes))
 
         def forward() -> None:
             batch = self._batch
@@ -280,28 +273,26 @@ class Runner:
             made = segment.forward(  # step 4
                 i,
                 inputs,
-                keep=batch.keep,
+                keep=self._keeps,
                 recompute=step.is_recomputed,
-                finish=None if loss is None else partial(loss.of, i, target=batch.target(i)),
+                finish=None if loss is None else partial(loss.of, i),
                 split=step.is_split,
                 is_left_out=loss is not None and loss.is_left_out(i),
             )
             log.end_task(task)
             if is_last:
                 batch.outputs[i] = made[0]
-                if loss is not None:
-                    loss.add(i, made[0].tensors[0])  # step 7
             for k, message in zip(places, made, strict=False):  # the model's output stays here
                 slots[k] = message
 
         return forward
 
-    def _bound_backward(self, step: Run, number: Mapping[Transfer, int]) -> Step:
+    def _bound_backward(self, step: Run) -> Step:
         task, log, slots = step.task, self.log, self._slots
         _, i, j = task
         segment = self.segments[j]
-        takes = [(self._taking(t, number), self._forgoing(t, number)) for t in step.takes]
-        places = [number[transfer] for transfer in step.makes]
+        takes = [(self._taking(t), self._forgoing(t)) for t in step.takes]
+        places = list(map(self._slot, step.makes))
 
         def backward() -> None:
             flags = segment.flags(i)
@@ -323,7 +314,7 @@ class Runner:
 
         return backward
 
-    def _own_gradients(self, segment: Segment, i: int, *, is_wanted: bool) -> Gradients:
+    def _own_gradients(self, segment: Segment, i: int, *, is_wanted: bool) -> list[Tensor | None]:
         """Return the gradients of what leaves the pipeline in the last partition."""
         batch = self._batch
         if batch.output_gradients is not None:
@@ -341,11 +332,11 @@ class Runner:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _taking(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Callable[[], Flat]:
+    def _taking(self, transfer: Transfer) -> Callable[[], Flat]:
         """Return what takes a message: out of its slot, or of another stage, waiting for it."""
         if transfer.source not in self.segments:
-            return partial(self._take, self.wires.channels.receivers[transfer.channel], transfer)
-        slots, k = self._slots, number[transfer]
+            return partial(self._take, self.wires.receivers[transfer.channel], transfer)
+        slots, k = self._slots, self._slot(transfer)
 
         def take() -> Flat:
             message, slots[k] = slots[k], None
@@ -353,11 +344,11 @@ class Runner:
 
         return take
 
-    def _forgoing(self, transfer: Transfer, number: Mapping[Transfer, int]) -> Step:
+    def _forgoing(self, transfer: Transfer) -> Step:
         """Return what passes over a gradient that nothing requires."""
         if transfer.source in self.segments:
             return lambda: None
-        return self.wires.channels.receivers[transfer.channel].forgo
+        return self.wires.receivers[transfer.channel].forgo
 
     def _take(self, receiver: Any, transfer: Transfer) -> Flat:
         start_ns = time.perf_counter_ns()
@@ -370,30 +361,27 @@ class Runner:
         sender.send(message)  # step 5
         self.log.sent(transfer, message.tensors, start_ns)
 
-    def _loss_part(self) -> LossPart:
-        """Return the mini-batch's loss; waits for it, once, unless this stage makes it."""
-        if self._batch.loss is not None:
-            return self._batch.loss.part
-        if self._taken_loss is None:
+    def _loss_part(self) -> tuple[Tensor, float]:
+        """Return this replica's part of the mini-batch's loss, and what all count.
+
+        Makes it once on the last stage, elsewhere waits for it.
+        """
+        if self._part is None and (loss := self._batch.loss) is not None:
+            outputs = self._batch.outputs.items()
+            self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 7
+        if self._part is None:
             end = max(self.segments)
             channel = LOSS, end + 1, end
-            receiver = self.wires.channels.receivers[channel]
-            self._taken_loss = LossPart(*self._take(receiver, _once(channel)).value)
-        return self._taken_loss
+            self._part = self._take(self.wires.receivers[channel], _once(channel)).value
+        return self._part
 
     # -- between calls --------------------------------------------------------------------------
-
-    @property
-    def num_held(self) -> int:
-        """Messages and micro-batches that wait for a task; 0 between calls, or something leaks."""
-        in_slots = sum(message is not None for message in self._slots)
-        return in_slots + sum(segment.num_held for segment in self.segments.values())
 
     def statistics(self) -> StageStatistics:
         """Return what this stage did so far."""
         sent_bytes: Counter[str] = Counter()
         num_messages: Counter[str] = Counter()
-        for (payload, *_), sender in self.wires.channels.senders.items():
+        for (payload, *_), sender in self.wires.senders.items():
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
         return StageStatistics(
@@ -411,15 +399,15 @@ class Runner:
         Until its next call a rank may do anything: wait for a peer by other means, write into the
         mini-batch it gave, or into parameters that a layer returned.
         """
-        self.wires.channels.wait_posted()
-        for sender in self.wires.channels.senders.values():
+        self.wires.wait_posted()
+        for sender in self.wires.senders.values():
             sender.wait_reusable()
         self.wires.mesh.flush()
 
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:
-            for sender in self.wires.channels.senders.values():
+            for sender in self.wires.senders.values():
                 sender.settle()
             self.wires.mesh.flush()
             self.log.finish()

@@ -1,15 +1,19 @@
-"""Compares the inputs that the ranks of a replica pass to ``stage(input)``.
+"""Compares what ranks have read: alike within a replica, each its own between replicas.
 
-    rank 0    stage(x) ── checksum of x ──> rank 0 ── faults ──> both, in calls 1, 2, 4, 8, …
-    rank 1    stage(x) ── checksum of x ──>
+    within, in calls 1, 2, 4, 8, … of stage(input)      between, in the first item of a loop
+
+    rank 0    stage(x) ── checksum ──┐                  rank 0    x of batches ── checksum ──┐
+    rank 1    stage(x) ── checksum ──┴─> the same?      rank 2    x of batches ── checksum ──┴─> no?
 
 The first rank's input is the one that counts. Where each rank reads a loader of its own, the last
 stage computes the loss with the target of another mini-batch: nothing fails, and nothing is learnt.
+Where replicas read the same, each sample counts twice.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,87 +21,73 @@ from torch import Tensor
 
 from procpipe.channel.meta import memory_of
 from procpipe.data.remote import Remote
-from procpipe.errors import DisagreementError
+from procpipe.errors import CallMismatchError
 from procpipe.job.grid import Grid
-from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
-from procpipe.tree import is_plain
-
-#: Of each tensor of an input: dtype and shape, and a checksum of its values; plain JSON.
-Described = list[list[Any]]
+from procpipe.tree import in_words, is_plain
 
 
-class SameInput:
-    """One rank's side of the comparison."""
+def described(inputs: Any) -> list[Any] | None:
+    """Describe an input's tensors, and a checksum of their bits; None if there is none to compare.
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._num_calls = 0
-
-    def check(self, agree: Agree, inputs: Any) -> None:
-        """Compare the inputs of a call; every rank makes it, and waits in calls 1, 2, 4, 8, ….
-
-        A rank that passes no tensors, or placeholders, is not compared. ``agree`` brings together
-        the values of all ranks.
-
-        Raises:
-            DisagreementError: a rank's input is another one; raised on every rank.
-        """
-        self._num_calls += 1
-        n = self._num_calls
-        if self._grid.num_stages == 1 or n & (n - 1):
-            return
-        faults = agree(described(inputs), self._faults)
-        if faults:
-            raise DisagreementError(faults)
-
-    def _faults(self, of_all: list[Described]) -> list[str]:
-        grid, faults = self._grid, []
-        for rank, theirs in enumerate(of_all):
-            first = rank - rank % grid.num_stages
-            if theirs and of_all[first] and theirs != of_all[first]:
-                faults.append(
-                    f"in call {self._num_calls} of stage(input), {grid.rank_name(rank)} passes "
-                    f"another input than {grid.rank_name(first)} "
-                    f"({_difference(theirs, of_all[first])}): each of them has read its own data, "
-                    "or drawn random numbers of its own, but only the input of "
-                    f"{grid.rank_name(first)} counts, so a target on another rank belongs to "
-                    "another mini-batch. Read the data with `for … in stage.batches(loader)`, "
-                    "which brings the target to the last stage, and change it there at random"
-                )
-        return faults
-
-
-def _difference(theirs: Described, first: Described) -> str:
-    if len(theirs) != len(first):
-        return f"{len(theirs)} tensors instead of {len(first)}"
-    pairs = zip(theirs, first, strict=True)
-    form, other = next((a[0], b[0]) for a, b in pairs if a != b)
-    return f"{form} instead of {other}" if form != other else f"{form} of other values"
-
-
-def described(inputs: Any) -> Described:
-    """Describe the tensors of an input; the empty list if there are none to compare."""
+    Plain JSON. Waits for the tensors' device.
+    """
     leaves = pytree.tree_leaves(inputs)
     if any(isinstance(leaf, Remote) for leaf in leaves):
-        return []
-    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-    return [
-        [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}", checksum(tensor)]
-        for tensor in tensors
-    ]
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> int | None:
-    """Return a number that depends on every bit of a detached tensor and its place.
-
-    None if it has no values of its own (a sparse one, say). Waits for the tensor's device.
-    """
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_meta
-        or not (is_plain(tensor) and tensor.numel())
-    ):
         return None
-    return zlib.crc32(memory_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()))
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    having_bits = [tensor for tensor in tensors if _has_bits(tensor)]
+    checksum = 0
+    for tensor in having_bits:
+        on_cpu = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        checksum = zlib.crc32(memory_of(on_cpu), checksum)
+    return [", ".join(map(in_words, tensors)), checksum] if having_bits else None
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements in memory of its own (a sparse one has none, say)."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta
+    return is_dense and is_plain(tensor) and tensor.numel() > 0
+
+
+def differences(of_all: Sequence[Any], grid: Grid, num_calls: int) -> list[str]:
+    """Say whose input is another one than that of the first rank of its replica.
+
+    ``of_all`` has what :func:`described` returned on each rank.
+    """
+    faults = []
+    for rank, theirs in enumerate(of_all):
+        first = rank - rank % grid.num_stages
+        expected = of_all[first]
+        if theirs is None or expected in (None, theirs):
+            continue
+        how = "of other values" if theirs[0] == expected[0] else f"instead of {expected[0]}"
+        faults.append(
+            f"in call {num_calls} of stage(input), {grid.rank_name(rank)} passes another input "
+            f"than {grid.rank_name(first)} ({theirs[0]} {how}): each of them has read its own "
+            "data, or drawn random numbers of its own, but only the input of "
+            f"{grid.rank_name(first)} counts, so a target on another rank belongs to another "
+            "mini-batch. Read the data with `for … in stage.batches(loader)`, which brings the "
+            "target to the last stage, and change it there at random"
+        )
+    return faults
+
+
+def check_apart(of_replicas: Sequence[Any], grid: Grid) -> None:
+    """Check that no replica has read the same as another.
+
+    ``of_replicas`` has what :func:`described` returned on their first ranks; None if that is not to
+    be compared.
+
+    Raises:
+        CallMismatchError: two have.
+    """
+    first: dict[str, int] = {}
+    for rank, read in zip(grid.same_stage(), of_replicas, strict=False):
+        if read is not None and (other := first.setdefault(repr(read), rank)) != rank:
+            raise CallMismatchError(
+                f"{grid.rank_name(rank)} reads the same first mini-batch in training as "
+                f"{grid.rank_name(other)}, so it would count twice: let each replica read data of "
+                "its own, by DistributedSampler(dataset, stage.replicas, stage.replica), or give "
+                "batches(…, same_data=True) if that is meant"
+            )

@@ -11,17 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from procpipe.plan.task import INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Task
+from procpipe.plan.task import KINDS
 from procpipe.words import text_table
-
-
-@dataclass(frozen=True)
-class TimedTask:
-    """One task of the last step; times in seconds since the step began on this stage."""
-
-    task: Task
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -98,20 +89,18 @@ def table(stages: Sequence[StageStatistics]) -> str:
 
     Where it is known, a second table shows how each stage spent the last step.
     """
-    in_two = (INPUT_GRADIENT, WEIGHT_GRADIENT)
-    kinds = [k for k in KINDS if k not in in_two or any(k in s.num_tasks for s in stages)]
-    header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle"]
-    header += ["sent MiB", "messages"]
+    kinds = [kind for kind in KINDS if any(kind in one.num_tasks for one in stages)]
+    header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle", "sent MiB", "messages"]
     has_sums = any(s.all_reduce_bytes for s in stages)
     header += ["all-reduce MiB", "all-reduce s", "exposed s"] * has_sums
-    rows = []
-    for s in stages:
-        row = [f"{s.stage}", f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
+    rows = [header]
+    for name, s in zip(_stages_of(stages), stages, strict=True):
+        row = [name, f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
         row += [f"{s.busy_s:.2f}", f"{s.waiting_s:.2f}", f"{s.bubble:.1%}"]
         row += [f"{sum(s.sent_bytes.values()) / 2**20:.2f}", f"{sum(s.num_messages.values())}"]
         sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.all_reduce_s:.2f}", f"{s.exposed_s:.2f}"]
         rows.append(row + sums * has_sums)
-    lines = _in_blocks(header, rows, [s.replica for s in stages])
+    lines = text_table(rows, 0)
     if splits := [s.split for s in stages if s.split is not None]:
         lines += ["", "the last step:", split_table(splits)]
     return "\n".join(lines)
@@ -121,21 +110,17 @@ def split_table(splits: Sequence[Split]) -> str:
     """Lay out how the stages spent a step as a text table: milliseconds and shares."""
     has_replicas = any(one.replica for one in splits)
     names = ["busy", "bubble", "imbalance", "comm. etc.", *["all-reduce"] * has_replicas]
-    rows = []
-    for one in splits:
+    rows = [["stage", *(cell for name in names for cell in (f"{name} ms", "")), "step ms"]]
+    for name, one in zip(_stages_of(splits), splits, strict=True):
         parts_s = [one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s]
-        row = [f"{one.stage}"]
+        row = [name]
         for part_s in parts_s + [one.all_reduce_s] * has_replicas:
             row += [f"{part_s * 1e3:.2f}", f"{part_s / one.step_s if one.step_s else 0.0:.1%}"]
         rows.append([*row, f"{one.step_s * 1e3:.2f}"])
-    header = ["stage", *(cell for name in names for cell in (f"{name} ms", "")), "step ms"]
-    return "\n".join(_in_blocks(header, rows, [one.replica for one in splits]))
+    return "\n".join(text_table(rows, 0))
 
 
-def _in_blocks(header: list[str], rows: list[list[str]], replicas: Sequence[int]) -> list[str]:
-    """Lay out a table as lines, the rows of each replica below its name if there are several."""
-    top, *lines = text_table([header, *rows], 0)
-    for k in reversed(range(len(lines) if any(replicas) else 0)):
-        if k == 0 or replicas[k] != replicas[k - 1]:
-            lines.insert(k, f"replica {replicas[k]}")
-    return [top, *lines]
+def _stages_of(several: Sequence[StageStatistics | Split]) -> list[str]:
+    """Name the stage of each; of several replicas "1 of replica 0"."""
+    has_replicas = any(one.replica for one in several)
+    return [f"{one.stage}" + f" of replica {one.replica}" * has_replicas for one in several]

@@ -23,10 +23,9 @@ from torch import nn
 
 from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded, ranks_of_shards
-from procpipe.data.minibatch import MiniBatch
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
-from procpipe.run.replicas import Around, Replicas
+from procpipe.run.replicas import Around, Parameters, Replicas
 from procpipe.sharded.units import roots_of, units_of
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
@@ -68,10 +67,10 @@ class Sharded(Replicas):
             unit.settle()
 
     def begin(
-        self, batch: MiniBatch, parameters: Iterable[nn.Parameter], tied: Iterable[nn.Parameter]
+        self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass."""
-        self._reduces = batch.reduces
+        self._reduces = reduces
         self._to_reduce = sorted(self._roots, reverse=True)
         for unit in self._units:
             # As the user has decided for forward passes: to gather once, or to save memory.

@@ -38,8 +38,8 @@ from typing import TypeVar
 
 from procpipe.plan.schedules.rows import cycles_of_rows, makers
 from procpipe.plan.task import Task
-from procpipe.run.statistics import Split, TimedTask
-from procpipe.timeline.steps import Step
+from procpipe.run.statistics import Split
+from procpipe.timeline.steps import Step, TimedTask
 
 K = TypeVar("K")
 

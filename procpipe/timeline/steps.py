@@ -23,11 +23,19 @@ from typing import Any, NamedTuple
 
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.run.statistics import TimedTask
 from procpipe.words import cpus_text
 
 #: What a rank records of a step; see ``Log.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedTask:
+    """One task of a step; times in seconds since the step began."""
+
+    task: Task
+    start_s: float
+    end_s: float
 
 
 class Clock(NamedTuple):

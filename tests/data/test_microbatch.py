@@ -112,14 +112,6 @@ def test_targets_that_cannot_be_scattered(
         scatter_like(target, sizes)
 
 
-def test_no_chunk_takes_a_tensor_only() -> None:
-    tensor = torch.ones(2)
-    assert NoChunk(tensor).tensor is tensor
-    assert "tensor([" in repr(NoChunk(torch.ones(1)))
-    with pytest.raises(TypeError, match="not a list: pass the value as it is"):
-        NoChunk([torch.ones(1)])  # type: ignore[arg-type]
-
-
 def test_target_is_split_like_the_input() -> None:
     x, labels = rows(10), torch.arange(10)
     _, sizes = scatter((x,), 4)
@@ -150,10 +142,6 @@ def test_gather_of_one_micro_batch_is_the_same_object() -> None:
         assert gather([output]) is output
 
 
-def test_dicts_in_another_order_are_alike() -> None:
-    assert gather([{"a": 1, 2: 0}, {2: 0, "a": 3}]) == {"a": [1, 3], 2: [0, 0]}
-
-
 @for_each(
     ("outputs", "message"),
     [
@@ -176,4 +164,4 @@ def test_outputs_built_differently(outputs: list[Any], message: str) -> None:
 )
 def test_weights_that_are_no_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each must be a finite number from 0"):
-        Loss(None, float).weights(weights, [1] * len(weights))
+        Loss(None, float).weights(torch.tensor(weights, dtype=torch.float64), [1] * len(weights))

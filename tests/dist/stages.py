@@ -37,7 +37,10 @@ MODES = ("always", "except_last", "never")
 def num_held(stage: Stage) -> int:
     """Return how many messages and micro-batches wait for a task; 0 between calls."""
     pipeline = stage._calls.pipeline
-    return 0 if pipeline is None else pipeline.num_held
+    if pipeline is None:
+        return 0
+    in_slots = sum(message is not None for message in pipeline._slots)
+    return in_slots + sum(segment.num_held for segment in pipeline.segments.values())
 
 
 def world_of(bare: BareWorld, name: str) -> World:

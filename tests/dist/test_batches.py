@@ -37,9 +37,6 @@ def make_batch(size, seed=2):
     return inputs, torch.randint(3, (size,), generator=generator)
 
 
-# -- mini-batches that count nothing ---------------------------------------------------------------
-
-
 # -- loaders -------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ OTHER = "float64 (4, 6) of other values"
     [
         ("values", OTHER, 1),
         ("later", OTHER, 4),
-        ("number", "2 tensors instead of 1", 1),
+        ("number", "float64 (4, 6), float64 (4, 6) instead of float64 (4, 6)", 1),
         ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
     ],
 )

@@ -67,21 +67,23 @@ def test_a_signal_to_any_rank_ends_the_loop_on_all(ranks, num_ranks, who, num_re
 
 
 def check_stop_in_eval(bare):
-    """A signal after a replica has ended its loop in eval mode ends the next loop on all."""
+    """A signal in eval mode, where each replica has its own loop, ends the next one that trains."""
     with open_stage(bare, "stop in eval", 2, replicas=2) as stage:
         stage.eval()
         mine = ITEMS[: 2 + 2 * stage.replica]
         for k, (input, target) in enumerate(stage.batches(mine, stop_on=STOP_ON)):
             stage.step(input, target)
-            if k == 3 and bare.rank == 3:
+            if k == 1 and bare.rank == 3:
                 signal_self()
         assert k == len(mine) - 1
         assert not stage.is_stopped
+        stage.train()
         assert not list(stage.batches(ITEMS, stop_on=STOP_ON))
         assert stage.is_stopped
+        assert not list(stage.eval().batches(ITEMS, stop_on=STOP_ON))
 
 
-def test_a_signal_ends_the_next_loop_if_a_replica_has_left_this_one(ranks):
+def test_a_signal_in_eval_mode_ends_the_next_loop_that_trains(ranks):
     ranks(4).run(check_stop_in_eval, world=False).values()
 
 

@@ -85,7 +85,6 @@ def check_ways_to_give(bare):
         tokens, mask, labels = batch.values()
         ways = {
             "labels": lambda: stage.step(**batch),
-            "key": lambda: stage.step(**inputs, wanted=labels, target="wanted"),
             "value": lambda: stage.step(**inputs, target=labels),
             "on the last": lambda: stage.step(
                 **inputs, target=labels if bare.rank == last else None

@@ -14,10 +14,9 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import SCHEDULES, Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run import programs as programs_module
+from procpipe.run import coordinator as coordinator_module
 from procpipe.run.coordinator import CONTROL, Coordinator
 from procpipe.run.order import Order
-from procpipe.run.programs import Programs
 from tests.channel.meshes import make_meshes
 
 
@@ -37,7 +36,7 @@ def ranks(meshes):
 
 def coordinator_of(mesh, rank, schedule):
     coordinator = Coordinator(mesh, Grid(rank, 3))
-    coordinator.programs = Programs(Routes(3), schedule, rank)
+    coordinator.use(Routes(3), schedule)
     return coordinator
 
 
@@ -59,14 +58,14 @@ def test_a_plan_is_verified_once_and_sent_once(ranks, monkeypatch):
         verified.append(plan.digest)
         verify(plan, routes)
 
-    monkeypatch.setattr(programs_module, "verify", note)
+    monkeypatch.setattr(coordinator_module, "verify", note)
     orders = [
         ranks[0].issue(order)
         for order in (step(), step(), step((4,), ()), step(), step((1, 3)), step((4,), ()))
     ]
     for rank in ranks[1:]:
         for order in orders:
-            rank.programs.program(rank.follow(Order("step")))
+            rank.program(rank.follow(Order("step")))
             assert order.plan
 
     assert [bool(order.plan_text) for order in orders] == [True, False, True, *[False] * 3]

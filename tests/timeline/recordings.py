@@ -7,8 +7,7 @@ from typing import Any
 
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.run.statistics import TimedTask
-from procpipe.timeline.steps import Clock, Hop, Recording, Step, Summed, Trace
+from procpipe.timeline.steps import Clock, Hop, Recording, Step, Summed, TimedTask, Trace
 
 #: Equal stages, a forward of 1 s and a backward of 2 s; each message takes 0.5 s.
 EQUAL = """

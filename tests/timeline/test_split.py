@@ -119,11 +119,10 @@ def test_a_replica_without_samples_is_idle() -> None:
         assert sum(parts) == one.step_s == 6
 
 
-def test_the_table_of_replicas_has_blocks_and_the_share_of_sums() -> None:
+def test_the_table_of_replicas_has_their_names_and_the_share_of_sums() -> None:
     lines = split_table(split(replicas_step())).splitlines()
 
     assert lines[0].split()[-6:] == ["etc.", "ms", "all-reduce", "ms", "step", "ms"]
-    assert [line.split()[0] for line in lines[1:]] == ["replica", "0", "1", "replica", "0", "1"]
-    assert lines[1].strip() == "replica 0"
-    assert lines[4].strip() == "replica 1"
-    assert lines[2].split()[-3:] == ["1500.00", "12.0%", "12500.00"]
+    names = ["0 of replica 0", "1 of replica 0", "0 of replica 1", "1 of replica 1"]
+    assert [line[: len(names[0])] for line in lines[1:]] == names
+    assert lines[1].split()[-3:] == ["1500.00", "12.0%", "12500.00"]
