@@ -93,13 +93,13 @@ class Stage(LocalLayers):
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from a sample. If
             left out, each rank finds the same one from the layers' parameters and forward FLOPs (on
-            the meta device: nothing is computed), or parameters alone where the layers cannot run
-            there, and rank 0 prints it. Without a launcher it is checked, but all layers are in one
-            partition.
+            the meta device: nothing is computed), or parameters alone where no sample is known or
+            the layers cannot run there, and rank 0 prints it. Without a launcher it is checked, but
+            all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
             :class:`~procpipe.balance.Inputs` of several. On rank 0 for ``"time"`` and ``"size"``;
             without a balance on every rank, where only shapes count, or left out: then it is the
-            model's attribute ``sample`` (a tuple or dict of inputs), or a guess.
+            model's attribute ``sample`` (a tuple or dict of inputs), if it has one.
         replicas: number of pipelines of this model, of equally many processes each. The first rank
             of each reads data of its own, and gradients are added up once a step, over the
             processes of the same stage. See docs/replicas.md.
