@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from procpipe.balance import Inputs
 from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
 from procpipe.losses import masked_cross_entropy
 from procpipe.optional import needed
@@ -97,7 +98,7 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return FolderSubject(
         layers,
-        (inputs,),
+        Inputs(inputs),
         ids[:, 0] if auto == "AutoModelForSequenceClassification" else ids,
         loss_fn,
         batch,

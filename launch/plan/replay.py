@@ -8,7 +8,7 @@ replicas.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from typing import Any
 from procpipe.plan.routes import ACTIVATION, SKIP, Channel
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan
-from procpipe.planner.layers import Layer, Machine, Profile, Skip, Table
+from procpipe.planner.layers import Layer, Machine, Skip, Table
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import usual_seconds
@@ -45,12 +45,6 @@ class Usual:
     layer_s: tuple[float, ...]
     machine: Machine  # what messages and the host take
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
-
-
-def is_recording(text: str) -> bool:
-    """Return whether a file is of a recorded run."""
-    whole = json.loads(text)
-    return isinstance(whole, dict) and "traceEvents" in whole
 
 
 def usual_of(paths: Sequence[Path]) -> Usual:
@@ -143,20 +137,20 @@ def basis(run: Usual) -> str:
     )
 
 
-def profile_of(run: Usual) -> Profile:
-    """Return the costs of a run's layers: of their bytes, only those of messages are known.
+def table_of(run: Usual, samples: int) -> Table:
+    """Return the costs of a run's layers, on a micro-batch of so many samples, in proportion.
 
-    A partition's seconds are divided among its layers as their forwards', if these were timed,
-    else equally. Outputs within a partition are taken to be as large as the messages.
+    Of their bytes, only those of messages are known. A partition's seconds are divided among its
+    layers as their forwards', if these were timed, else equally. Outputs within a partition are
+    taken to be as large as the messages.
     """
-    balance = list(run.facts["balance"])
-    samples = max(run.samples)
+    balance, factor = list(run.facts["balance"]), samples / max(run.samples)
     names = [str(line).partition(":")[0] for line in run.facts["layers"]]
     shares = run.layer_s or (1.0,) * sum(balance)
+    sizes = {channel: math.ceil(size * factor) for channel, size in run.message_bytes.items()}
     cuts = [sum(balance[: j + 1]) - 1 for j in range(len(balance))]
-    sizes = run.message_bytes
     known = {cut: sizes.get((ACTIVATION, j, j + 1), 0) for j, cut in enumerate(cuts[:-1])}
-    mean = fmean(known.values()) if known else 0.0
+    mean = round(fmean(known.values())) if known else 0
     layers = tuple(
         Layer(name, share, 2 * share, output_bytes=known.get(k, mean))
         for k, (name, share) in enumerate(zip(names, shares, strict=True))
@@ -166,9 +160,8 @@ def profile_of(run: Usual) -> Profile:
         for (payload, a, b), num_bytes in sizes.items()
         if payload == SKIP
     )
-    table = Table(samples, layers, skips=skips).timed(balance, run.task_s)
-    batch = sum(run.samples) * run.facts["replicas"]
-    return Profile(batch, (table,), machine_of(run, table))
+    task_s = {task: seconds * factor for task, seconds in run.task_s.items()}
+    return Table(samples, layers, skips=skips).timed(balance, task_s)
 
 
 def machine_of(run: Usual, table: Table) -> Machine:

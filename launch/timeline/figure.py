@@ -140,7 +140,7 @@ def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
                 axes.text(start + width / 2, k, number, color=_COLOURS[one.task.kind][1],
                           ha="center", va="center_baseline", fontsize=_FONT - 1)  # fmt: skip
     for k, sums in enumerate(panel.sums):
-        spans = [(one.start_s / unit_s, (one.end_s - one.start_s) / unit_s) for one in sums]
+        spans = [(one.start_s / unit_s, (one.taken_s - one.start_s) / unit_s) for one in sums]
         axes.broken_barh(spans, (k + 0.2, 0.22), facecolor=_SUM_COLOUR, edgecolor="white",
                          linewidth=0.4)  # fmt: skip
 

@@ -158,7 +158,7 @@ class Holdings:
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
         self._copied: dict[Task, int] = {}  # by the task in which a partition's all-reduce begins
-        if costs.gradient_bytes:
+        if costs.num_replicas > 1:
             last = last_additions(self._tasks)
             self._copied = {task: costs.gradient_bytes[j] for j, task in last.items()}
 

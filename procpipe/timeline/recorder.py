@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ class Recorder(Log):
         self._sends: list[list[Any]] = []
         self._is_cuda = self._device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
-        self._beside = torch.cuda.Stream(self._device) if self._is_cuda else None
-        self._begun_sums: dict[str, list[torch.cuda.Event | None]] = {}  # began, ended, asked for
+        self._begun_sums: dict[str, list[torch.cuda.Event]] = {}  # began, asked for
         self._marks_of_sums: list[list[torch.cuda.Event]] = []
         self._passed: list[tuple[int, int]] = []
         self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -107,30 +106,22 @@ class Recorder(Log):
         now_ns = time.perf_counter_ns()
         self._sends.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
-    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
-        """Mark where a sum begins and, beside what else the device does, where it ends."""
+    def begin_sum(self, what: str) -> None:
+        """Mark where a sum begins."""
         if self._is_cuda:
-            self._begun_sums[what] = [_event(), None, None]
-            if wait is not None:
-                with torch.cuda.stream(self._beside):
-                    wait()
-                    self._begun_sums[what][1] = _event()
+            self._begun_sums[what] = [_event()]
 
     def ask_sum(self, what: str) -> None:
         """Mark where the device begins to wait for a sum."""
         if self._is_cuda:
-            self._begun_sums[what][2] = _event()
+            self._begun_sums[what].append(_event())
 
-    def added_up(
-        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
-    ) -> None:
+    def added_up(self, what: str, num_bytes: int, begun_ns: int, asked_ns: int) -> None:
         """Keep a sum over replicas, and the wait for it."""
-        super().added_up(what, num_bytes, begun_ns, ended_ns, asked_ns)
+        super().added_up(what, num_bytes, begun_ns, asked_ns)
         if self._is_cuda:
-            began, ended, asked = self._begun_sums.pop(what)
-            taken = _event()
-            assert began is not None, "it has begun"
-            self._marks_of_sums.append([began, ended or taken, asked or began, taken])
+            marks = self._begun_sums.pop(what)
+            self._marks_of_sums.append([marks[0], marks[-1], _event()])
 
     def end_step(self, order: Order) -> None:
         """Add the step to the sums, and what was recorded of it to the file."""
@@ -155,11 +146,9 @@ class Recorder(Log):
 
         The last event links both clocks: the device's times count back from it.
         """
-        last = _event() if self._marks_of_sums else self._marks[-1]
+        last = _event()
         last.synchronize()
         now_ns = time.perf_counter_ns()
-        if self._beside is not None and self._marks_of_sums:
-            self._beside.synchronize()  # its marks are not ordered with the last event
 
         def at_ns(mark: torch.cuda.Event) -> int:
             return now_ns - round(float(mark.elapsed_time(last)) * 1e6)
@@ -171,10 +160,8 @@ class Recorder(Log):
                 self._events, times_ns[::2], times_ns[1::2], strict=True
             )
         ]
-        for k, marks in enumerate(self._marks_of_sums):
-            began_ns, ended_ns, asked_ns, taken_ns = map(at_ns, marks)
-            ended_ns = min(ended_ns, taken_ns)  # the stream beside may come late to its mark
-            self._sums[k] = *self._sums[k][:2], began_ns, ended_ns, asked_ns, taken_ns
+        for k, (begun, asked, taken) in enumerate(self._marks_of_sums):
+            self._sums[k] = *self._sums[k][:2], at_ns(begun), at_ns(asked), at_ns(taken)
 
 
 class _TimedBoard:

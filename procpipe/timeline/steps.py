@@ -87,7 +87,6 @@ class Summed:
     what: str  # "gradients 0" for the first bucket, "loss", …
     num_bytes: int  # of its tensor
     start_s: float  # when the rank began it
-    end_s: float  # when the rank first saw that it was over: all others had begun it, too
     asked_s: float  # when the rank began to wait for it
     taken_s: float  # when the rank had it
 
@@ -104,7 +103,6 @@ class Step:
     call: str  # the method that ran it: "step", "forward" or "backward"
     plan: str  # the digest of its plan; of replica 0, if there are several
     shares: tuple[tuple[int, ...], ...]  # by replica, the samples of each of its micro-batches
-    begin_ns: int  # the wall time of its beginning
     seconds: float  # until the last rank ended it
     rows: tuple[tuple[TimedTask, ...], ...]  # by rank, what ran, in order
     hops: tuple[Hop, ...] = ()  # the messages, in the order in which they were sent
@@ -231,7 +229,6 @@ def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replic
         call=first.get("call", ""),
         plan=first.get("plan", ""),
         shares=tuple(tuple(record.get("sizes", ())) for record in records[::num_stages]),
-        begin_ns=begin_ns,
         seconds=(end_ns - begin_ns) / 1e9,
         rows=tuple(
             tuple(TimedTask(Task(k, i, j), *seconds(rank, *ns)) for k, i, j, *ns in record["tasks"])

@@ -31,10 +31,10 @@ REPLICAS = f"""{EQUAL.rstrip()}
 
 #: Their sums: those of stage 1 end beside tasks, those of stage 0 1.5 s after the last task.
 SUMS = (
-    (Summed("gradients 0", 4000, start_s=9.5, end_s=12.5, asked_s=10, taken_s=12.5),),
-    (Summed("gradients 0", 1000, start_s=7, end_s=9, asked_s=7.5, taken_s=9),),
-    (Summed("gradients 0", 4000, start_s=11, end_s=12.25, asked_s=11, taken_s=12.25),),
-    (Summed("gradients 0", 1000, start_s=8, end_s=9, asked_s=8.5, taken_s=9),),
+    (Summed("gradients 0", 4000, start_s=9.5, asked_s=10, taken_s=12.5),),
+    (Summed("gradients 0", 1000, start_s=7, asked_s=7.5, taken_s=9),),
+    (Summed("gradients 0", 4000, start_s=11, asked_s=11, taken_s=12.25),),
+    (Summed("gradients 0", 1000, start_s=8, asked_s=8.5, taken_s=9),),
 )
 
 FACTS = {
@@ -68,7 +68,6 @@ def read_step(drawing: str, *, number: int = 7, **fields: Any) -> Step:
         "call": "step",
         "plan": "abc",
         "shares": ((8, 8),),
-        "begin_ns": 0,
         "seconds": max(one.end_s for row in rows for one in row),
     }
     return Step(number, rows=tuple(rows), **(values | fields))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from procpipe.launch.main import main
 from procpipe.launch.plan import measure, replay, trial
@@ -49,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
     return tmp_path
@@ -69,7 +71,7 @@ def test_the_best_proposals_are_run(
     start_as_forks(monkeypatch, 2)
 
     words = ("mymodel:build", *WORDS, "--replicas", "1", "--check")
-    assert main(["plan", "--device", "cpu", *words]) == 0
+    assert main(["plan", *words]) == 0
 
     printed = capsys.readouterr().out
     (table,) = re.findall(r"predicted \(measured\).*?\n\n", printed, re.DOTALL)
@@ -92,7 +94,7 @@ def test_if_they_cannot_be_run_the_estimates_are_printed(
 ) -> None:
     start_as_forks(monkeypatch, 2)
 
-    assert main(["plan", "--device", "cpu", "mymodel:fails", *WORDS, "--check"]) == 1
+    assert main(["plan", "mymodel:fails", *WORDS, "--check"]) == 1
 
     printed = capsys.readouterr()
     assert "the proposals could not be run: " in printed.err
@@ -124,24 +126,26 @@ def recorded(**changes: Any) -> Usual:
 def test_a_recorded_run_fills_the_table_of_layers() -> None:
     run = recorded()
 
-    profile = replay.profile_of(run)
+    table = replay.table_of(run, 2)
+    machine = replay.machine_of(run, table)
 
-    (table,) = profile.tables
-    assert (profile.batch, table.samples) == (8, 2)
     assert [(la.name, la.output_bytes) for la in table.layers] == [
         ("a", 2000), ("b", 2000), ("c", 2000),
     ]  # fmt: skip
     assert [la.forward_s for la in table.layers] == pytest.approx([0.001, 0.003, 0.002])
     assert [la.backward_s for la in table.layers] == pytest.approx([0.002, 0.006, 0.005])
-    machine = profile.machine
     assert (machine.host_s, machine.send_s) == (0.0005, 1e-6)
     assert machine.hop_s == pytest.approx(0.0005)
     # What the replay of its own plan lacks is the step's beginning and end.
     assert simulate(run.plan, table.costs([2, 1], machine)).total_s == pytest.approx(0.100)
 
+    larger = replay.table_of(run, 3)
+    assert [la.output_bytes for la in larger.layers] == [3000] * 3
+    assert [la.forward_s for la in larger.layers] == pytest.approx([0.0015, 0.0045, 0.003])
+
 
 def test_layers_that_were_not_timed_are_taken_to_be_alike() -> None:
-    (table,) = replay.profile_of(recorded(layer_s=())).tables
+    table = replay.table_of(recorded(layer_s=()), 2)
 
     assert [la.forward_s for la in table.layers] == pytest.approx([0.002, 0.002, 0.002])
     short = recorded(step_s=0.0)
