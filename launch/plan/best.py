@@ -55,13 +55,13 @@ def try_out(
     num_ranks = best[0].plan.num_stages * best[0].num_replicas
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
         outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder))
-        runs = [replay.usual_of(outcome.traces) for outcome in outcomes]
+        runs = [replay.usual_of(files) for _, files in outcomes]
     costs = {}
     for key, run in zip(calibrations, runs, strict=False):
         table = tables[key[1]].timed(run.facts["balance"], run.task_s)
         costs[key] = table, replay.machine_of(run, table)
     found = {}
-    for proposal, outcome, run in zip(
+    for proposal, (added_bytes, _), run in zip(
         best, outcomes[len(costs) :], runs[len(costs) :], strict=True
     ):
         again = proposal.on(*costs[proposal.num_replicas, proposal.micro_batch])
@@ -74,7 +74,7 @@ def try_out(
         found[again] = Measured(
             run.step_s,
             max(0.0, 1 - busy_s / (num_stages * run.step_s)),
-            max(n + static_bytes[k % num_stages] for k, n in enumerate(outcome.added_bytes)),
+            max(n + static_bytes[k % num_stages] for k, n in enumerate(added_bytes)),
             run.task_s,
         )
     return found

@@ -35,7 +35,6 @@ from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
     line_to_paste,
     proposals_table,
-    stages_table,
     tasks_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, load
@@ -143,7 +142,6 @@ def plan(source: Source, options: argparse.Namespace) -> int:
         _print(
             "estimated from layers that run alone: beside neighbours on one host they are slower"
         )
-    _print("\n" + stages_table(tables[chosen.micro_batch].layers, chosen, memory_bytes))
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     _print(f"\n{render_timeline_text(chosen.timeline, width)}")
     _print(f"{line_to_paste(chosen, source.model, source.loss)}\n")
@@ -222,7 +220,9 @@ def _measured(options: argparse.Namespace) -> Source:
 def _of_folder(options: argparse.Namespace) -> Source:
     """Have the layers estimated of a folder of Hugging Face, on GPUs."""
     with _progress("building the model"):
-        subject = load_folder(options.hf, options.batch or 8, options.length, options.loss)
+        subject, loss, words = load_folder(
+            options.hf, options.batch or 8, options.length, options.loss
+        )
     rate = options.flops or _FLOPS_PER_S
 
     def table_of(samples: int) -> Table:
@@ -231,16 +231,15 @@ def _of_folder(options: argparse.Namespace) -> Source:
         return table
 
     return Source(
-        f"{subject.words}\ntimes are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s "
+        f"{words}\ntimes are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s "
         "(--flops), a backward as twice its forward\ncounting bytes and FLOPs of "
-        f"{counted(len(subject.model), 'layer')}, without values, for samples of {subject.length} "
-        "tokens with padding",
+        f"{counted(len(subject.model), 'layer')}, without values",
         subject.batch,
         len(subject.model),
         table_of,
         MACHINES["cuda"],
         "hf.sequential(model)",
-        subject.loss,
+        loss,
     )
 
 

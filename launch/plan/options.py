@@ -11,12 +11,7 @@ from procpipe.launch.plan.subject import MistakeError
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.
 STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b?)(?:/s)?")
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?)b|b?)(?:/s)?")
 
 _EPILOG = """\
 A step is the forward and backward of a mini-batch, without the optimizer. Memory is that of
@@ -109,4 +104,5 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an amount of bytes; one reads like 24GiB, 500MB or 20GB/s"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    base, power = 1024 if match[3] else 1000, " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * base**power)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from procpipe.launch.plan.best import Measured, arguments_of
-from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
-from procpipe.planner.layers import Layer
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import bytes_text, seconds_text, text_table
@@ -47,26 +44,6 @@ def proposals_table(
     return _table(f"the best of each, {what} (* chosen)", rows, num_left=3)
 
 
-def stages_table(layers: Sequence[Layer], proposal: Proposal, memory_bytes: int | None) -> str:
-    """Lay out what each stage of a proposal does and holds."""
-    whole = f" of {bytes_text(memory_bytes)}" if memory_bytes else ""
-    rows = [("stage", "layers", "busy", "parameters", "held", f"memory{whole}")]
-    for stage in range(proposal.plan.num_stages):
-        needed = proposal.needed_bytes[stage]
-        share = f" {needed / memory_bytes:.0%}" if memory_bytes else ""
-        rows.append(
-            (
-                str(stage),
-                "; ".join(_layers_text(layers, proposal, stage)),
-                seconds_text(proposal.timeline.busy_s(stage)),
-                bytes_text(proposal.static_bytes[stage]),
-                bytes_text(proposal.held_bytes[stage]),
-                f"{bytes_text(needed)}{share}",
-            )
-        )
-    return _table("a step of the chosen one", rows, num_left=2)
-
-
 def tasks_table(proposal: Proposal, measured: Measured) -> str:
     """Lay out what was predicted of a proposal beside what was measured."""
     rows = [("", "predicted", "measured", "difference")]
@@ -86,13 +63,6 @@ def tasks_table(proposal: Proposal, measured: Measured) -> str:
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:
     difference = f"{found_s / predicted_s - 1:+.1%}" if predicted_s else ""
     return what, seconds_text(predicted_s), seconds_text(found_s), difference
-
-
-def _layers_text(layers: Sequence[Layer], proposal: Proposal, stage: int) -> Iterator[str]:
-    cuts = [0, *itertools.accumulate(proposal.balance)]
-    for j in partitions_of(proposal.plan.placement, stage):
-        names = [layer.name for layer in layers[cuts[j] : cuts[j + 1]]]
-        yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], num_left: int) -> str:

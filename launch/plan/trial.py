@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,6 @@ class Trial:
         return max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / self.predicted_s)))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was measured of a trial."""
-
-    added_bytes: tuple[int, ...]  # by rank, what it needed in addition to the model's parameters
-    traces: tuple[Path, ...] = field(default=(), repr=False)  # the files of the recorded run
-
-
 def calibration(
     balance: Sequence[int], replicas: int, micro_batch: int, kinds: str, task_s: float
 ) -> Trial:
@@ -103,7 +95,7 @@ def mixed_plan(m: int, n: int, kinds: str) -> Plan:
 
 def run(
     trials: Sequence[Trial], num_ranks: int, named: Named, device_type: str, folder: Path
-) -> list[Outcome]:
+) -> list[tuple[Sequence[int], Sequence[Path]]]:
     """Run trials in one job of processes on this host; blocks until it has ended.
 
     Args:
@@ -112,6 +104,9 @@ def run(
         named: the model and what it is trained with.
         device_type: "cpu" or "cuda".
         folder: where the recorded runs are written.
+
+    Returns:
+        Of each trial, by rank, the bytes that steps added to the process and its recording.
 
     Raises:
         RuntimeError: they could not be run.
@@ -133,7 +128,7 @@ def run(
     if result.value is None:
         raise RuntimeError(result.reason)
     return [
-        Outcome(added_bytes, tuple(sorted(of_trial.iterdir())))
+        (added_bytes, sorted(of_trial.iterdir()))
         for added_bytes, of_trial in zip(zip(*result.value, strict=True), folders, strict=True)
     ]
 

@@ -73,7 +73,7 @@ def panels_of(recording: Recording, step: Step) -> list[Panel]:
     planned: list[list[TimedTask]] = []
     for replica in range(step.num_replicas):
         tasks = [[one.task for one in row] for row in step.replica(replica)]
-        spans_s = replay(tasks, lambda task: usual_s[task.kind, task.j]).spans_s
+        spans_s = replay(tasks, lambda task: usual_s[task.kind, task.j])
         planned += [[TimedTask(task, *spans_s[task]) for task in row] for row in tasks]
     end_s = max((one.end_s for row in planned for one in row), default=0.0)
     names = _names(step.num_stages, step.num_replicas)
@@ -88,7 +88,7 @@ def simulated(timeline: Timeline, title: str) -> Panel:
     """Return the panel of a simulated plan."""
     plan = timeline.plan
     rows = [
-        [TimedTask(t, timeline.start_s(t), timeline.end_s(t)) for t in plan.tasks_of(stage)]
+        [TimedTask(t, *timeline.spans_s[t]) for t in plan.tasks_of(stage)]
         for stage in range(plan.num_stages)
     ]
     return Panel(title, _names(plan.num_stages, 1), rows, timeline.total_s)

@@ -29,7 +29,7 @@ counts bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -48,7 +48,7 @@ from procpipe.plan.task import (
     Task,
 )
 from procpipe.planner.costs import Costs
-from procpipe.planner.memory import peak_bytes
+from procpipe.planner.memory import held_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,30 +63,13 @@ class Timeline:
     _starts_s: Sequence[float] = field(repr=False)  # in the order of ``plan.tasks()``
 
     @cached_property
-    def _start_of(self) -> Mapping[Task, float]:
-        return dict(zip(self.plan.tasks(), self._starts_s, strict=True))
-
-    def start_s(self, task: Task) -> float:
-        """Return when a task starts.
-
-        Raises:
-            KeyError: the plan does not have the task.
-        """
-        if task not in self._start_of:
-            raise KeyError(f"{task} is not in the plan")
-        return self._start_of[task]
-
-    def end_s(self, task: Task) -> float:
-        """Return when a task ends.
-
-        Raises:
-            KeyError: the plan does not have the task.
-        """
-        return self.start_s(task) + self.costs.seconds[task.kind][task.j]
-
-    def busy_s(self, stage: int) -> float:
-        """Return how long a stage computes."""
-        return self._added(self.plan.tasks_of(stage))
+    def spans_s(self) -> Mapping[Task, tuple[float, float]]:
+        """When each task starts and ends."""
+        seconds = self.costs.seconds
+        return {
+            task: (start_s, start_s + seconds[task.kind][task.j])
+            for task, start_s in zip(self.plan.tasks(), self._starts_s, strict=True)
+        }
 
     @property
     def bubble(self) -> float:
@@ -95,7 +78,9 @@ class Timeline:
         Includes the time of ``exposed_s``.
         """
         whole_s = self.total_s * self.plan.num_stages
-        return 1.0 - self._added(self.plan.tasks()) / whole_s if whole_s else 0.0
+        seconds = self.costs.seconds
+        busy_s = math.fsum(seconds[kind][j] for kind, _, j in self.plan.tasks())
+        return 1.0 - busy_s / whole_s if whole_s else 0.0
 
     @property
     def exposed(self) -> float:
@@ -104,11 +89,7 @@ class Timeline:
 
     def peak_bytes(self, stage: int) -> int:
         """Return the most bytes that a stage holds, as ``memory.py`` counts them."""
-        return peak_bytes(self.plan, self.costs, self.routes, stage)
-
-    def _added(self, tasks: Iterable[Task]) -> float:
-        seconds = self.costs.seconds
-        return math.fsum(seconds[kind][j] for kind, _, j in tasks)
+        return max(held_bytes(self.plan, self.costs, self.routes, stage))
 
 
 def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:

@@ -107,10 +107,6 @@ class Log:
         self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
         self._board.page.task = ""
 
-    def board_for(self, places: Sequence[str]) -> Any:
-        """Return the board for a partition, whose layers it shows as ``places``."""
-        return self._board
-
     # -- of a message ---------------------------------------------------------------------------
 
     def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:

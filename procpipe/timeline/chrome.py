@@ -145,14 +145,9 @@ def read(path: Path) -> Trace:
     """
     try:
         data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
-    other = data.get("otherData") if isinstance(data, dict) else None
-    if not isinstance(other, dict) or "format" not in other:
-        raise ValueError("it is not a timeline that Stage(trace=…) wrote")
-    if other["format"] != FORMAT:
-        raise ValueError(f"its form is {other['format']!r}, but this version reads {FORMAT!r}")
-    try:
+        other = data["otherData"]
+        if other["format"] != FORMAT:
+            raise ValueError(f"its form is {other['format']!r}, and not {FORMAT!r}")
         events = data["traceEvents"]
         return Trace(
             name=path.name,
@@ -163,8 +158,11 @@ def read(path: Path) -> Trace:
             records=[event["record"] for event in events if "record" in event],
             is_closed=events[-1]["name"] == _CLOSED,
         )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is no whole timeline of this version's Stage(trace=…) ({reason})"
+        ) from error
 
 
 # -- for viewers --------------------------------------------------------------------------------

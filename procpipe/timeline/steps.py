@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from procpipe.plan.routes import Transfer
@@ -136,25 +135,22 @@ class Recording:
     steps: tuple[Step, ...]  # in order; those in the middle of a long run are left out
     num_steps: int  # how many steps there were
     facts: Mapping[str, Any]  # see ``Trace``
-    #: Median forward seconds of each layer for one micro-batch; the loss counts with the last
-    #: layer. Empty if a layer was not timed.
-    layer_s: tuple[float, ...] = ()
     is_closed: bool = True  # whether the run closed its stages, and did not fail
 
     def step(self, number: int | None = None) -> Step:
         """Return a step by its number; by default the last that trained, else the last.
 
         Raises:
-            KeyError: it was not recorded; names the recorded steps.
+            ValueError: it was not recorded; names the recorded steps.
         """
+        if not self.steps:
+            raise ValueError("no step ended on all stages")
         if number is None:
-            if not self.steps:
-                raise KeyError("no step ended on all stages")
             return next((step for step in reversed(self.steps) if step.trains), self.steps[-1])
-        found = [step for step in self.steps if step.number == number]
-        if not found:
-            raise KeyError(f"step {number} was not recorded, but {self.kept_text()}")
-        return found[0]
+        for step in self.steps:
+            if step.number == number:
+                return step
+        raise ValueError(f"step {number} was not recorded, but {self.kept_text()}")
 
     def like(self, step: Step) -> list[Step]:
         """Return the steps with the same work; without the first of a run if there are others."""
@@ -186,24 +182,22 @@ def merged(traces: Sequence[Trace]) -> Recording:
         steps=tuple(merged_step(of_all, offsets_ns, facts["replicas"]) for of_all in whole),
         num_steps=max(by_step, default=-1) + 1,
         facts=facts,
-        layer_s=_layer_seconds(whole, facts["balance"]),
         is_closed=all(trace.is_closed for trace in traces),
     )
 
 
 def _check_complete(traces: Sequence[Trace]) -> None:
-    first, num_ranks = traces[0], traces[0].facts["the number of processes"]
-    for other in traces:
-        if other.run != first.run:
-            raise ValueError(
-                f"{first.name} and {other.name} are of different runs, or of different pipelines: "
-                "give the files of all ranks of one"
-            )
-    ranks = [trace.rank for trace in traces]
-    if missing := {*range(num_ranks)} - {*ranks}:
-        raise ValueError(f"of {num_ranks} ranks, the files of {cpus_text(missing)} are missing")
-    if len(ranks) > num_ranks:
-        raise ValueError("a file was given twice")
+    num_ranks, ranks = traces[0].facts["the number of processes"], [one.rank for one in traces]
+    if len({trace.run for trace in traces}) > 1:
+        raise ValueError(
+            f"{', '.join(trace.name for trace in traces)} are of different runs, or of different "
+            "pipelines: give the files of all ranks of one"
+        )
+    if ranks != [*range(num_ranks)]:
+        raise ValueError(
+            f"these are the files of ranks {', '.join(map(str, ranks))}: give those of all "
+            f"{num_ranks} ranks, each once"
+        )
 
 
 def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replicas: int) -> Step:
@@ -268,17 +262,3 @@ def early_hops_s(steps: Sequence[Step]) -> dict[tuple[int, int], float]:
         ranks = hop.source, hop.destination
         found[ranks] = max(found[ranks], hop.posted_s - hop.taken_s)
     return found
-
-
-def _layer_seconds(steps: Sequence[Sequence[Record]], balance: Sequence[int]) -> tuple[float, ...]:
-    """Return each layer's median forward seconds; the loss counts with the last layer."""
-    means_ns: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for record in (record for of_all in steps for record in of_all):
-        for j, index, took_ns, count in record["layers"]:
-            means_ns[j, index].append(took_ns / count)
-    seconds: list[float] = []
-    for j, num_layers in enumerate(balance):
-        seconds += [median(means_ns[j, k]) / 1e9 for k in range(num_layers) if means_ns[j, k]]
-        if (of_loss := means_ns[j, num_layers]) and seconds:
-            seconds[-1] += median(of_loss) / 1e9
-    return tuple(seconds) if len(seconds) == sum(balance) else ()

@@ -55,8 +55,7 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
         cells = ["·"] * columns
         short_kind, short_last = "", -1  # of the last task that was too short for its number
         for task in timeline.plan.tasks_of(j):
-            first = round(timeline.start_s(task) * scale)
-            last = round(timeline.end_s(task) * scale)
+            first, last = (round(at_s * scale) for at_s in timeline.spans_s[task])
             width = last - first
             labels = _label(task, timeline.plan), f"{task.kind}{task.i}"
             label = next((label for label in labels if len(label) <= width), "")

@@ -24,8 +24,7 @@ SECONDS = st.floats(0, 9, allow_nan=False)
 
 def times(timeline: Timeline, stage: int) -> dict[str, tuple[float, float]]:
     return {
-        f"{task.kind}{task.i}": (timeline.start_s(task), timeline.end_s(task))
-        for task in timeline.plan.tasks_of(stage)
+        f"{task.kind}{task.i}": timeline.spans_s[task] for task in timeline.plan.tasks_of(stage)
     }
 
 
@@ -36,7 +35,6 @@ def test_a_timeline_drawn_by_hand() -> None:
     assert times(timeline, 0) == {"F0": (0, 1), "F1": (1, 2), "B1": (5, 7), "B0": (7, 9)}
     assert times(timeline, 1) == {"F0": (1, 2), "F1": (2, 3), "B1": (3, 5), "B0": (5, 7)}
     assert timeline.total_s == 9
-    assert timeline.busy_s(0) == timeline.busy_s(1) == 6
     assert timeline.bubble == pytest.approx(1 / 3)
 
 
@@ -54,8 +52,7 @@ def test_a_send_occupies_its_stage_and_the_host_each_task() -> None:
     assert times(timeline, 2)["F0"] == (26, 27)
     assert times(timeline, 2)["F1"] == (29, 30)
     assert times(timeline, 2)["B1"] == (30.5, 31.5)  # the last stage sends no output
-    assert timeline.busy_s(0) == 4
-    assert timeline.total_s == timeline.end_s(Task("B", 0, 0)) + 7
+    assert timeline.total_s == times(timeline, 0)["B0"][1] + 7
 
 
 def test_two_partitions_of_one_stage_send_each_other_nothing() -> None:
@@ -153,18 +150,8 @@ def test_a_second_computation_agrees_also_with_skips(
         for transfer in routes.needed(task):
             start = max(start, ends[transfer.makers[0]] + costs.transfer_s)
         ends[task] = free[task.j] = start + seconds[task.kind][task.j]
-        assert timeline.start_s(task) == start
-        assert timeline.end_s(task) == ends[task]
+        assert timeline.spans_s[task] == (start, ends[task])
     assert timeline.total_s == max(free)
-
-
-def test_a_task_that_is_not_in_the_plan_has_no_time() -> None:
-    timeline = simulate(backward_plan(2, 2), Costs.uniform(2))
-    for task in ("F0@0", "R0@0", "B2@0", "B0@2"):
-        with pytest.raises(KeyError, match=f"{task} is not in the plan"):
-            timeline.start_s(Task.parse(task))
-        with pytest.raises(KeyError, match=f"{task} is not in the plan"):
-            timeline.end_s(Task.parse(task))
 
 
 @pytest.mark.slow

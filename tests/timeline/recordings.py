@@ -97,7 +97,6 @@ def records_of(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
             ],
             "takes": [["loss", 0, 1, 0, 4, (k + 3) * s, (k + 8) * s]],
             "sums": [],
-            "layers": [[0, 0, 3 * s, 2], [0, 1, s, 2]],
         },
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
@@ -109,7 +108,6 @@ def records_of(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
                 ["target", 0, 0, 2, 8, (h + 2) * s, (h + 2) * s],
             ],
             "sums": [],
-            "layers": [[1, 0, 4 * s, 1], [2, 0, s, 1], [2, 1, s, 1]],
         },
     ]  # fmt: skip
 

@@ -40,7 +40,7 @@ def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
 
 
 def estimated(folder: str, batch: int, length: int, *, of_gpus: bool = False) -> Table:
-    subject = load_folder(folder, batch, length, "")
+    subject, _, _ = load_folder(folder, batch, length, "")
     inputs, target = subject.micro_batch(batch)
     options = {"target": target, "loss_fn": subject.loss_fn, "flops_per_s": 1.0}
     if of_gpus:
@@ -61,7 +61,7 @@ def bytes_of(profile: Table) -> Any:
 def test_bytes_are_those_of_the_real_model_with_padding() -> None:
     for case, dropout in [("Gemma", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]:
         config = write(case, case, dropout)
-        subject = load_folder(case, 3, 9, "")
+        subject, _, _ = load_folder(case, 3, 9, "")
         mask = torch.ones(3, 9, dtype=torch.long)
         mask[1, -3:] = 0
         batch = {name: torch.ones_like(mask) for name in subject.inputs.values[0]}
