@@ -34,6 +34,7 @@ def main() -> None:
     stage = Stage(
         model,
         balance=args.balance,  # by default divided by parameters and estimated work
+        sample=test_images[:2],
         chunks=args.chunks,
         checkpoint=args.checkpoint,
         deferred_batch_norm=True,  # statistics of the whole mini-batch

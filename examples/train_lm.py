@@ -39,6 +39,7 @@ def main() -> None:
     stage = Stage(
         model,
         balance=args.balance,  # by default divided by parameters and estimated work
+        sample=torch.zeros(1, CONTEXT, dtype=torch.long),
         chunks=args.chunks,
         checkpoint=args.checkpoint,
         replicas=args.replicas,

@@ -85,12 +85,12 @@ class Stage(LocalLayers):
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from ``sample``.
             If left out, it is found from the layers' parameters and forward FLOPs (on the meta
-            device: nothing is computed), and rank 0 prints it. Without a launcher it is checked,
-            but all layers are in one partition.
+            device: nothing is computed), or parameters alone where no sample is known, and rank 0
+            prints it. Without a launcher it is checked, but all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
             :class:`~procpipe.balance.Inputs` of several. For ``"time"`` and ``"size"`` on rank 0;
             without a balance on every rank, by default the model's attribute ``sample`` (a tuple or
-            dict of inputs), or a guess.
+            dict of inputs).
         replicas: number of pipelines of this model, of equally many processes each. Each reads data
             of its own, and gradients are added up once a step. See docs/replicas.md.
         mesh: a ``DeviceMesh`` of one dimension, ``device_mesh["pp"]``, whose ranks make this

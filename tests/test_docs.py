@@ -306,13 +306,11 @@ def test_the_commands_of_planning_run(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
-    monkeypatch.setattr(measure, "_NUM_ROUNDS", 1)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
-    from_model, from_costs, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
+    from_model, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 
-    for words in ([*from_model, "--estimate"], from_costs):
-        assert main(words) == 0
-        assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
+    assert main([*from_model, "--estimate"]) == 0
+    assert "\nstage = Stage(model, balance=[" in capsys.readouterr().out
     start_as_forks(monkeypatch, 4)
     assert main(with_check) == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from procpipe.launch.plan import replay, trial
 from procpipe.launch.plan.subject import Named
 from procpipe.planner.divide import divide
-from procpipe.planner.layers import Profile
-from procpipe.planner.propose import Proposal
+from procpipe.planner.layers import Table
+from procpipe.planner.propose import Proposal, Question
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Measured:
 
 def try_out(
     best: Sequence[Proposal],
-    profile: Profile,
+    tables: Mapping[int, Table],
+    question: Question,
     named: Named,
     device_type: str,
-    show: Callable[[int, int], object],
 ) -> dict[Proposal, Measured]:
     """Run proposals, and predict them from what other plans took: so what is measured is a check.
 
@@ -38,10 +38,10 @@ def try_out(
 
     Args:
         best: proposals on the same number of processes.
-        profile: what they were proposed from.
+        tables: what they were proposed from, by the samples of a micro-batch.
+        question: what was asked for.
         named: the model and what it is trained with.
         device_type: "cpu" or "cuda".
-        show: called a few times a second with the number of steps that have ended, and of all.
 
     Returns:
         What was measured of each, by the proposal with its new prediction.
@@ -49,28 +49,32 @@ def try_out(
     Raises:
         RuntimeError: they could not be run.
     """
-    calibrations = _calibrations(best, profile)
-    batch = named.batch or profile.batch
+    calibrations = _calibrations(best, tables)
     trials = [*calibrations.values()]
-    trials += [trial.Trial(arguments_of(p), batch, p.total_s) for p in best]
+    trials += [trial.Trial(arguments_of(p), question.batch, p.total_s) for p in best]
     num_ranks = best[0].plan.num_stages * best[0].num_replicas
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
-        outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder), show)
-        runs = [replay.usual_of(outcome.traces) for outcome in outcomes]
+        outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder))
+        runs = [replay.usual_of(files) for _, files in outcomes]
     costs = {}
     for key, run in zip(calibrations, runs, strict=False):
-        table = profile.at(key[1]).timed(run.facts["balance"], run.task_s)
+        table = tables[key[1]].timed(run.facts["balance"], run.task_s)
         costs[key] = table, replay.machine_of(run, table)
     found = {}
-    for proposal, outcome, run in zip(
+    for proposal, (added_bytes, _), run in zip(
         best, outcomes[len(costs) :], runs[len(costs) :], strict=True
     ):
         again = proposal.on(*costs[proposal.num_replicas, proposal.micro_batch])
         busy_s = sum(run.task_s[task.kind, task.j] for task in run.plan.tasks())
+        num_stages = run.plan.num_stages
+        # What steps added to a process has its gradients.
+        static_bytes = tables[proposal.micro_batch].static_bytes(
+            proposal.balance, run.plan.placement, question.states - 1
+        )
         found[again] = Measured(
             run.step_s,
-            max(0.0, 1 - busy_s / (run.plan.num_stages * run.step_s)),
-            _needed_bytes(again, outcome.added_bytes, profile),
+            max(0.0, 1 - busy_s / (num_stages * run.step_s)),
+            max(n + static_bytes[k % num_stages] for k, n in enumerate(added_bytes)),
             run.task_s,
         )
     return found
@@ -87,7 +91,9 @@ def arguments_of(proposal: Proposal) -> dict[str, Any]:
     }
 
 
-def _calibrations(best: Sequence[Proposal], profile: Profile) -> dict[tuple[int, int], trial.Trial]:
+def _calibrations(
+    best: Sequence[Proposal], tables: Mapping[int, Table]
+) -> dict[tuple[int, int], trial.Trial]:
     """Return a trial for each number of replicas and size of a micro-batch."""
     found: dict[tuple[int, int], trial.Trial] = {}
     for proposal in best:
@@ -96,26 +102,10 @@ def _calibrations(best: Sequence[Proposal], profile: Profile) -> dict[tuple[int,
             continue
         like = [p for p in best if (p.num_replicas, p.micro_batch) == key]
         kinds = "".join(sorted({task.kind for p in like for task in p.plan.tasks()}))
-        seconds = profile.at(proposal.micro_batch).layer_seconds()
+        seconds = tables[proposal.micro_batch].layer_seconds()
         balances = [p.balance for p in like if len(p.balance) == n]
         balance = balances[0] if balances else divide(seconds, n)
         found[key] = trial.calibration(
             balance, proposal.num_replicas, proposal.micro_batch, kinds, sum(seconds) / n
         )
     return found
-
-
-def _needed_bytes(proposal: Proposal, added_bytes: Sequence[int], profile: Profile) -> int:
-    """Return what the stage needs that needs most: what was measured, and what does not change.
-
-    Gradients are part of what steps add to a process.
-    """
-    table, placement = profile.at(proposal.micro_batch), proposal.plan.placement
-    with_gradients, without = (
-        table.static_bytes(proposal.balance, placement, states) for states in (0.0, -1.0)
-    )
-    return max(
-        proposal.static_bytes[stage] - (with_gradients[stage] - without[stage]) + added
-        for rank, added in enumerate(added_bytes)
-        for stage in [rank % proposal.plan.num_stages]
-    )

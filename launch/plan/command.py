@@ -1,9 +1,9 @@
 """``procpipe plan``: proposes how to run a model on several devices, and predicts time and memory.
 
-    procpipe plan mymodel:build --sample mymodel:sample -n 4 --memory 24GiB
+    procpipe plan mymodel:build --sample mymodel:sample --loss mymodel:loss -n 4 --memory 24GiB
 
-1  the costs of the layers: measure them here, one by one (measure.py); or read them, or those of
-   a recorded run (replay.py); or estimate those of a folder of Hugging Face (folder.py)
+1  the costs of the layers: measure them here, one by one (measure.py); or take those of a recorded
+   run (replay.py); or estimate those of a folder of Hugging Face (folder.py)
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
    (procpipe.planner)
 3  where this machine has a core or GPU for each process, run the best in a real pipeline, with a
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,20 +30,15 @@ from rich.progress import Progress
 from procpipe.launch.plan import replay
 from procpipe.launch.plan.best import Measured, try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
-from procpipe.launch.plan.measure import (
-    assumed_machine,
-    measure_layers,
-    measure_machine,
-)
-from procpipe.launch.plan.options import STATES, check_options, device_type, divisors, parser
+from procpipe.launch.plan.measure import MACHINES, measure_layers
+from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
     line_to_paste,
     proposals_table,
-    stages_table,
     tasks_table,
 )
-from procpipe.launch.plan.subject import MistakeError, Named, Subject, load
-from procpipe.planner.layers import Machine, Profile, from_text, to_text
+from procpipe.launch.plan.subject import MistakeError, Named, load
+from procpipe.planner.layers import Machine, Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.timeline.text import render_timeline_text
 from procpipe.words import bytes_text, counted, seconds_text
@@ -58,13 +54,18 @@ _RESERVED = 0.1
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Where the costs of layers come from."""
 
-    profile: Profile
-    model: str  # the model in the line to paste
-    loss: str  # the loss function in it
+    what: str  # in words
+    batch: int  # samples of a mini-batch
+    num_layers: int
+    table: Callable[[int], Table]  # makes that of a micro-batch of so many samples
+    machine: Machine
+    model: str = "model"  # the model in the line to paste
+    loss: str = "loss_fn"  # the loss function in it
     named: Named | None = None  # what can be run here
+    device_type: str = ""  # and on what: "cpu" or "cuda"
     replicas: int | None = None  # the only number that can be planned for
 
 
@@ -75,99 +76,98 @@ def main(argv: Sequence[str]) -> int:
     """
     options = parser().parse_args(argv)
     try:
-        device = torch.device(device_type(options.device) if options.model else "cpu")
-        check_options(options, device)
-        return _plan(options, device, Console())
+        check_options(options)
+        source_of = _recorded if options.costs else _measured if options.model else _of_folder
+        return plan(source_of(options), options)
     except MistakeError as mistake:
         print(f"procpipe plan: {mistake}", file=sys.stderr)
         raise SystemExit(2) from mistake
 
 
-def _plan(options: argparse.Namespace, device: torch.device, console: Console) -> int:
-    if options.costs:
-        source = _read(options)
-    elif options.hf is not None:
-        source = _estimate(options, console)
-    else:
-        source = _measure(options, device, console)
-    profile = source.profile
-    if options.save:
-        _save(profile, options.save)
+def plan(source: Source, options: argparse.Namespace) -> int:
+    """Propose plans from the costs of a source; return the exit code."""
     memory_bytes: int | None = options.memory
-    if memory_bytes is None and device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
+    if memory_bytes is None and source.device_type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
         memory_bytes = int((1 - _RESERVED) * total_bytes)
-    batch, num_layers = options.batch or profile.batch, len(profile.tables[0].layers)
-    questions = _questions(options, batch, num_layers, memory_bytes, source.replicas)
-    found: list[Proposal] = []
-    with _progress(console, "simulating") as show:
-        for k, question in enumerate(questions):
-            show(k, len(questions))
-            found += propose(profile, question)
+    questions = _questions(source, options, memory_bytes)
+    sizes = sorted({size for question in questions for size in question.splits().values()})
+    machine = source.machine
+    if options.bandwidth:
+        machine = replace(machine, send_s=1 / options.bandwidth)
+    _print(f"{source.what}\nmicro-batches of {', '.join(map(str, sizes))} samples are tried")
+    if machine.send_s:
+        _print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s (another: --bandwidth)")
+    tables, found = {}, []
+    with _progress("costs of layers", len(sizes)) as advance:
+        for size in reversed(sizes):  # what no size can be run on is an error of the first
+            tables[size] = source.table(size)
+            advance()
+    with _progress("simulating", len(questions)) as advance:
+        for question in questions:
+            found += propose(tables, machine, question)
+            advance()
     ranked = best_of_each(found, memory_bytes)
-    one_s = alone_s(profile, questions[0])
+    one_s = alone_s(tables, machine, questions[0])
     _print(
-        f"a mini-batch of {counted(batch, 'sample')} on {counted(options.n, 'device')}; one alone, "
-        f"if it had the memory, would take {seconds_text(one_s)}\n"
+        f"a mini-batch of {counted(questions[0].batch, 'sample')} on "
+        f"{counted(options.n, 'device')}; one alone, if it had the memory, would take "
+        f"{seconds_text(one_s)}\n"
     )
-    if not ranked[0].fits(memory_bytes):
-        assert memory_bytes is not None, "without a limit everything fits"
-        proposals_table(ranked[:_NUM_BEST], {}, None, one_s, memory_bytes).print(console)
+    best = [proposal for proposal in ranked if proposal.fits(memory_bytes)][:_NUM_BEST]
+    if memory_bytes is not None and not best:
         least = max(ranked[0].needed_bytes)
         _print(
-            f"\nnothing fits into {bytes_text(memory_bytes)}: the least is {bytes_text(least)} "
+            f"{proposals_table(ranked[:_NUM_BEST], {}, None, one_s, memory_bytes)}\n\n"
+            f"nothing fits into {bytes_text(memory_bytes)}: the least is {bytes_text(least)} "
             f"({least} bytes) a device, by\n\n"
             f"    {line_to_paste(ranked[0], source.model, source.loss)}\n\n"
             "More devices, a smaller --batch, or layers divided into smaller ones need less"
             + ("; or another number of --replicas." if options.replicas else ".")
         )
         return 1
-    best = [proposal for proposal in ranked if proposal.fits(memory_bytes)][:_NUM_BEST]
     measured: dict[Proposal, Measured] = {}
-    failure = ""
-    if source.named is not None and _can_run(options, device):
+    has_failed = False
+    if source.named is not None and _can_run(source, options):
         try:
-            with _progress(console, "running the best proposals") as show:
-                measured = try_out(best, profile, source.named, device.type, show)
+            with _progress("running the best proposals"):
+                measured = try_out(best, tables, questions[0], source.named, source.device_type)
         except RuntimeError as error:
-            failure = f"procpipe plan: the proposals could not be run: {error}"
-            print(failure, file=sys.stderr)
+            has_failed = True
+            print(f"procpipe plan: the proposals could not be run: {error}", file=sys.stderr)
     best = sorted(measured, key=lambda proposal: measured[proposal].step_s) or best
     chosen = best[0]
-    proposals_table(best, measured, chosen, one_s, memory_bytes).print(console)
-    if not measured and source.replicas is None:  # not those of a recorded run
+    _print(proposals_table(best, measured, chosen, one_s, memory_bytes))
+    if not measured and not options.costs:
         _print(
             "estimated from layers that run alone: beside neighbours on one host they are slower"
         )
-    print()
-    stages_table(profile.at(chosen.micro_batch).layers, chosen, memory_bytes).print(console)
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    print(f"\n{render_timeline_text(chosen.timeline, width)}")
-    print(f"{line_to_paste(chosen, source.model, source.loss)}\n", flush=True)
-    if options.check and chosen in measured:
-        tasks_table(chosen, measured[chosen]).print(console)
-    return 1 if options.check and failure else 0
+    _print(f"\n{render_timeline_text(chosen.timeline, width)}")
+    _print(f"{line_to_paste(chosen, source.model, source.loss)}\n")
+    if options.check and measured:
+        _print(tasks_table(chosen, measured[chosen]))
+    return int(options.check and has_failed)
 
 
 def _questions(
-    options: argparse.Namespace,
-    batch: int,
-    num_layers: int,
-    memory_bytes: int | None = None,
-    num_replicas: int | None = None,
+    source: Source, options: argparse.Namespace, memory_bytes: int | None
 ) -> list[Question]:
     """Return what to plan for: each number of replicas for which layers and samples are enough.
 
     Raises:
         MistakeError: there is none.
     """
-    given = num_replicas or options.replicas
+    given = source.replicas or options.replicas
+    divisors = [number for number in range(1, options.n + 1) if options.n % number == 0]
     states, chunks = STATES[options.optimizer], tuple(options.chunks or ())
     found, reasons = [], []
-    for number in [given] if given else divisors(options.n):
-        question = Question(options.n, batch, memory_bytes, states, chunks, number)
+    for number in [given] if given else divisors:
+        question = Question(
+            options.n, options.batch or source.batch, memory_bytes, states, chunks, number
+        )
         try:
-            question.check(num_layers)
+            question.check(source.num_layers)
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -177,131 +177,98 @@ def _questions(
     return found
 
 
+def _can_run(source: Source, options: argparse.Namespace) -> bool:
+    """Say whether the proposals are to be run here."""
+    is_on_gpu = source.device_type == "cuda"
+    num_places = torch.cuda.device_count() if is_on_gpu else len(os.sched_getaffinity(0))
+    if options.check and num_places < options.n:
+        _print(
+            f"{options.n} processes share {num_places} cores here, so what is measured will be "
+            "slower than predicted\n"
+        )
+    return bool(options.check) or (num_places >= options.n and not options.estimate)
+
+
 # -- costs ----------------------------------------------------------------------------------------
 
 
-def _sizes_of(options: argparse.Namespace, subject: Subject) -> list[int]:
-    """Return the sizes of micro-batches that will be tried."""
-    questions = _questions(options, subject.batch, len(subject.model))
-    return sorted({size for question in questions for size in question.splits().values()})
-
-
-def _measure(options: argparse.Namespace, device: torch.device, console: Console) -> _Source:
-    """Measure the layers of the model that is named."""
-    named = Named(options.model, options.sample, options.loss, options.any, options.batch)
-    name = "one CPU thread"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
+def _measured(options: argparse.Namespace) -> Source:
+    """Have the layers measured of the model that is named."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = "one CPU thread"
+    if device.type == "cpu":
         torch.set_num_threads(1)  # as in a process that shares the host with others
+    else:
+        where, num_gpus = torch.cuda.get_device_name(device), torch.cuda.device_count()
+        if options.check and num_gpus < options.n:
+            raise MistakeError(f"--check: {options.n} GPUs are needed, and there are {num_gpus}")
+    named = Named(options.model, options.sample, options.loss, options.any)
     subject = load(named)
-    sizes = _sizes_of(options, subject)
-    _print(
-        f"measuring {counted(len(subject.model), 'layer')} on {name}, micro-batches of "
-        f"{', '.join(map(str, sizes))} {'sample' if sizes == [1] else 'samples'} …"
+    return Source(
+        f"measuring {counted(len(subject.model), 'layer')} on {where}",
+        subject.batch,
+        len(subject.model),
+        partial(measure_layers, subject, device=device),
+        MACHINES[device.type],
+        "procpipe.sequential(model, *inputs)" if options.any else "model",
+        options.loss.rpartition(":")[2],
+        named,
+        device.type,
     )
-    with _progress(console, "measuring layers") as show:
-        tables = measure_layers(subject, sizes, device, show=show)
-    machine = _linked(options, *measure_machine(device))
-    if not options.loss:
-        _print(
-            "no --loss is given: the mean of squares of the output stands in for it, which may be "
-            "cheaper"
+
+
+def _of_folder(options: argparse.Namespace) -> Source:
+    """Have the layers estimated of a folder of Hugging Face, on GPUs."""
+    with _progress("building the model"):
+        subject, loss, words = load_folder(
+            options.hf, options.batch or 8, options.length, options.loss
         )
-    loss = options.loss.rpartition(":")[2] or "loss_fn"
-    model = "procpipe.sequential(model, *inputs)" if options.any else "model"
-    return _Source(Profile(subject.batch, tables, machine), model, loss, named)
-
-
-def _estimate(options: argparse.Namespace, console: Console) -> _Source:
-    """Estimate the layers of a folder of Hugging Face, on GPUs."""
-    with _progress(console, "building the model"):
-        subject = load_folder(options.hf, options.batch or 8, options.length, options.loss)
-    sizes = _sizes_of(options, subject)
     rate = options.flops or _FLOPS_PER_S
-    source = "--flops" if options.flops else "assumed: --flops"
-    _print(
-        f"{subject.words}\ncounting bytes and FLOPs of {counted(len(subject.model), 'layer')}, "
-        f"without values, micro-batches of {', '.join(map(str, sizes))} x {subject.length} tokens "
-        "with padding …"
+
+    def table_of(samples: int) -> Table:
+        with AttentionOfGpus():
+            table: Table = measure_layers(subject, samples, None, rate)
+        return table
+
+    return Source(
+        f"{words}\ntimes are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s "
+        "(--flops), a backward as twice its forward\ncounting bytes and FLOPs of "
+        f"{counted(len(subject.model), 'layer')}, without values",
+        subject.batch,
+        len(subject.model),
+        table_of,
+        MACHINES["cuda"],
+        "hf.sequential(model)",
+        loss,
     )
-    with _progress(console, "counting") as show, AttentionOfGpus():
-        tables = measure_layers(subject, sizes, None, rate, show)
-    _print(
-        f"times are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s ({source}), a "
-        "backward as twice its forward"
-    )
-    machine = _linked(options, assumed_machine(), "assumed: --bandwidth")
-    return _Source(Profile(subject.batch, tables, machine), "hf.sequential(model)", subject.loss)
 
 
-def _linked(options: argparse.Namespace, machine: Machine, source: str = "") -> Machine:
-    """Return a machine with the link that is asked for, and print what it is."""
-    if options.bandwidth:
-        machine, source = replace(machine, send_s=1 / options.bandwidth), "--bandwidth"
-    if source:
-        _print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s ({source})")
-    return machine
-
-
-def _read(options: argparse.Namespace) -> _Source:
-    """Read saved costs, or the files of a recorded run."""
-    paths = [Path(path) for path in options.costs]
-    loss, replicas = options.loss.rpartition(":")[2] or "loss_fn", None
+def _recorded(options: argparse.Namespace) -> Source:
+    """Take the costs of layers from the files of a recorded run."""
     try:
-        texts = [path.read_text(encoding="utf-8") for path in paths]
-        if replay.is_recording(texts[0]):
-            run = replay.usual_of(paths)
-            _print(replay.basis(run))
-            profile = replay.profile_of(run)
-            replicas = options.replicas or run.facts["replicas"]  # gradients are not recorded
-        elif len(texts) == 1:
-            profile = from_text(texts[0])
-        else:
-            raise ValueError("give one file of costs, or the files of one recorded run")
+        run = replay.usual_of([Path(path) for path in options.costs])
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
-    profile = replace(profile, machine=_linked(options, profile.machine))
-    return _Source(profile, "model", loss, replicas=replicas)
-
-
-def _save(profile: Profile, path: str) -> None:
-    try:
-        Path(path).write_text(to_text(profile), encoding="utf-8")
-    except OSError as error:
-        raise MistakeError(f"--save {path} cannot be written: {error}") from error
-    _print(f"saved the layers' costs: --costs {path}")
-
-
-# -- in real pipelines ----------------------------------------------------------------------------
-
-
-def _can_run(options: argparse.Namespace, device: torch.device) -> bool:
-    """Say whether the proposals are to be run here."""
-    if device.type == "cuda":
-        return not options.estimate and torch.cuda.device_count() >= options.n
-    num_cores = len(os.sched_getaffinity(0))
-    if options.check and num_cores < options.n:
-        _print(
-            f"{options.n} processes share {num_cores} cores here, so what is measured will be "
-            "slower than predicted\n"
-        )
-    return bool(options.check) or (num_cores >= options.n and not options.estimate)
+    return Source(
+        replay.basis(run),
+        sum(run.samples) * run.facts["replicas"],
+        sum(run.facts["balance"]),
+        partial(replay.table_of, run),
+        replay.machine_of(run, replay.table_of(run, max(run.samples))),
+        loss=options.loss.rpartition(":")[2] or "loss_fn",
+        replicas=options.replicas or run.facts["replicas"],  # gradients are not recorded
+    )
 
 
 # -- on the screen --------------------------------------------------------------------------------
 
 
 @contextmanager
-def _progress(console: Console, what: str) -> Iterator[Callable[[int, int], object]]:
-    """Show a bar while something runs, on a terminal; yields what sets how much is done, of all."""
+def _progress(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
+    """Show a bar while something runs, on a terminal; yields what notes that one more is done."""
+    console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield show
+        yield partial(bar.advance, bar.add_task(what, total=total))
 
 
 def _print(text: str) -> None:

@@ -6,7 +6,6 @@ Nothing is downloaded, and no code of the folder is executed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from procpipe.balance import Inputs
 from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
 from procpipe.losses import masked_cross_entropy
 from procpipe.optional import needed
@@ -29,16 +29,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class FolderSubject(Subject):  # type: ignore[misc]
-    """The model of a folder and what it is trained with."""
-
-    loss: str  # the loss function, as in the line to paste
-    length: int  # the tokens of a sample
-    words: str  # what the model is, as a sentence
-
-
-def load_folder(folder: str, batch: int, length: int | None, loss: str) -> FolderSubject:
+def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple[Subject, str, str]:
     """Build the model of a folder's ``config.json``, and a mini-batch for it.
 
     Args:
@@ -46,6 +37,9 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         batch: samples of the mini-batch.
         length: tokens of each; by default 1024, or as many as the model can have at most.
         loss: the import path of the loss; "" for that of the model's class.
+
+    Returns:
+        The subject, its loss function as in the line to paste, and what it is, as a sentence.
 
     Raises:
         MistakeError: there is no such folder, or its model cannot be divided.
@@ -95,17 +89,12 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> Folde
         loss_fn, loss_name = load_loss(loss), loss.rpartition(":")[2]
     dtype = next(model.parameters()).dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return FolderSubject(
-        layers,
-        (inputs,),
-        ids[:, 0] if auto == "AutoModelForSequenceClassification" else ids,
-        loss_fn,
-        batch,
-        loss_name,
-        length,
+    target = ids[:, 0] if auto == "AutoModelForSequenceClassification" else ids
+    words = (
         f"{type(model).__name__}, as {file} describes it: {num_parameters:,} parameters, "
-        f"{str(dtype).removeprefix('torch.')}",
+        f"{str(dtype).removeprefix('torch.')}, for samples of {length} tokens with padding"
     )
+    return Subject(layers, Inputs(inputs), target, loss_fn, batch), loss_name, words
 
 
 def _length_of(config: Any, length: int | None) -> int:

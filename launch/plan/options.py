@@ -5,20 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 
-import torch
-
 from procpipe.launch.console import positive
 from procpipe.launch.plan.subject import MistakeError
 
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.
 STATES = {"adam": 2.0, "momentum": 1.0, "sgd": 0.0, "none": 0.0}
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b?)(?:/s)?")
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?)b|b?)(?:/s)?")
 
 _EPILOG = """\
 A step is the forward and backward of a mini-batch, without the optimizer. Memory is that of
@@ -29,37 +22,20 @@ exit code: 0; 1 if nothing fits into memory, or --check fails; 2 for a mistake i
 """
 
 
-def device_type(asked: str | None) -> str:
-    """Return the type of device that is asked for; by default a GPU's, if there is one."""
-    present = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and present == "cpu":
-        raise MistakeError("--device cuda: there is no GPU that torch can use here")
-    return asked or present
-
-
-def check_options(options: argparse.Namespace, device: torch.device) -> None:
+def check_options(options: argparse.Namespace) -> None:
     """Check that the options go together."""
-    if options.model and not options.sample:
+    if options.model and not (options.sample and options.loss):
         raise MistakeError(
-            "a sample is needed to measure the model on: --sample mymodel:sample, which gives a "
-            "mini-batch, (input, target) or the input alone"
+            "--sample and --loss are needed to measure the model with: --sample mymodel:sample, a "
+            "mini-batch (input, target) or the input alone, and --loss mymodel:loss"
         )
     if options.hf is None and (options.length or options.flops):
         raise MistakeError("--length and --flops are for a folder of Hugging Face, --hf FOLDER")
     if options.check and not options.model:
         raise MistakeError(
-            "--check runs the model, so it needs MODULE:NAME and --sample; for transformers, a "
-            "function that returns hf.sequential(model)"
+            "--check runs the model, so it needs MODULE:NAME, --sample and --loss; for "
+            "transformers, a function that returns hf.sequential(model)"
         )
-    if options.check and device.type == "cuda" and torch.cuda.device_count() < options.n:
-        raise MistakeError(
-            f"--check: {options.n} GPUs are needed, and there are {torch.cuda.device_count()} here"
-        )
-
-
-def divisors(count: int) -> list[int]:
-    """List the numbers that divide a number, in ascending order."""
-    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         help="instead of a model and a sample, a folder with a config.json of "
         "transformers")  # fmt: skip
     what.add_argument("--costs", nargs="+", metavar="FILE", default=[],
-        help="instead of a model: its layers' costs, or the files of a recorded run")  # fmt: skip
+        help="instead of a model, the files of a recorded run: Stage(trace=…)")  # fmt: skip
     add("--sample", default="", metavar="MODULE:NAME",
         help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
     add("--loss", default="", metavar="MODULE:NAME",
@@ -103,15 +79,13 @@ def parser() -> argparse.ArgumentParser:
         "stage")  # fmt: skip
     add("--optimizer", choices=tuple(STATES), default="adam",
         help="the optimizer, whose state counts as memory; default: %(default)s")  # fmt: skip
-    add("--device", choices=("cuda", "cpu"), help="where to measure; by default a GPU, if any")
     add("--bandwidth", type=parse_bytes, metavar="BYTES/s",
-        help="between devices, as in 20GB/s; by default measured here")  # fmt: skip
+        help="between devices, as in 20GB/s")  # fmt: skip
     processes = made.add_mutually_exclusive_group()
     processes.add_argument("--estimate", action="store_true",
         help="start no processes, to measure the best proposals in")  # fmt: skip
     processes.add_argument("--check", action="store_true",
         help="measure also where processes share a core, and compare each task")  # fmt: skip
-    add("--save", metavar="FILE", help="write the layers' costs, as JSON")
     return made
 
 
@@ -130,4 +104,5 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an amount of bytes; one reads like 24GiB, 500MB or 20GB/s"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    base, power = 1024 if match[3] else 1000, " kmgt".index(match[2] or " ")
+    return int(float(match[1]) * base**power)

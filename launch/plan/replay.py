@@ -8,7 +8,8 @@ replicas.
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,15 @@ from typing import Any
 from procpipe.plan.routes import ACTIVATION, SKIP, Channel
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan
-from procpipe.planner.layers import Layer, Machine, Profile, Skip, Table
+from procpipe.planner.layers import Layer, Machine, Skip, Table
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import usual_seconds
 from procpipe.timeline.steps import Hop, Recording, Step, merged
 from procpipe.words import counted
+
+#: A layer as a recording describes it, see ``layer_facts``: its name, and how many parameters.
+_LAYER = re.compile(r"(.*?): .*, ([\d,]+) parameters")
 
 
 @dataclass(frozen=True)
@@ -40,43 +44,25 @@ class Usual:
     num_steps: int  # how many steps the medians are of
     step_s: float  # seconds of a step
     task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
-    #: Of the forward of each layer, for one micro-batch; the loss counts with the last. Empty if
-    #: layers were not timed, as on GPUs.
-    layer_s: tuple[float, ...]
     machine: Machine  # what messages and the host take
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
-
-
-def is_recording(text: str) -> bool:
-    """Return whether a file is of a recorded run."""
-    whole = json.loads(text)
-    return isinstance(whole, dict) and "traceEvents" in whole
 
 
 def usual_of(paths: Sequence[Path]) -> Usual:
     """Return the usual training step of a recorded run, from the files of all its ranks.
 
     Raises:
-        ValueError: they are none, or not those of one run, or no step trained.
+        OSError: a file cannot be read.
+        ValueError: they are not those of one run, or no step trained.
     """
-    traces = []
-    for path in paths:
-        try:
-            traces.append(read(path))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-    try:
-        return usual(merged(traces))
-    except KeyError as error:
-        raise ValueError(error.args[0]) from error
+    return usual(merged([*map(read, paths)]))
 
 
 def usual(recording: Recording) -> Usual:
     """Find the usual training step of a recording.
 
     Raises:
-        KeyError: no step ended on all stages.
-        ValueError: no step trained, or forward and backward ran as two plans.
+        ValueError: no step ended on all stages, or the last one did not train, or had two plans.
     """
     last = recording.step()
     if last.call != "step" or not last.trains:
@@ -109,7 +95,6 @@ def usual(recording: Recording) -> Usual:
         num_steps=len(steps),
         step_s=median(step.seconds for step in steps),
         task_s=usual_seconds(steps),
-        layer_s=recording.layer_s,
         machine=machine,
         message_bytes=message_bytes,
     )
@@ -133,42 +118,40 @@ def _pauses_s(step: Step) -> Iterator[float]:
 def basis(run: Usual) -> str:
     """Say what is known of a run, and what is not."""
     facts = run.facts
-    layers = "by each layer's forward" if run.layer_s else "equally: they were not timed"
     return (
         f"a recorded run: {facts['schedule']}, balance {facts['balance']}, "
         f"{counted(len(run.samples), 'micro-batch')} of {max(run.samples)} samples, medians of "
-        f"{counted(run.num_steps, 'step')}\na partition's seconds are divided among its layers "
-        f"{layers}; other sizes of micro-batches are in proportion\nnot recorded, so not counted: "
-        "parameters, and what autograd keeps"
+        f"{counted(run.num_steps, 'step')}\na partition's seconds are divided among its layers by "
+        "their parameters; other sizes of micro-batches are in proportion\nnot recorded, so not "
+        "counted: parameters, and what autograd keeps"
     )
 
 
-def profile_of(run: Usual) -> Profile:
-    """Return the costs of a run's layers: of their bytes, only those of messages are known.
+def table_of(run: Usual, samples: int) -> Table:
+    """Return the costs of a run's layers, on a micro-batch of so many samples, in proportion.
 
-    A partition's seconds are divided among its layers as their forwards', if these were timed,
-    else equally. Outputs within a partition are taken to be as large as the messages.
+    Of their bytes, only those of messages are known. A partition's seconds are divided among its
+    layers by the numbers of their parameters. Outputs within a partition are taken to be as large
+    as the messages.
     """
-    balance = list(run.facts["balance"])
-    samples = max(run.samples)
-    names = [str(line).partition(":")[0] for line in run.facts["layers"]]
-    shares = run.layer_s or (1.0,) * sum(balance)
+    balance, factor = list(run.facts["balance"]), samples / max(run.samples)
+    named = [_LAYER.fullmatch(line) for line in run.facts["layers"]]
+    counts = {match[1]: int(match[2].replace(",", "")) for match in named if match}
+    sizes = {channel: math.ceil(size * factor) for channel, size in run.message_bytes.items()}
     cuts = [sum(balance[: j + 1]) - 1 for j in range(len(balance))]
-    sizes = run.message_bytes
     known = {cut: sizes.get((ACTIVATION, j, j + 1), 0) for j, cut in enumerate(cuts[:-1])}
-    mean = fmean(known.values()) if known else 0.0
+    mean = round(fmean(known.values())) if known else 0
     layers = tuple(
-        Layer(name, share, 2 * share, output_bytes=known.get(k, mean))
-        for k, (name, share) in enumerate(zip(names, shares, strict=True))
+        Layer(name, 1 + count, 2 * (1 + count), output_bytes=known.get(k, mean))
+        for k, (name, count) in enumerate(counts.items())
     )
     skips = tuple(
         Skip(cuts[a], (cuts[b],), num_bytes)
         for (payload, a, b), num_bytes in sizes.items()
         if payload == SKIP
     )
-    table = Table(samples, layers, skips=skips).timed(balance, run.task_s)
-    batch = sum(run.samples) * run.facts["replicas"]
-    return Profile(batch, (table,), machine_of(run, table))
+    task_s = {task: seconds * factor for task, seconds in run.task_s.items()}
+    return Table(samples, layers, skips=skips).timed(balance, task_s)
 
 
 def machine_of(run: Usual, table: Table) -> Machine:

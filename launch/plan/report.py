@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from rich.console import Console
-from rich.text import Text
+from collections.abc import Mapping, Sequence
 
 from procpipe.launch.plan.best import Measured, arguments_of
-from procpipe.plan.placement import partitions_of
 from procpipe.plan.task import KINDS
-from procpipe.planner.layers import Layer
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import bytes_text, seconds_text, text_table
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as text."""
-
-    title: str  # what it shows
-    rows: Sequence[Sequence[str]]  # its cells, the heading first
-    num_left: int = 1  # so many columns are flush left, the others right
-
-    def print(self, console: Console) -> None:
-        """Write it, in lines that a narrow terminal wraps."""
-        lines = [f"  {line}" for line in text_table(self.rows, self.num_left)]
-        console.print(Text("\n".join([self.title, *lines])), soft_wrap=True)
 
 
 def proposals_table(
@@ -38,12 +17,11 @@ def proposals_table(
     chosen: Proposal | None,
     alone_s: float,
     memory_bytes: int | None,
-) -> Table:
+) -> str:
     """Lay out proposals: what is predicted of each and, in brackets, what was measured."""
-    heading = ["schedule", "stages", "checkpoint", "chunks", "step", "speed-up", "idle"]
     has_replicas = any(p.num_replicas > 1 for p in proposals)
-    heading += [*["all-reduce"] * has_replicas, "memory", "fits"]
-    rows = [heading]
+    heading = ["schedule", "stages", "checkpoint", "chunks", "step", "speed-up", "idle"]
+    rows = [[*heading, *["all-reduce"] * has_replicas, "memory", "fits"]]
     for p in proposals:
         found = measured.get(p)
         step_s = found.step_s if found else p.total_s
@@ -57,43 +35,16 @@ def proposals_table(
                 seconds_text(p.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
                 f"{alone_s / step_s:.2f}x",
                 f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
-                *[_all_reduce_text(p)] * has_replicas,
+                *[f"{p.timeline.exposed:.1%}"] * has_replicas,
                 bytes_text(needed) + (f" ({bytes_text(found.needed_bytes)})" if found else ""),
                 "yes" if p.fits(memory_bytes) else "no",
             ]
         )
     what = "predicted (measured)" if measured else "estimated"
-    return Table(f"the best of each, {what} (* chosen)", rows, num_left=3)
+    return _table(f"the best of each, {what} (* chosen)", rows, num_left=3)
 
 
-def _all_reduce_text(proposal: Proposal) -> str:
-    if proposal.num_replicas == 1:
-        return ""
-    timeline = proposal.timeline
-    return f"{timeline.exposed:.1%}, {timeline.hidden:.0%} hidden"
-
-
-def stages_table(layers: Sequence[Layer], proposal: Proposal, memory_bytes: int | None) -> Table:
-    """Lay out what each stage of a proposal does and holds."""
-    whole = f" of {bytes_text(memory_bytes)}" if memory_bytes else ""
-    rows = [("stage", "layers", "busy", "parameters", "held", f"memory{whole}")]
-    for stage in range(proposal.plan.num_stages):
-        needed = proposal.needed_bytes[stage]
-        share = f" {needed / memory_bytes:.0%}" if memory_bytes else ""
-        rows.append(
-            (
-                str(stage),
-                "; ".join(_layers_text(layers, proposal, stage)),
-                seconds_text(proposal.timeline.busy_s(stage)),
-                bytes_text(proposal.static_bytes[stage]),
-                bytes_text(proposal.held_bytes[stage]),
-                f"{bytes_text(needed)}{share}",
-            )
-        )
-    return Table("a step of the chosen one", rows, num_left=2)
-
-
-def tasks_table(proposal: Proposal, measured: Measured) -> Table:
+def tasks_table(proposal: Proposal, measured: Measured) -> str:
     """Lay out what was predicted of a proposal beside what was measured."""
     rows = [("", "predicted", "measured", "difference")]
     rows.append(_compared("step", proposal.total_s, measured.step_s))
@@ -106,7 +57,7 @@ def tasks_table(proposal: Proposal, measured: Measured) -> Table:
             if (found_s := measured.task_s.get((kind, j))) is not None:
                 planned_s = proposal.costs.seconds[kind][j]
                 rows.append(_compared(f"{where}, {KIND_NAMES[kind]}", planned_s, found_s))
-    return Table("predicted and measured", rows)
+    return _table("predicted and measured", rows, num_left=1)
 
 
 def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, str, str]:
@@ -114,11 +65,9 @@ def _compared(what: str, predicted_s: float, found_s: float) -> tuple[str, str, 
     return what, seconds_text(predicted_s), seconds_text(found_s), difference
 
 
-def _layers_text(layers: Sequence[Layer], proposal: Proposal, stage: int) -> Iterator[str]:
-    cuts = [0, *itertools.accumulate(proposal.balance)]
-    for j in partitions_of(proposal.plan.placement, stage):
-        names = [layer.name for layer in layers[cuts[j] : cuts[j + 1]]]
-        yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+def _table(title: str, rows: Sequence[Sequence[str]], num_left: int) -> str:
+    """Lay out a table, the heading first; so many columns are flush left, the others right."""
+    return "\n".join([title, *(f"  {line}" for line in text_table(rows, num_left))])
 
 
 def line_to_paste(proposal: Proposal, model: str, loss: str) -> str:

@@ -8,11 +8,11 @@ result is used. Each process that measures imports all of it, too.
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk, sequential
 from procpipe.balance import Inputs
+from procpipe.model.cut import check_model
 from procpipe.torch_internals import pytree
 
 
@@ -29,13 +30,12 @@ class MistakeError(ValueError):
 
 @dataclass(frozen=True)
 class Named:
-    """What the command line names: import paths, "" for none."""
+    """What the command line names: import paths."""
 
     model: str
     sample: str
-    loss: str = ""
+    loss: str
     is_cut: bool = False  # whether the model is an ordinary module, to be cut with the sample
-    batch: int | None = None  # how many samples the mini-batch gets; None for those of the sample
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,32 @@ class Subject:
     """A model and what it is trained with."""
 
     model: nn.Sequential
-    inputs: tuple[Any, ...]  # a mini-batch's positional inputs
+    inputs: Inputs  # of a mini-batch
     target: Any  # its target, None if there is none
-    loss_fn: Callable[..., Tensor | tuple[Tensor, Any]]
-    batch: int  # samples in the mini-batch
+    loss_fn: Callable[..., Any]
+    batch: int  # its samples
 
-    def resized(self, batch: int) -> Subject:
-        """Return the same with another number of samples in the mini-batch."""
-        inputs, target = (_resized(v, batch, self.batch) for v in (self.inputs, self.target))
-        return replace(self, inputs=inputs, target=target, batch=batch)
+    def mini_batch(self, num_samples: int) -> tuple[Inputs, Any]:
+        """Return inputs and target of so many samples, for a stage."""
+        return self._resized(num_samples, lambda whole: whole)
 
     def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:
-        """Return the inputs and the target of a micro-batch of this size."""
-        inputs, target = (
-            _resized(value, num_samples, self.batch, unwrap=True)
-            for value in (self.inputs, self.target)
-        )
-        return Inputs(*inputs), target
+        """Return inputs and target of so many samples, for the model's layers."""
+        return self._resized(num_samples, lambda whole: whole.tensor)
+
+    def _resized(self, num_samples: int, of_whole: Callable[[NoChunk], Any]) -> tuple[Inputs, Any]:
+        """Return inputs and target, from the start again if there are not enough samples."""
+
+        def resized(leaf: Any) -> Any:
+            if isinstance(leaf, NoChunk):
+                return of_whole(leaf)
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == self.batch != num_samples:
+                return leaf[torch.arange(num_samples, device=leaf.device) % self.batch]
+            return leaf
+
+        given = self.inputs.values, self.inputs.named, self.target
+        values, named, target = map_leaves(resized, given)
+        return Inputs(*values, **named), target
 
 
 def load(named: Named) -> Subject:
@@ -68,13 +77,17 @@ def load(named: Named) -> Subject:
     Raises:
         MistakeError: it is not there, or not what it should be.
     """
-    model = _get(named.model, "the model", nn.Module)
-    inputs, target = _mini_batch(_get(named.sample, "the sample", (Tensor, Inputs)))
-    num_samples = _num_samples(named.sample, inputs)
+    model = _made(named.model, "the model")
+    inputs, target = _mini_batch(_made(named.sample, "the sample"))
+    loss_fn = load_loss(named.loss)
+    leaves = pytree.tree_leaves((inputs.values, inputs.named), is_leaf=_is_whole)
+    batched = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and len(leaf))
+    if (first := next(batched, None)) is None:
+        raise MistakeError(f"the sample, {named.sample}, holds no tensor with samples in dim 0")
     if named.is_cut:
-        size = named.batch or num_samples
+        whole, _ = Subject(model, inputs, target, loss_fn, len(first)).micro_batch(len(first))
         try:
-            model = sequential(model, *_resized(inputs, size, num_samples, unwrap=True))
+            model = sequential(model, *whole.values, **whole.named)
         except Exception as error:  # of the model's own code, too
             reason = f"{type(error).__name__}: {error}"
             raise MistakeError(f"{named.model} cannot be cut: {reason}") from error
@@ -83,32 +96,34 @@ def load(named: Named) -> Subject:
             f"{named.model} is a {type(model).__qualname__}, but the model must be an "
             "nn.Sequential, or a function without arguments that returns one; --any cuts others"
         )
-    loss_fn = load_loss(named.loss) if named.loss else stand_in_loss
-    subject = Subject(model, inputs, target, loss_fn, num_samples)
-    return subject.resized(named.batch or num_samples)
+    try:
+        check_model(model)
+    except ValueError as error:
+        raise MistakeError(str(error)) from error
+    return Subject(model, inputs, target, loss_fn, len(first))
 
 
 def load_loss(path: str) -> Any:
     """Import a loss function; ``MistakeError`` as for :func:`load`."""
-    loss_fn = _attribute(path, "the loss")
+    loss_fn = _named(path, "the loss")
     if not callable(loss_fn):
         raise MistakeError(f"{path} is {loss_fn!r}, but the loss must be a function")
     return loss_fn
 
 
-def stand_in_loss(output: Any, target: Any = None) -> Tensor:
-    """Return the mean of squares of all outputs, where no loss is named."""
-    del target
-    squares = [t.square().mean() for t in _tensors(output) if t.is_floating_point()]
-    if not squares:
-        raise MistakeError("the model's output holds no tensor of real numbers: give a --loss")
-    return torch.stack(squares).sum()
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a nested value with a function's results for its leaves, of which NoChunk is one."""
+    return pytree.tree_map(function, value, is_leaf=_is_whole)
 
 
-def _get(path: str, what: str, types: Any) -> Any:
-    """Return what a path names; a function that is not of the types is called."""
-    value = _attribute(path, what)
-    if isinstance(value, types) or not callable(value) or isinstance(value, nn.Module):
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, NoChunk)
+
+
+def _made(path: str, what: str) -> Any:
+    """Return what a path names; a function is called."""
+    value = _named(path, what)
+    if not callable(value) or isinstance(value, nn.Module):
         return value
     try:
         return value()
@@ -116,29 +131,19 @@ def _get(path: str, what: str, types: Any) -> Any:
         raise MistakeError(f"{what}, {path}(), raised {type(error).__name__}: {error}") from error
 
 
-def _attribute(path: str, what: str) -> Any:
-    module_name, colon, names = path.partition(":")
-    if not (module_name and colon and names):
-        raise MistakeError(
-            f"{what} is given as {path!r}, but must be MODULE:NAME, as in mymodel:build"
-        )
+def _named(path: str, what: str) -> Any:
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)
     try:
-        value: Any = importlib.import_module(module_name)
+        return pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            reason = f"there is no module {module_name!r} (seen from {folder})"
-        raise MistakeError(f"{what}, {path}, cannot be imported: {reason}") from error
-    for name in names.split("."):
-        if not hasattr(value, name):
-            raise MistakeError(f"{what}, {path}, is not there: {module_name} has no {names!r}")
-        value = getattr(value, name)
-    return value
+        raise MistakeError(
+            f"{what}, {path}, cannot be imported ({type(error).__name__}: {error}): give "
+            f"MODULE:NAME, as in mymodel:build, of a module that is installed or in {folder}"
+        ) from error
 
 
-def _mini_batch(sample: Any) -> tuple[tuple[Any, ...], Any]:
+def _mini_batch(sample: Any) -> tuple[Inputs, Any]:
     """Return inputs and target of an input, ``Inputs`` of several, or a pair with a target."""
     target = None
     if isinstance(sample, (tuple, list)):
@@ -148,31 +153,4 @@ def _mini_batch(sample: Any) -> tuple[tuple[Any, ...], Any]:
                 "or (input, target); several inputs go into procpipe.balance.Inputs(…)"
             )
         sample, target = sample
-    return (sample.values if isinstance(sample, Inputs) else (sample,)), target
-
-
-def _num_samples(path: str, inputs: Any) -> int:
-    for tensor in _tensors(inputs):
-        if tensor.dim() and len(tensor):
-            return len(tensor)
-    raise MistakeError(f"the sample, {path}, holds no tensor with samples in dim 0")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested value, but not those in ``NoChunk``."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-
-
-def _resized(value: Any, num_samples: int, batch: int, *, unwrap: bool = False) -> Any:
-    """Return a value with so many samples, from the start again if there are not enough."""
-
-    def resized(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if not leaf.dim() or len(leaf) != batch or num_samples == batch:
-                return leaf
-            return leaf[torch.arange(num_samples, device=leaf.device) % batch]
-        return leaf.tensor if unwrap and isinstance(leaf, NoChunk) else leaf
-
-    return pytree.tree_map(resized, value)
+    return (sample if isinstance(sample, Inputs) else Inputs(sample)), target

@@ -18,18 +18,17 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import torch
 
 from procpipe import Stage
-from procpipe.launch.plan.subject import MistakeError, Named, Subject, load
+from procpipe.launch.plan.subject import MistakeError, Named, Subject, load, map_leaves
 from procpipe.launch.start_ranks import start_ranks
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
@@ -61,14 +60,6 @@ class Trial:
     def num_steps(self) -> int:
         """How many steps are run."""
         return max(_MIN_STEPS, min(_MAX_STEPS, int(_BUDGET_S / self.predicted_s)))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was measured of a trial."""
-
-    added_bytes: tuple[int, ...]  # by rank, what it needed in addition to the model's parameters
-    traces: tuple[Path, ...] = field(default=(), repr=False)  # the files of the recorded run
 
 
 def calibration(
@@ -103,13 +94,8 @@ def mixed_plan(m: int, n: int, kinds: str) -> Plan:
 
 
 def run(
-    trials: Sequence[Trial],
-    num_ranks: int,
-    named: Named,
-    device_type: str,
-    folder: Path,
-    show: Callable[[int, int], object],
-) -> list[Outcome]:
+    trials: Sequence[Trial], num_ranks: int, named: Named, device_type: str, folder: Path
+) -> list[tuple[Sequence[int], Sequence[Path]]]:
     """Run trials in one job of processes on this host; blocks until it has ended.
 
     Args:
@@ -118,53 +104,32 @@ def run(
         named: the model and what it is trained with.
         device_type: "cpu" or "cuda".
         folder: where the recorded runs are written.
-        show: called a few times a second with the number of steps that have ended, and of all.
+
+    Returns:
+        Of each trial, by rank, the bytes that steps added to the process and its recording.
 
     Raises:
         RuntimeError: they could not be run.
     """
-    done = folder / "done"
-    done.touch()
-    traces = [folder / f"{k}" for k in range(len(trials))]
-    for trace in traces:
-        trace.mkdir()
+    folders = [folder / f"{k}" for k in range(len(trials))]
+    for of_trial in folders:
+        of_trial.mkdir()
     settings = {
         "named": asdict(named),
         "devices": ["cpu"] * num_ranks if device_type == "cpu" else None,
         "trials": [
-            {
-                **asdict(trial),
-                "num_steps": trial.num_steps,
-                "trace": str(traces[k] / "run.json"),
-            }
-            for k, trial in enumerate(trials)
+            asdict(trial) | {"num_steps": trial.num_steps, "trace": str(of_trial / "run.json")}
+            for trial, of_trial in zip(trials, folders, strict=True)
         ],
-        "done": str(done),
     }
-    num_steps = [trial.num_steps for trial in trials]
-    run_s = sum(n * trial.predicted_s for n, trial in zip(num_steps, trials, strict=True))
+    run_s = sum(trial.num_steps * trial.predicted_s for trial in trials)
     program = ("-m", "procpipe.launch.plan.trial", "--settings", json.dumps(settings))
-    has_ended = Event()
-
-    def watch() -> None:
-        while not has_ended.wait(0.2):
-            show(done.stat().st_size, sum(num_steps))
-
-    watcher = Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        result = start_ranks(num_ranks, program, _START_TIMEOUT_S + _TIMES_PREDICTED * run_s)
-    finally:
-        has_ended.set()
-        watcher.join()
+    result = start_ranks(num_ranks, program, _START_TIMEOUT_S + _TIMES_PREDICTED * run_s)
     if result.value is None:
         raise RuntimeError(result.reason)
     return [
-        Outcome(
-            tuple(one["added_bytes"] for one in of_ranks),
-            tuple(sorted(traces[k].iterdir())),
-        )
-        for k, of_ranks in enumerate(zip(*result.value, strict=True))
+        (added_bytes, sorted(of_trial.iterdir()))
+        for added_bytes, of_trial in zip(zip(*result.value, strict=True), folders, strict=True)
     ]
 
 
@@ -177,37 +142,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    settings = options.settings
-    rank = int(os.environ["RANK"])
-    subject = load(Named(**settings["named"]))
-    found = []
-    with Path(settings["done"]).open("ab", buffering=0) as done:
-        for trial in settings["trials"]:
-            note = partial(done.write, b".") if rank == 0 else partial(len, "")
-            found.append(_measured(subject, trial, settings["devices"], note))
-    Path(f"{options.output}.{rank}").write_text(json.dumps(found))
+    subject = load(Named(**options.settings["named"]))
+    found = [
+        _added_bytes(subject, trial, options.settings["devices"])
+        for trial in options.settings["trials"]
+    ]
+    Path(f"{options.output}.{os.environ['RANK']}").write_text(json.dumps(found))
 
 
-def _measured(
-    subject: Subject, trial: Mapping[str, Any], devices: Any, note: Callable[[], object]
-) -> dict[str, Any]:
-    """Run one trial; every rank calls it."""
+def _added_bytes(subject: Subject, trial: Mapping[str, Any], devices: Any) -> int:
+    """Run one trial; return the bytes that it adds to this process; every rank calls it."""
     arguments = dict(trial["stage"])
     if trial["kinds"]:
         arguments["schedule"] = partial(mixed_plan, kinds=trial["kinds"])
-    model, ours = copy.deepcopy(subject.model), subject.resized(trial["batch"])
-    stage = Stage(model, loss_fn=ours.loss_fn, devices=devices, trace=trial["trace"], **arguments)
+    model = copy.deepcopy(subject.model)
+    stage = Stage(
+        model, loss_fn=subject.loss_fn, devices=devices, trace=trial["trace"], **arguments
+    )
     del model
     before = _memory_bytes(stage.device, is_peak=False)
-    inputs = [_part_of(each, stage) for each in ours.inputs]
-    target = _part_of(ours.target, stage)
+    inputs, target = subject.mini_batch(trial["batch"])
+
+    def of_replica(leaf: Any) -> Any:
+        is_divided = isinstance(leaf, torch.Tensor) and leaf.dim()
+        return leaf.tensor_split(stage.replicas)[stage.replica] if is_divided else leaf
+
+    values, named, target = map_leaves(of_replica, (inputs.values, inputs.named, target))
     for _ in range(trial["num_steps"]):
         stage.zero_grad()
-        stage.step(*inputs, target=target)
-        note()
+        stage.step(*values, target=target, **named)
     added = _memory_bytes(stage.device, is_peak=True) - before
     stage.close()
-    return {"added_bytes": max(0, added)}
+    return max(0, added)
 
 
 def _memory_bytes(device: torch.device, *, is_peak: bool) -> int:
@@ -227,17 +193,6 @@ def _memory_bytes(device: torch.device, *, is_peak: bool) -> int:
     status = Path("/proc/self/status").read_text()
     name = "VmHWM:" if is_peak else "VmRSS:"
     return int(status.partition(name)[2].split()[0]) << 10
-
-
-def _part_of(value: Any, stage: Stage) -> Any:
-    """Return this replica's part of a mini-batch's nested value."""
-    if isinstance(value, torch.Tensor):
-        return value.tensor_split(stage.replicas)[stage.replica]
-    if isinstance(value, dict):
-        return {key: _part_of(each, stage) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_part_of(each, stage) for each in value)
-    return value
 
 
 if __name__ == "__main__":

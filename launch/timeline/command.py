@@ -13,7 +13,7 @@ from pathlib import Path
 from procpipe.run.statistics import split_table
 from procpipe.timeline.chrome import joined, read
 from procpipe.timeline.split import split
-from procpipe.timeline.steps import Recording, Step, Trace, early_hops_s, merged
+from procpipe.timeline.steps import Recording, Step, early_hops_s, merged
 from procpipe.words import seconds_text
 
 _EPILOG = """\
@@ -28,27 +28,16 @@ def main(argv: Sequence[str]) -> int:
     """Print and draw a step of the run that the words name; return the exit code."""
     options = _parser().parse_args(argv)
     try:
-        traces = [_read(Path(name)) for name in options.files]
-        recording = merged(traces)
+        recording = merged([read(Path(name)) for name in options.files])
         step = recording.step(options.step)
         print("\n".join(_described(recording, step)))
         for name in options.output or [Path(options.files[0]).with_suffix("").with_suffix(".png")]:
             _write(Path(name), options.files, recording, step)
             print(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = error.args[0] if isinstance(error, KeyError) else error
-        if isinstance(error, OSError) and error.filename:
-            reason = f"{error.filename}: {error.strerror}"
-        print(f"procpipe timeline: {reason}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"procpipe timeline: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _read(path: Path) -> Trace:
-    try:
-        return read(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _described(recording: Recording, step: Step) -> Iterator[str]:

@@ -72,7 +72,7 @@ def panels_of(recording: Recording, step: Step) -> list[Panel]:
     planned: list[list[TimedTask]] = []
     for replica in range(step.num_replicas):
         tasks = [[one.task for one in row] for row in step.replica(replica)]
-        spans_s = replay(tasks, lambda task: usual_s[task.kind, task.j]).spans_s
+        spans_s = replay(tasks, lambda task: usual_s[task.kind, task.j])
         planned += [[TimedTask(task, *spans_s[task]) for task in row] for row in tasks]
     end_s = max((one.end_s for row in planned for one in row), default=0.0)
     names = _names(step.num_stages, step.num_replicas)
@@ -87,7 +87,7 @@ def simulated(timeline: Timeline, title: str) -> Panel:
     """Return the panel of a simulated plan."""
     plan = timeline.plan
     rows = [
-        [TimedTask(t, timeline.start_s(t), timeline.end_s(t)) for t in plan.tasks_of(stage)]
+        [TimedTask(t, *timeline.spans_s[t]) for t in plan.tasks_of(stage)]
         for stage in range(plan.num_stages)
     ]
     return Panel(title, _names(plan.num_stages, 1), rows, timeline.total_s)
@@ -139,7 +139,7 @@ def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
                 axes.text(start + width / 2, k, number, color=_COLOURS[one.task.kind][1],
                           ha="center", va="center_baseline", fontsize=_FONT - 1)  # fmt: skip
     for k, sums in enumerate(panel.sums):
-        spans = [(one.start_s / unit_s, (one.end_s - one.start_s) / unit_s) for one in sums]
+        spans = [(one.start_s / unit_s, (one.taken_s - one.start_s) / unit_s) for one in sums]
         axes.broken_barh(spans, (k + 0.2, 0.22), facecolor=_SUM_COLOUR, edgecolor="white",
                          linewidth=0.4)  # fmt: skip
 

@@ -103,15 +103,13 @@ class LayerAlone:
         module: the copy, in training mode, on the device.
         cut: the skip tensors of the pass.
         index: its place in the model.
-        entering: its inputs' tensors.
-        inputs: all tensors before its forward: ``entering``, and skip tensors still to be popped.
+        inputs: its inputs' tensors.
         outputs: tensors that its forward made: outputs and stashed skip tensors.
     """
 
     def __init__(self, module: nn.Module, arguments: Flat, cut: SkipCut, index: int) -> None:
         self.module, self.index = module, index
-        self.entering = arguments.tensors
-        self.inputs = [*self.entering, *chain.from_iterable(cut.waiting().values())]
+        self.inputs = arguments.tensors
         self.outputs: list[Tensor] = []
         self.output: Any = None
         self.cut = cut
@@ -140,6 +138,11 @@ def as_flat(sample: Any, module: nn.Sequential) -> Flat:
     """Flatten a user's sample as the positional and named inputs of a model's first layer."""
     inputs = Inputs.of(sample, module)
     return Flat.of((inputs.values, inputs.named))
+
+
+def num_samples(inputs: Flat) -> int:
+    """Return the size of a micro-batch, at least 1."""
+    return next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 1) or 1
 
 
 def run_each(

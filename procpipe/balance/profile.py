@@ -22,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alike import likeness
-from procpipe.balance.alone import LayerAlone, as_flat, run_each
+from procpipe.balance.alone import LayerAlone, as_flat, num_samples, run_each
 from procpipe.compute.sizes import num_bytes
 from procpipe.compute.split.splitter import suited
 from procpipe.model.ties import find_ties
@@ -61,7 +61,6 @@ def profile_layers(
     loss_fn: Callable[..., Tensor] | None = None,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
-    clock: Clock = time.perf_counter,
     flops_per_s: float | None = None,
 ) -> Table:
     """Measure what each layer of a model costs, on one micro-batch, or estimate it.
@@ -77,7 +76,6 @@ def profile_layers(
             a last layer.
         timeout: seconds after which no further round starts; one is always measured.
         device: where copies of the layers run, one at a time; by default the sample's.
-        clock: returns seconds, from any start.
         flops_per_s: for an estimate: nothing is computed, bytes are counted as on a CPU, and FLOPs
             make the seconds, a backward's twice those of the forward. The model, the sample and
             the target, a tensor, may be on any device, also meta; ``device`` is ignored.
@@ -92,7 +90,13 @@ def profile_layers(
     inputs = as_flat(sample, module)
     where = None
     if flops_per_s is None:
-        where = where_to_time(module, inputs, device)
+        where = device_of(device, inputs)
+        tensors = chain(module.parameters(), module.buffers(), inputs.tensors)
+        if where.type == "meta" or any(tensor.is_meta for tensor in tensors):
+            raise ValueError(
+                "on the meta device nothing is computed, so no time can be measured: build model "
+                "and sample on a real device, or balance by size, which works on meta"
+            )
         target = map_tensors(lambda tensor: tensor.to(where), target)
     whole = module
     if loss_fn is not None:
@@ -106,13 +110,13 @@ def profile_layers(
         seconds = [{"F": n / flops_per_s, "B": 2 * n / flops_per_s} for _, n in counted]
     else:
         all_sizes = run_each(whole, inputs, where, counts.count)
-        seconds = layer_seconds(whole, inputs, where, timeout, clock)
+        seconds = layer_seconds(whole, inputs, where, timeout)
     layers = []
     for name, sizes, of_layer in zip(whole._modules, all_sizes, seconds, strict=True):
         first_s = None if sizes["put_off_bytes"] else of_layer["B"]
         layers.append(Layer(name, of_layer["F"], of_layer["B"], first_s, **sizes))
     return Table(
-        samples=_num_samples(inputs),
+        samples=num_samples(inputs),
         layers=tuple(layers[: len(module)]),
         loss=layers[-1] if loss_fn is not None else None,
         skips=counts.skips(),
@@ -143,24 +147,6 @@ def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
     return inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
 
 
-def where_to_time(
-    module: nn.Sequential, inputs: Flat, device: torch.device | str | None
-) -> torch.device:
-    """Check what is to be timed; return the device to run on."""
-    found = device_of(device, inputs)
-    tensors = chain(module.parameters(), module.buffers(), inputs.tensors)
-    if found.type == "meta" or any(tensor.is_meta for tensor in tensors):
-        raise ValueError(
-            "on the meta device nothing is computed, so no time can be measured: build model and "
-            "sample on a real device, or balance by size, which works on meta"
-        )
-    return found
-
-
-def _num_samples(inputs: Flat) -> int:
-    return next((len(tensor) for tensor in inputs.tensors if tensor.dim()), 1) or 1
-
-
 def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
     """List the parameters and buffers that several layers use."""
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
@@ -188,7 +174,11 @@ class _Loss(nn.Module):
 
 
 def layer_seconds(
-    module: nn.Sequential, inputs: Flat, device: torch.device, timeout: float, clock: Clock
+    module: nn.Sequential,
+    inputs: Flat,
+    device: torch.device,
+    timeout: float,
+    clock: Clock = time.perf_counter,
 ) -> list[Seconds]:
     """Return each layer's median seconds by kind of task, without those of starting a task.
 
@@ -241,42 +231,29 @@ def _timed(layer: LayerAlone, device: torch.device, clock: Clock) -> Seconds:
 # -- bytes ----------------------------------------------------------------------------------------
 
 
-class _Memories:
-    """The memories of tensors, each once however many tensors share it.
+#: The memories of tensors, each once however many tensors share it; alive, since freed memory
+#: would be reused.
+_Memories = dict[int, torch.UntypedStorage]
 
-    Keeps them alive, since freed memory would be reused.
-    """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            self.add(tensor)
+def _memories(tensors: Iterable[Tensor]) -> _Memories:
+    """Return the memories of tensors; sparse ones, which have several, are ignored."""
+    storages = (one.untyped_storage() for one in tensors if one.layout == torch.strided)
+    return {id(storage): storage for storage in storages}  # one object for all tensors in it
 
-    def add(self, tensor: Tensor) -> Tensor:
-        """Add a tensor's memory (sparse tensors, which have several, are ignored)."""
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            self._storages[id(storage)] = storage  # one object for all tensors in it
-        return tensor
 
-    def __or__(self, others: _Memories) -> _Memories:
-        both = _Memories()
-        both._storages = self._storages | others._storages
-        return both
+def _beyond(memories: _Memories, others: Mapping[int, object]) -> _Memories:
+    """Return those memories that are not in the others."""
+    return {key: storage for key, storage in memories.items() if key not in others}
 
-    def beyond(self, others: _Memories) -> _Memories:
-        """Return those that are not in the others."""
-        left = _Memories()
-        left._storages = {k: v for k, v in self._storages.items() if k not in others._storages}
-        return left
 
-    def num_bytes_within(self, others: _Memories) -> int:
-        """Return the bytes of those that are in the others."""
-        return self.num_bytes() - self.beyond(others).num_bytes()
+def _within(memories: _Memories, others: Mapping[int, object]) -> int:
+    """Return the bytes of those memories that are in the others, too."""
+    return _added({key: storage for key, storage in memories.items() if key in others})
 
-    def num_bytes(self) -> int:
-        """Return the bytes of all."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+
+def _added(memories: _Memories) -> int:
+    return sum(storage.nbytes() for storage in memories.values())
 
 
 class _Counts:
@@ -293,34 +270,38 @@ class _Counts:
         k, module = layer.index, layer.module
         stashes, pops = declared(module)
         waiting = layer.cut.waiting()
-        saved = _Memories()
+        saved: _Memories = {}
+
+        def save(tensor: Tensor) -> Tensor:
+            saved.update(_memories([tensor]))
+            return tensor
+
         with (
             _counting_put_off(module) as put_off,
-            torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
         ):
             layer.forward()
-        for tensor in _leaves(layer.outputs):
-            saved.add(tensor)
+        saved |= _memories(_leaves(layer.outputs))
         outputs, _ = flatten(layer.output)
         target = flatten(module.target)[0] if isinstance(module, _Loss) else []
-        own = _Memories(chain(module.parameters(), module.buffers(), target))
-        before = own | _Memories(layer.inputs)
-        entered, left, made = map(_Memories, (layer.entering, outputs, layer.outputs))
+        own = _memories(chain(module.parameters(), module.buffers(), target))
+        entered, left, made = map(_memories, (layer.inputs, outputs, layer.outputs))
+        before = own | entered | _memories(chain.from_iterable(waiting.values()))
         for key in pops:
-            kept = saved.num_bytes_within(_Memories(waiting.get(key, ())))
+            kept = _within(saved, _memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
         now = layer.cut.waiting()
         for key in stashes:
-            lonely = _Memories(now.get(key, ())).beyond(entered | left)
-            self._skips[key] = k, num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
+            lonely = _beyond(_memories(now.get(key, ())), entered | left)
+            self._skips[key] = k, num_bytes(now.get(key, ())), _within(lonely, saved)
         return {
             "output_bytes": num_bytes(outputs),
-            "held_bytes": (saved | made).beyond(before).num_bytes(),
-            "kept_bytes": saved.beyond(before | made).num_bytes(),
-            "kept_input_bytes": saved.num_bytes_within(entered),
-            "kept_output_bytes": saved.num_bytes_within(left),
-            "put_off_bytes": put_off.num_bytes(),
-            "is_in_place": entered.num_bytes_within(left) > 0,
+            "held_bytes": _added(_beyond(saved | made, before)),
+            "kept_bytes": _added(_beyond(saved, before | made)),
+            "kept_input_bytes": _within(saved, entered),
+            "kept_output_bytes": _within(saved, left),
+            "put_off_bytes": _added(put_off),
+            "is_in_place": _within(entered, left) > 0,
             "parameter_bytes": num_bytes(chain(module.parameters(), module.buffers())),
             "trained_bytes": num_bytes(p for p in module.parameters() if p.requires_grad),
         }
@@ -366,12 +347,11 @@ def _counting_put_off(module: nn.Module) -> Iterator[_Memories]:
     splits backward with its own nodes in the graph (``procpipe.compute.split``), which tensors
     without values cannot go through; so here the stock layers run, with hooks.
     """
-    found = _Memories()
+    found: _Memories = {}
 
     def note(layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        for tensor in (*given, *named.values()):
-            found.add(tensor)
-        found.add(torch.empty(output.shape, dtype=output.dtype, device="meta"))
+        gradient = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        found.update(_memories([*given, *named.values(), gradient]))
 
     hooks = [
         layer.register_forward_hook(note, with_kwargs=True)

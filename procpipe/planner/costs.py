@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from procpipe.plan.task import (
     BACKWARD,
@@ -14,6 +15,13 @@ from procpipe.plan.task import (
     RECOMPUTE,
     WEIGHT_GRADIENT,
     Plan,
+)
+
+#: The costs of each partition; those that may be left out have defaults.
+_REQUIRED = ("forward_s", "backward_s", "recompute_s")
+_OPTIONAL = (
+    *("input_gradient_s", "weight_gradient_s"),
+    *("output_bytes", "saved_bytes", "put_off_bytes", "gradient_bytes"),
 )
 
 
@@ -41,7 +49,7 @@ class Costs:
         saved_bytes: what autograd saves inside each partition's layers, if it is to count.
         put_off_bytes: what each partition keeps of it between ``I`` and ``W``.
         tied_bytes: the gradients of the parameters that each set of partitions has in common.
-        gradient_bytes: the gradients that each partition adds up over replicas; empty without.
+        gradient_bytes: the gradients that each partition adds up over replicas.
         num_replicas: the number of replicas.
 
     Raises:
@@ -73,25 +81,15 @@ class Costs:
         rests_s = tuple(
             max(0.0, whole - half) for whole, half in zip(self.backward_s, halves_s, strict=False)
         )
-        defaults: dict[str, tuple[float, ...]] = {
-            "output_bytes": (0,) * p,
-            "input_gradient_s": halves_s,
-            "weight_gradient_s": rests_s,
-            "saved_bytes": (0,) * p,
-            "put_off_bytes": (0,) * p,
-        }
-        for name, default in defaults.items():
+        defaults = {"input_gradient_s": halves_s, "weight_gradient_s": rests_s}
+        for name in _OPTIONAL:
             if not getattr(self, name):
-                object.__setattr__(self, name, default)
-        lengths = {name: (len(getattr(self, name)), p) for name in ("backward_s", "recompute_s")}
-        lengths |= {name: (len(getattr(self, name)), p) for name in defaults}
-        if self.gradient_bytes:
-            lengths["gradient_bytes"] = (len(self.gradient_bytes), p)
-        for name, (length, expected) in lengths.items():
-            if length != expected:
+                object.__setattr__(self, name, defaults.get(name, (0,) * p))
+        for name in (*_REQUIRED, *_OPTIONAL):
+            if (length := len(getattr(self, name))) != p:
                 raise ValueError(
-                    f"{name} has {length} numbers, but forward_s has {p},"
-                    f" one for each partition, so it must have {expected}"
+                    f"{name} has {length} numbers, but must have {p}, one for each partition, as "
+                    "forward_s has"
                 )
 
     @classmethod
@@ -102,33 +100,17 @@ class Costs:
         forward_s: float = 1.0,
         backward_s: float = 2.0,
         recompute_s: float | None = None,
-        transfer_s: float = 0.0,
-        input_bytes: int = 0,
-        output_bytes: int = 0,
-        skip_bytes: Mapping[tuple[int, int], int] | None = None,
-        target_bytes: int = 0,
-        input_gradient_s: float | None = None,
-        saved_bytes: int = 0,
-        put_off_bytes: int = 0,
+        **others: Any,
     ) -> Costs:
-        """Return the costs of equal partitions.
+        """Return the costs of equal partitions; of a tuple of ``others`` one number is given.
 
         By default a recomputation takes as long as a forward, and ``I`` as long as ``W``.
         """
-        p = num_partitions
-        return cls(
-            forward_s=(forward_s,) * p,
-            backward_s=(backward_s,) * p,
-            recompute_s=(forward_s if recompute_s is None else recompute_s,) * p,
-            transfer_s=transfer_s,
-            input_bytes=input_bytes,
-            output_bytes=(output_bytes,) * p,
-            skip_bytes=skip_bytes or {},
-            target_bytes=target_bytes,
-            input_gradient_s=() if input_gradient_s is None else (input_gradient_s,) * p,
-            saved_bytes=(saved_bytes,) * p,
-            put_off_bytes=(put_off_bytes,) * p,
-        )
+        again_s = forward_s if recompute_s is None else recompute_s
+        others |= {"forward_s": forward_s, "backward_s": backward_s, "recompute_s": again_s}
+        for name in others.keys() & {*_REQUIRED, *_OPTIONAL}:
+            others[name] = (others[name],) * num_partitions
+        return cls(**others)
 
     @property
     def num_partitions(self) -> int:

@@ -19,13 +19,11 @@ A partition's input and output are not counted here, but by ``memory.py``.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from procpipe.planner.costs import Costs
 
@@ -40,12 +38,12 @@ class Layer:
     input_gradient_s: float | None = None  # of ``I`` of a split backward; by default half of it
     weight_gradient_s: float | None = None  # of ``W``; by default the rest
     recompute_s: float | None = None  # of its recomputation; by default as its forward
-    output_bytes: float = 0  # its output
-    held_bytes: float = 0  # what autograd saves, output and stashed skip tensors; not its input
-    kept_bytes: float = 0  # what autograd saves that is neither input nor output nor a skip tensor
-    kept_input_bytes: float = 0  # what autograd saves of its input
-    kept_output_bytes: float = 0  # what autograd saves of its output
-    put_off_bytes: float = 0  # what is kept between ``I`` and ``W``
+    output_bytes: int = 0  # its output
+    held_bytes: int = 0  # what autograd saves, output and stashed skip tensors; not its input
+    kept_bytes: int = 0  # what autograd saves that is neither input nor output nor a skip tensor
+    kept_input_bytes: int = 0  # what autograd saves of its input
+    kept_output_bytes: int = 0  # what autograd saves of its output
+    put_off_bytes: int = 0  # what is kept between ``I`` and ``W``
     is_in_place: bool = False  # whether its output is in the memory of its input
     parameter_bytes: int = 0  # its parameters and buffers
     trained_bytes: int = 0  # parameters that get a gradient
@@ -74,16 +72,6 @@ class Layer:
             weight_gradient_s=seconds["W"],
         )
 
-    def scaled(self, factor: float) -> Layer:
-        """Return the layer on a micro-batch of another size."""
-        timed = self.timed({kind: seconds * factor for kind, seconds in self.seconds.items()})
-        names = [
-            name
-            for name in vars(self)
-            if name.startswith(("output_", "held_", "kept_", "put_off_"))
-        ]
-        return replace(timed, **{name: getattr(self, name) * factor for name in names})
-
 
 @dataclass(frozen=True)
 class Skip:
@@ -91,13 +79,8 @@ class Skip:
 
     source: int  # the index of the layer that stashes it
     destinations: tuple[int, ...]  # the indices of the layers that pop it
-    tensor_bytes: float  # its size
-    kept_bytes: float = 0  # what autograd saves of it where it is popped
-
-    def scaled(self, factor: float) -> Skip:
-        """Return the skip tensor of a micro-batch of another size."""
-        num_bytes, kept = self.tensor_bytes * factor, self.kept_bytes * factor
-        return replace(self, tensor_bytes=num_bytes, kept_bytes=kept)
+    tensor_bytes: int  # its size
+    kept_bytes: int = 0  # what autograd saves of it where it is popped
 
 
 @dataclass(frozen=True)
@@ -119,10 +102,6 @@ class Machine:
     hop_s: float = 0.0  # seconds from then on until the receiver has it
     step_s: float = 0.0  # seconds of a step before its first task and after its last one
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a message."""
-        return self.hop_s + num_bytes * self.send_s
-
 
 @dataclass(frozen=True)
 class Table:
@@ -133,21 +112,8 @@ class Table:
     loss: Layer | None = None  # the loss function as a layer of the last partition, if known
     skips: tuple[Skip, ...] = ()
     ties: tuple[Tie, ...] = ()
-    input_bytes: float = 0  # the model's input
-    target_bytes: float = 0  # the target; 0 if there is none
-
-    def scaled(self, samples: int) -> Table:
-        """Return the costs of a micro-batch of another size, in proportion."""
-        factor = samples / self.samples
-        return replace(
-            self,
-            samples=samples,
-            layers=tuple(layer.scaled(factor) for layer in self.layers),
-            loss=self.loss and self.loss.scaled(factor),
-            skips=tuple(skip.scaled(factor) for skip in self.skips),
-            input_bytes=self.input_bytes * factor,
-            target_bytes=self.target_bytes * factor,
-        )
+    input_bytes: int = 0  # the model's input
+    target_bytes: int = 0  # the target; 0 if there is none
 
     def timed(self, balance: Sequence[int], task_s: Mapping[tuple[str, int], float]) -> Table:
         """Return the layers with such seconds that each partition's add up to what its tasks took.
@@ -199,18 +165,14 @@ class Table:
             host_s=machine.host_s,
             send_s=machine.send_s,
             step_s=machine.step_s,
-            input_bytes=math.ceil(self.input_bytes),
-            output_bytes=tuple(math.ceil(part[-1].output_bytes) for part in parts),
+            input_bytes=self.input_bytes,
+            output_bytes=tuple(part[-1].output_bytes for part in parts),
             skip_bytes=crossing,
-            target_bytes=math.ceil(self.target_bytes),
-            saved_bytes=tuple(
-                math.ceil(_kept_bytes(part) + kept_inside[j]) for j, part in enumerate(parts)
-            ),
-            put_off_bytes=tuple(
-                math.ceil(sum(layer.put_off_bytes for layer in part)) for part in parts
-            ),
+            target_bytes=self.target_bytes,
+            saved_bytes=tuple(_kept_bytes(part) + kept_inside[j] for j, part in enumerate(parts)),
+            put_off_bytes=tuple(sum(layer.put_off_bytes for layer in part) for part in parts),
             tied_bytes=self._tied_bytes(balance),
-            gradient_bytes=self._gradient_bytes(balance) if num_replicas > 1 else (),
+            gradient_bytes=self._gradient_bytes(balance),
             num_replicas=num_replicas,
         )
 
@@ -248,13 +210,6 @@ class Table:
             found[-1] += sum(self.loss.seconds[kind] for kind in kinds)
         return found
 
-    def layer_bytes(self, states: float, num_held: int) -> list[float]:
-        """Estimate the bytes of each layer: static ones, and of ``num_held`` micro-batches."""
-        return [
-            layer.parameter_bytes + (1 + states) * layer.trained_bytes + num_held * layer.held_bytes
-            for layer in self.layers
-        ]
-
     def parts(self, balance: Sequence[int]) -> list[tuple[Layer, ...]]:
         """Divide the layers into partitions; the last one has the loss."""
         if sum(balance) != len(self.layers) or min(balance, default=0) < 1:
@@ -268,12 +223,12 @@ class Table:
             parts[-1] = (*parts[-1], self.loss)
         return parts
 
-    def _skip_bytes(self, balance: Sequence[int]) -> tuple[dict[tuple[int, int], int], list[float]]:
+    def _skip_bytes(self, balance: Sequence[int]) -> tuple[dict[tuple[int, int], int], list[int]]:
         """Return the bytes of skip tensors between each pair of partitions.
 
         And those that autograd saves of skip tensors within each partition.
         """
-        partition_of, kept = partition_of_each(balance), [0.0] * len(balance)
+        partition_of, kept = partition_of_each(balance), [0] * len(balance)
         crossing: Counter[tuple[int, int]] = Counter()
         for skip in self.skips:
             source = partition_of[skip.source]
@@ -281,7 +236,7 @@ class Table:
                 if destination == source:
                     kept[source] += skip.kept_bytes
                 else:
-                    crossing[source, destination] += math.ceil(skip.tensor_bytes)
+                    crossing[source, destination] += skip.tensor_bytes
         return dict(sorted(crossing.items())), kept
 
     def _tied_bytes(self, balance: Sequence[int]) -> dict[tuple[int, ...], int]:
@@ -313,7 +268,7 @@ def partition_of_each(balance: Sequence[int]) -> list[int]:
     return [j for j, count in enumerate(balance) for _ in range(count)]
 
 
-def _kept_bytes(part: Sequence[Layer]) -> float:
+def _kept_bytes(part: Sequence[Layer]) -> int:
     """Return the bytes that autograd saves within a partition, without its input and output."""
     kept = [layer.kept_bytes for layer in part]
     # Value k is the input of layer k; the values of a run share their memory.
@@ -328,61 +283,4 @@ def _kept_bytes(part: Sequence[Layer]) -> float:
         by_users = [part[k].kept_input_bytes for k in run]
         by_makers = [part[k - 1].kept_output_bytes for k in run]
         kept.append(max(by_users + by_makers))
-    return math.fsum(kept)
-
-
-# -- all sizes, and their file --------------------------------------------------------------------
-
-_FORMAT, _VERSION = "procpipe layer costs", 2
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The costs of a model on one machine: a table for each size of micro-batch."""
-
-    batch: int  # samples in a mini-batch
-    tables: tuple[Table, ...]  # at least one
-    machine: Machine = field(default_factory=Machine)
-
-    def at(self, samples: int) -> Table:
-        """Return the table of a size; in proportion to the nearest one where it has none."""
-        nearest = min(self.tables, key=lambda table: abs(math.log(table.samples / samples)))
-        return nearest if nearest.samples == samples else nearest.scaled(samples)
-
-
-def to_text(profile: Profile) -> str:
-    """Write costs as JSON; ``from_text`` reads it back."""
-    return json.dumps({_FORMAT: _VERSION, **asdict(profile)}, indent=1) + "\n"
-
-
-def from_text(text: str) -> Profile:
-    """Read costs from JSON.
-
-    Raises:
-        ValueError: the text is not what ``to_text`` writes.
-    """
-    whole = json.loads(text)
-    if not isinstance(whole, dict) or whole.pop(_FORMAT, None) != _VERSION:
-        raise ValueError(f'it has no "{_FORMAT}": {_VERSION} at its top')
-    try:
-        tables = tuple(map(_table, whole.pop("tables")))
-        profile = Profile(machine=Machine(**whole.pop("machine")), tables=tables, **whole)
-        if not (profile.batch > 0 and tables and all(table.layers for table in tables)):
-            raise ValueError("it has no layers, or no samples")
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"it lacks an entry, or has one too many: {error}") from error
-    return profile
-
-
-def _table(entries: dict[str, Any]) -> Table:
-    loss = entries["loss"]
-    lists = {
-        "layers": tuple(Layer(**layer) for layer in entries["layers"]),
-        "loss": loss and Layer(**loss),
-        "skips": tuple(
-            Skip(**skip | {"destinations": tuple(skip["destinations"])})
-            for skip in entries["skips"]
-        ),
-        "ties": tuple(Tie(**tie | {"layers": tuple(tie["layers"])}) for tie in entries["ties"]),
-    }
-    return Table(**entries | lists)
+    return sum(kept)

@@ -83,13 +83,8 @@ def message_bytes(transfer: Transfer, costs: Costs) -> int:
     return costs.skip_bytes.get((destination, source), 0)
 
 
-def peak_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> int:
-    """Return the most bytes that a stage holds at any step of its program."""
-    return max(held_bytes(plan, costs, routes, stage))
-
-
 def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
-    """Return ``peak_bytes`` of every stage, in less time."""
+    """Return the most bytes that each stage holds at any step of its program."""
     return tuple(
         max(held_bytes(plan, costs, routes, stage, fenced))
         for stage, fenced in enumerate(all_fenced(plan, routes))
@@ -158,7 +153,7 @@ class Holdings:
         self._tasks = plan.tasks_of(stage)
         self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
         self._copied: dict[Task, int] = {}  # by the task in which a partition's all-reduce begins
-        if costs.gradient_bytes:
+        if costs.num_replicas > 1:
             last = last_additions(self._tasks)
             self._copied = {task: costs.gradient_bytes[j] for j, task in last.items()}
 

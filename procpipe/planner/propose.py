@@ -13,7 +13,7 @@ backward passes (held).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
 from procpipe.planner.costs import Costs
 from procpipe.planner.divide import check_num_partitions, divide
-from procpipe.planner.layers import Machine, Profile, Table
+from procpipe.planner.layers import Machine, Table
 from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
 from procpipe.words import counted
@@ -146,27 +146,27 @@ class Proposal:
         return replace(self, costs=costs, total_s=total_s)
 
 
-def propose(profile: Profile, question: Question) -> list[Proposal]:
+def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
 
-    Raises:
-        ValueError: there is none, as :meth:`Question.check` says.
+    Args:
+        tables: the costs of its layers, for each size of micro-batch in ``question.splits()``.
+        machine: what several processes add to them.
+        question: passes its ``check``.
     """
-    question.check(len(profile.tables[0].layers))
     found: list[Proposal] = []
     for chunks, micro_batch in question.splits().items():
-        table = profile.at(micro_batch)
+        table = tables[micro_batch]
         for mode in MODES:
             for placement in _placements(question.num_stages, len(table.layers)):
-                found += _of_setting(table, profile.machine, question, chunks, mode, placement)
+                found += _of_setting(table, machine, question, chunks, mode, placement)
     return found
 
 
-def alone_s(profile: Profile, question: Question) -> float:
+def alone_s(tables: Mapping[int, Table], machine: Machine, question: Question) -> float:
     """Return the seconds of a mini-batch on one device with enough memory."""
     return min(
-        -(-question.batch // size)
-        * (sum(profile.at(size).layer_seconds()) + 2 * profile.machine.host_s)
+        -(-question.batch // size) * (sum(tables[size].layer_seconds()) + 2 * machine.host_s)
         for size in question.splits().values()
     )
 
@@ -229,7 +229,10 @@ def _weights(
 ) -> list[float]:
     """Weight each layer by its share of all seconds and of all bytes."""
     seconds = table.layer_seconds(is_recomputed=mode != "never")
-    num_bytes = table.layer_bytes(states, num_held)
+    num_bytes = [
+        layer.parameter_bytes + (1 + states) * layer.trained_bytes + num_held * layer.held_bytes
+        for layer in table.layers
+    ]
     all_s, all_bytes = sum(seconds) or 1.0, sum(num_bytes) or 1.0
     return [
         (1 - share_of_bytes) * layer_s / all_s + share_of_bytes * layer_bytes / all_bytes

@@ -29,12 +29,11 @@ counts bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple
 
 from procpipe.plan.buckets import BUCKET_BYTES
 from procpipe.plan.program import last_additions
@@ -49,16 +48,7 @@ from procpipe.plan.task import (
     Task,
 )
 from procpipe.planner.costs import Costs
-from procpipe.planner.memory import peak_bytes
-
-
-class AllReduce(NamedTuple):
-    """When a stage adds up the gradients of a partition over replicas."""
-
-    stage: int
-    num_bytes: int
-    start_s: float
-    end_s: float
+from procpipe.planner.memory import held_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,34 +60,16 @@ class Timeline:
     routes: Routes
     total_s: float  # seconds of the step
     exposed_s: float  # the part of it in which only gradients are added up over replicas
-    all_reduces: tuple[AllReduce, ...]  # when each stage does that, by stage and in order
     _starts_s: Sequence[float] = field(repr=False)  # in the order of ``plan.tasks()``
 
     @cached_property
-    def _start_of(self) -> Mapping[Task, float]:
-        return dict(zip(self.plan.tasks(), self._starts_s, strict=True))
-
-    def start_s(self, task: Task) -> float:
-        """Return when a task starts.
-
-        Raises:
-            KeyError: the plan does not have the task.
-        """
-        if task not in self._start_of:
-            raise KeyError(f"{task} is not in the plan")
-        return self._start_of[task]
-
-    def end_s(self, task: Task) -> float:
-        """Return when a task ends.
-
-        Raises:
-            KeyError: the plan does not have the task.
-        """
-        return self.start_s(task) + self.costs.seconds[task.kind][task.j]
-
-    def busy_s(self, stage: int) -> float:
-        """Return how long a stage computes."""
-        return self._added(self.plan.tasks_of(stage))
+    def spans_s(self) -> Mapping[Task, tuple[float, float]]:
+        """When each task starts and ends."""
+        seconds = self.costs.seconds
+        return {
+            task: (start_s, start_s + seconds[task.kind][task.j])
+            for task, start_s in zip(self.plan.tasks(), self._starts_s, strict=True)
+        }
 
     @property
     def bubble(self) -> float:
@@ -106,28 +78,18 @@ class Timeline:
         Includes the time of ``exposed_s``.
         """
         whole_s = self.total_s * self.plan.num_stages
-        return 1.0 - self._added(self.plan.tasks()) / whole_s if whole_s else 0.0
+        seconds = self.costs.seconds
+        busy_s = math.fsum(seconds[kind][j] for kind, _, j in self.plan.tasks())
+        return 1.0 - busy_s / whole_s if whole_s else 0.0
 
     @property
     def exposed(self) -> float:
         """The share of the time in which only gradients are added up over replicas."""
         return self.exposed_s / self.total_s if self.total_s else 0.0
 
-    @property
-    def hidden(self) -> float:
-        """The share of all stages' all-reduce that does not make the step longer, from 0 to 1."""
-        computed_s = self.total_s - self.exposed_s - self.costs.step_s
-        all_s = math.fsum(one.end_s - one.start_s for one in self.all_reduces)
-        late_s = (max(0.0, one.end_s - max(one.start_s, computed_s)) for one in self.all_reduces)
-        return 1.0 - math.fsum(late_s) / all_s if all_s else 1.0
-
     def peak_bytes(self, stage: int) -> int:
         """Return the most bytes that a stage holds, as ``memory.py`` counts them."""
-        return peak_bytes(self.plan, self.costs, self.routes, stage)
-
-    def _added(self, tasks: Iterable[Task]) -> float:
-        seconds = self.costs.seconds
-        return math.fsum(seconds[kind][j] for kind, _, j in tasks)
+        return max(held_bytes(self.plan, self.costs, self.routes, stage))
 
 
 def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline:
@@ -155,17 +117,17 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
         for other, num_bytes in costs.tied_into(stage, plan).items():
             ends_s[stage] = max(ends_s[stage], free_s[other] + costs.message_s(num_bytes))
     computed_s = max(ends_s)
-    all_reduces = tuple(_all_reduces(plan, costs, starts_s, ends_s))
-    exposed_s = max([computed_s, *(one.end_s for one in all_reduces)]) - computed_s
+    summed_s = max(_all_reduces_s(plan, costs, starts_s, ends_s), default=0.0)
+    exposed_s = max(0.0, summed_s - computed_s)
     total_s = computed_s + exposed_s + costs.step_s
-    return Timeline(plan, costs, routes, total_s, exposed_s, all_reduces, starts_s)
+    return Timeline(plan, costs, routes, total_s, exposed_s, starts_s)
 
 
-def _all_reduces(
+def _all_reduces_s(
     plan: Plan, costs: Costs, starts_s: Sequence[float], ends_s: Sequence[float]
-) -> Iterator[AllReduce]:
-    """Yield when each stage adds up its gradients, given the end of everything else it does."""
-    if not costs.gradient_bytes or not plan.has_backward:
+) -> Iterator[float]:
+    """Yield when each all-reduce ends, given the end of everything else that its stage does."""
+    if costs.num_replicas == 1 or not plan.has_backward:
         return
     start_of = dict(zip(plan.tasks(), starts_s, strict=True))
     for stage in range(plan.num_stages):
@@ -178,9 +140,8 @@ def _all_reduces(
             final_s = start_of[task] + costs.seconds[task.kind][j]
             if j == next(iter(last)):
                 final_s = ends_s[stage]
-            end_s = max(final_s + last_s, max(free_s, start_of[task]) + whole_s)
-            free_s = end_s
-            yield AllReduce(stage, num_bytes, end_s - whole_s, end_s)
+            free_s = max(final_s + last_s, max(free_s, start_of[task]) + whole_s)
+            yield free_s
 
 
 def _walk(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:

@@ -27,8 +27,8 @@ class Bucket:
         self.operation: Operation | None = None
         self._parameters = parameters
 
-    def begin(self, group: Group) -> Operation:
-        """Copy the gradients, and begin their sum, which is returned."""
+    def begin(self, group: Group) -> None:
+        """Copy the gradients, and begin their sum."""
         first = self._parameters[0]
         is_there, is_not = first.new_ones(1), first.new_zeros(1)  # the host waits for none
         parts, present = [], []
@@ -46,7 +46,6 @@ class Bucket:
             parts.append(gradient.detach().reshape(-1))
             present.append(is_there)
         self.operation = group.begin_sum(torch.cat([*parts, *present]))
-        return self.operation
 
     def write(self, total: Tensor, fresh: Collection[nn.Parameter]) -> None:
         """Make the sum the gradients, or write it into those of earlier calls.

@@ -42,31 +42,19 @@ class Operation:
     """An operation of a group that is under way.
 
     Attributes:
-        is_over: says whether the result is there; never blocks.
         finish: returns once the result may be used: by what is queued on the current stream, on a
             GPU. Raises ``RemoteStageError`` if another rank failed.
-        is_queued: whether the host does not wait for it, but a stream of its GPU does.
         tensors: what it reads and, as the last one, its result; kept until it is over.
         begun_ns: when it was begun.
-        ended_ns: when it was first seen to be over, or waited for; 0 before.
     """
 
-    is_over: Callable[[], bool]
     finish: Callable[[], None]
-    is_queued: bool
     tensors: tuple[Tensor, ...]
     begun_ns: int = field(default_factory=time.perf_counter_ns)
-    ended_ns: int = 0
-
-    def look(self) -> None:
-        """Note whether it is over, if the host knows."""
-        if not self.is_queued and not self.ended_ns and self.is_over():
-            self.ended_ns = time.perf_counter_ns()
 
     def wait(self) -> Tensor:
         """Wait until the result may be used, and return it."""
         self.finish()
-        self.ended_ns = self.ended_ns or time.perf_counter_ns()
         return self.tensors[-1]
 
 
@@ -136,7 +124,7 @@ class Group:
         is_on_host = given.device.type == "cpu"
         if self._nccl is not None and not is_on_host:
             work = self._nccl.begin(lambda group: operate(group, given, out))
-            return Operation(work.is_completed, work.block_current_stream, True, (given, out))
+            return Operation(work.block_current_stream, (given, out))
         on_host = given.cpu()
         found = out
         if not is_on_host:
@@ -148,7 +136,7 @@ class Group:
             if not is_on_host:
                 out.copy_(found)
 
-        return Operation(work.is_completed, finish, False, (on_host, found, out))
+        return Operation(finish, (on_host, found, out))
 
     def _wait(self, work: Work) -> None:
         """Wait for an operation of gloo."""

@@ -117,15 +117,9 @@ class Reduction(Replicas):
             if parameter.grad is not None and parameter not in self._own:
                 parameter.grad.div_(self._group.num_replicas)
 
-    def around(self, step: Run, segment: Segment) -> Around:
+    def around(self, step: Run, segment: Segment) -> Around | None:
         """Return what adds up gradients to which no later task adds, as they become final."""
-        return partial(self._adding_up, segment) if step.adds_last else self._looking
-
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """Note at the beginning of a task which sums are over."""
-        self._look()
-        yield
+        return partial(self._adding_up, segment) if step.adds_last else None
 
     @contextmanager
     def _adding_up(self, segment: Segment) -> Iterator[None]:
@@ -135,7 +129,6 @@ class Reduction(Replicas):
         counted how often autograd adds to each: more than once where layers are recomputed with
         reentrant checkpointing.
         """
-        self._look()
         here = Counter(segment.parameters())
         final = {p for p, num_layers in here.items() if num_layers == self._num_to_add[p]}
         self._num_to_add.subtract(here)
@@ -184,9 +177,7 @@ class Reduction(Replicas):
             operation = bucket.operation
             assert operation is not None, "all were begun"
             total = operation.wait()
-            self._look()
-            times_ns = operation.begun_ns, operation.ended_ns, asked_ns
-            self._log.added_up(f"gradients {k}", total.nbytes, *times_ns)
+            self._log.added_up(f"gradients {k}", total.nbytes, operation.begun_ns, asked_ns)
             bucket.write(total, self._fresh)
             bucket.operation = None  # which holds the sum
         for parameter in self._apart:
@@ -216,22 +207,14 @@ class Reduction(Replicas):
                 "replicas; run the last step of an accumulation outside of it"
             )
 
-    def _look(self) -> None:
-        """Note which sums are over."""
-        for bucket in self._buckets[: self._num_begun]:
-            if bucket.operation is not None:
-                bucket.operation.look()
-
     def _begin_complete(self) -> None:
         """Begin the sums of complete buckets, in order."""
-        self._look()
         while self._num_begun < len(self._buckets):
             bucket = self._buckets[self._num_begun]
             if bucket.missing:
                 return
-            operation = bucket.begin(self._group)
-            wait = operation.finish if operation.is_queued else None
-            self._log.begin_sum(f"gradients {self._num_begun}", wait)
+            bucket.begin(self._group)
+            self._log.begin_sum(f"gradients {self._num_begun}")
             self._num_begun += 1
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ class Log:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
-        self.all_reduce_bytes = self.all_reduce_ns = self.exposed_ns = 0
+        self.all_reduce_bytes = self.exposed_ns = 0
         self._board = board
         #: Writes which task runs, by its kind and micro-batch; its inputs may not have arrived yet.
         self.begin_task = board.start_task
@@ -52,7 +52,7 @@ class Log:
         self._device_read_s = 0.0
         self._begun_ns = self._ended_ns = self._task_begun_ns = 0
         self._events: list[tuple[Task, int, int]] = []
-        self._sums: list[tuple[str, int, int, int, int, int]] = []
+        self._sums: list[tuple[str, int, int, int, int]] = []
         board.page.device = str(device)
 
     # -- of the pipeline ------------------------------------------------------------------------
@@ -79,14 +79,9 @@ class Log:
         for task, start_ns, end_ns in self._events:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns
-        last_ns = 0
-        for _, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns in sorted(
-            self._sums, key=lambda one: one[2]
-        ):
+        for _, num_bytes, _, asked_ns, taken_ns in self._sums:
             self.all_reduce_bytes += num_bytes
-            self.all_reduce_ns += max(0, ended_ns - max(begun_ns, last_ns))  # several at a time
             self.exposed_ns += taken_ns - asked_ns
-            last_ns = max(last_ns, ended_ns)
         page = self._board.page
         if order.call != "forward" or not order.is_grad_enabled:  # else backward follows
             page.num_steps += 1
@@ -108,10 +103,6 @@ class Log:
         self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
         self._board.page.task = ""
 
-    def board_for(self, places: Sequence[str]) -> Any:
-        """Return the board for a partition, whose layers it shows as ``places``."""
-        return self._board
-
     # -- of a message ---------------------------------------------------------------------------
 
     def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
@@ -123,39 +114,30 @@ class Log:
 
     # -- of replicas ----------------------------------------------------------------------------
 
-    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
-        """A sum over replicas has begun, or begins next.
-
-        Args:
-            what: "gradients 0" for the first bucket, "loss", …
-            wait: makes the current stream wait for it, if it is queued on a GPU; else None.
-        """
+    def begin_sum(self, what: str) -> None:
+        """A sum over replicas has begun, or begins next: "loss", "gradients 0" (a bucket), …."""
 
     def ask_sum(self, what: str) -> None:
         """The stage begins to wait for a sum; not called if it has waited from the beginning."""
 
-    def added_up(
-        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
-    ) -> None:
+    def added_up(self, what: str, num_bytes: int, begun_ns: int, asked_ns: int) -> None:
         """A sum was taken just now, by the host.
 
         Args:
             what: see ``begin_sum``.
             num_bytes: of its tensor.
             begun_ns: when this stage began it.
-            ended_ns: when this stage first saw that it was over.
             asked_ns: since when the stage had waited for it.
         """
-        taken_ns = time.perf_counter_ns()
-        self._sums.append((what, num_bytes, begun_ns, ended_ns, asked_ns, taken_ns))
+        self._sums.append((what, num_bytes, begun_ns, asked_ns, time.perf_counter_ns()))
 
     @contextmanager
     def awaited_sum(self, what: str, num_bytes: int) -> Iterator[None]:
         """Surround a sum that the stage waits for from its beginning."""
         begun_ns = time.perf_counter_ns()
-        self.begin_sum(what, None)
+        self.begin_sum(what)
         yield
-        self.added_up(what, num_bytes, begun_ns, time.perf_counter_ns(), begun_ns)
+        self.added_up(what, num_bytes, begun_ns, begun_ns)
 
     # -- afterwards -----------------------------------------------------------------------------
 
@@ -168,7 +150,6 @@ class Log:
             "waiting_s": self.waiting_ns / 1e9,
             "step_s": self.step_ns / 1e9,
             "all_reduce_bytes": self.all_reduce_bytes,
-            "all_reduce_s": self.all_reduce_ns / 1e9,
             "exposed_s": self.exposed_ns / 1e9,
         }
 

@@ -60,8 +60,7 @@ class StageStatistics:
             last ``stage.report()``, which every rank calls; None before.
         replica: the replica that the stage belongs to.
         all_reduce_bytes: bytes of gradients and losses that it added up over replicas.
-        all_reduce_s: seconds in which such a sum was under way, beside tasks or not.
-        exposed_s: seconds of waiting for one.
+        exposed_s: seconds of waiting for such a sum.
     """
 
     stage: int
@@ -75,7 +74,6 @@ class StageStatistics:
     split: Split | None = None
     replica: int = 0
     all_reduce_bytes: int = 0
-    all_reduce_s: float = 0.0
     exposed_s: float = 0.0
 
     @property
@@ -92,13 +90,13 @@ def table(stages: Sequence[StageStatistics]) -> str:
     kinds = [kind for kind in KINDS if any(kind in one.num_tasks for one in stages)]
     header = ["stage", "steps", *kinds, "busy s", "waiting s", "idle", "sent MiB", "messages"]
     has_sums = any(s.all_reduce_bytes for s in stages)
-    header += ["all-reduce MiB", "all-reduce s", "exposed s"] * has_sums
+    header += ["all-reduce MiB", "exposed s"] * has_sums
     rows = [header]
     for name, s in zip(_stages_of(stages), stages, strict=True):
         row = [name, f"{s.num_steps}", *(f"{s.num_tasks.get(kind, 0)}" for kind in kinds)]
         row += [f"{s.busy_s:.2f}", f"{s.waiting_s:.2f}", f"{s.bubble:.1%}"]
         row += [f"{sum(s.sent_bytes.values()) / 2**20:.2f}", f"{sum(s.num_messages.values())}"]
-        sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.all_reduce_s:.2f}", f"{s.exposed_s:.2f}"]
+        sums = [f"{s.all_reduce_bytes / 2**20:.2f}", f"{s.exposed_s:.2f}"]
         rows.append(row + sums * has_sums)
     lines = text_table(rows, 0)
     if splits := [s.split for s in stages if s.split is not None]:

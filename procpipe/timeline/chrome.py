@@ -30,7 +30,7 @@ from procpipe.notes import write_note
 from procpipe.timeline.steps import Clock, Record, Trace
 
 #: The format of a file; the number increases when older readers cannot read it.
-FORMAT = "procpipe timeline 3"
+FORMAT = "procpipe timeline 4"
 
 #: How many steps a file keeps, from the beginning and, at least, from the end of a run.
 FIRST, LAST = 5, 100
@@ -145,14 +145,9 @@ def read(path: Path) -> Trace:
     """
     try:
         data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
-    other = data.get("otherData") if isinstance(data, dict) else None
-    if not isinstance(other, dict) or "format" not in other:
-        raise ValueError("it is not a timeline that Stage(trace=…) wrote")
-    if other["format"] != FORMAT:
-        raise ValueError(f"its form is {other['format']!r}, but this version reads {FORMAT!r}")
-    try:
+        other = data["otherData"]
+        if other["format"] != FORMAT:
+            raise ValueError(f"its form is {other['format']!r}, and not {FORMAT!r}")
         events = data["traceEvents"]
         return Trace(
             name=path.name,
@@ -163,8 +158,11 @@ def read(path: Path) -> Trace:
             records=[event["record"] for event in events if "record" in event],
             is_closed=events[-1]["name"] == _CLOSED,
         )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is no whole timeline of this version's Stage(trace=…) ({reason})"
+        ) from error
 
 
 # -- for viewers --------------------------------------------------------------------------------
@@ -235,10 +233,10 @@ def _events(rank: int, record: Record, shift_ns: int) -> Iterator[str]:
         for payload, i, source, destination, size, start_ns, end_ns in record[ends]:
             name = f"{payload} {i}: {source}->{destination}"
             yield box(row, name, start_ns, end_ns, f',"args":{{"bytes":{size}}}')
-    for what, size, begun_ns, ended_ns, asked_ns, taken_ns in record["sums"]:
+    for what, size, begun_ns, asked_ns, taken_ns in record["sums"]:
         args = f',"args":{{"bytes":{size}}}'
         yield box(_WAITS, f"all-reduce {what}", asked_ns, taken_ns, args)
         # Several sums may be under way at a time, so they are asynchronous events.
         args += f',"cat":"all-reduce","id":"{rank}.{record["step"]}.{what}"'
         yield _event("b", what, rank, _SUMS, begun_ns + shift_ns, args)
-        yield _event("e", what, rank, _SUMS, ended_ns + shift_ns, args)
+        yield _event("e", what, rank, _SUMS, taken_ns + shift_ns, args)

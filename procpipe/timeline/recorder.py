@@ -1,4 +1,4 @@
-"""A log that also keeps each wait, each message and the seconds of each layer.
+"""A log that also keeps each wait and each message.
 
 Used instead of the plain ``Log`` by ``Stage(trace=…)``. Each rank writes what it has recorded of a
 step to a file of its own (``chrome.py``), so a recording needs no other rank. While torch's
@@ -12,8 +12,7 @@ tracing keeps the host from running ahead into the next step. (Written, but not 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.profiler import record_function
 
 from procpipe.compute.sizes import num_bytes
 from procpipe.plan.routes import Transfer
-from procpipe.plan.task import FORWARD, RECOMPUTE, Task
+from procpipe.plan.task import Task
 from procpipe.run.log import Log
 from procpipe.run.order import Order
 from procpipe.timeline.chrome import TraceFile
@@ -42,11 +41,8 @@ class Recorder(Log):
         self._sends: list[list[Any]] = []
         self._is_cuda = self._device.type == "cuda"
         self._marks: list[torch.cuda.Event] = []
-        self._beside = torch.cuda.Stream(self._device) if self._is_cuda else None
-        self._begun_sums: dict[str, list[torch.cuda.Event | None]] = {}  # began, ended, asked for
+        self._begun_sums: dict[str, list[torch.cuda.Event]] = {}  # began, asked for
         self._marks_of_sums: list[list[torch.cuda.Event]] = []
-        self._passed: list[tuple[int, int]] = []
-        self._layers: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
 
     def connected(self, run: int) -> None:
         """Begin this rank's file."""
@@ -58,15 +54,10 @@ class Recorder(Log):
         if self._file is not None:
             self._file.close()
 
-    def board_for(self, places: Sequence[str]) -> Any:
-        """Time layers, too; not on a GPU, where the host's times would mean nothing."""
-        board = super().board_for(places)
-        return board if self._is_cuda else _TimedBoard(board, places, self._passed)
-
     def begin_step(self, order: Order) -> None:
         """Start timing a step; drop what a step that failed has left."""
         self._name = None
-        for recorded in (self._takes, self._sends, self._marks, self._passed, self._layers):
+        for recorded in (self._takes, self._sends, self._marks):
             recorded.clear()
         self._begun_sums.clear()
         self._marks_of_sums.clear()
@@ -82,19 +73,13 @@ class Recorder(Log):
         super().begin_layers(task)
 
     def end_task(self, task: Task) -> None:
-        """Note that a task has just ended, and the layers that it went through."""
+        """Note that a task has just ended."""
         if self._is_cuda:
             self._marks.append(_event())
         super().end_task(task)
         if self._name is not None:
             self._name.__exit__(None, None, None)
             self._name = None
-        if task.kind in (FORWARD, RECOMPUTE):
-            for index, took_ns in self._passed:
-                sums = self._layers[task.j, index]
-                sums[0] += took_ns
-                sums[1] += 1
-        self._passed.clear()
 
     def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Keep a message that was taken, and the wait for it."""
@@ -107,30 +92,22 @@ class Recorder(Log):
         now_ns = time.perf_counter_ns()
         self._sends.append([*transfer, num_bytes(tensors), start_ns, now_ns])
 
-    def begin_sum(self, what: str, wait: Callable[[], None] | None) -> None:
-        """Mark where a sum begins and, beside what else the device does, where it ends."""
+    def begin_sum(self, what: str) -> None:
+        """Mark where a sum begins."""
         if self._is_cuda:
-            self._begun_sums[what] = [_event(), None, None]
-            if wait is not None:
-                with torch.cuda.stream(self._beside):
-                    wait()
-                    self._begun_sums[what][1] = _event()
+            self._begun_sums[what] = [_event()]
 
     def ask_sum(self, what: str) -> None:
         """Mark where the device begins to wait for a sum."""
         if self._is_cuda:
-            self._begun_sums[what][2] = _event()
+            self._begun_sums[what].append(_event())
 
-    def added_up(
-        self, what: str, num_bytes: int, begun_ns: int, ended_ns: int, asked_ns: int
-    ) -> None:
+    def added_up(self, what: str, num_bytes: int, begun_ns: int, asked_ns: int) -> None:
         """Keep a sum over replicas, and the wait for it."""
-        super().added_up(what, num_bytes, begun_ns, ended_ns, asked_ns)
+        super().added_up(what, num_bytes, begun_ns, asked_ns)
         if self._is_cuda:
-            began, ended, asked = self._begun_sums.pop(what)
-            taken = _event()
-            assert began is not None, "it has begun"
-            self._marks_of_sums.append([began, ended or taken, asked or began, taken])
+            marks = self._begun_sums.pop(what)
+            self._marks_of_sums.append([marks[0], marks[-1], _event()])
 
     def end_step(self, order: Order) -> None:
         """Add the step to the sums, and what was recorded of it to the file."""
@@ -147,7 +124,6 @@ class Recorder(Log):
             **super().last_record(),
             "takes": self._takes,
             "sends": self._sends,
-            "layers": [[*key, *sums] for key, sums in self._layers.items()],
         }
 
     def _use_device_times(self) -> None:
@@ -155,11 +131,9 @@ class Recorder(Log):
 
         The last event links both clocks: the device's times count back from it.
         """
-        last = _event() if self._marks_of_sums else self._marks[-1]
+        last = _event()
         last.synchronize()
         now_ns = time.perf_counter_ns()
-        if self._beside is not None and self._marks_of_sums:
-            self._beside.synchronize()  # its marks are not ordered with the last event
 
         def at_ns(mark: torch.cuda.Event) -> int:
             return now_ns - round(float(mark.elapsed_time(last)) * 1e6)
@@ -171,30 +145,8 @@ class Recorder(Log):
                 self._events, times_ns[::2], times_ns[1::2], strict=True
             )
         ]
-        for k, marks in enumerate(self._marks_of_sums):
-            began_ns, ended_ns, asked_ns, taken_ns = map(at_ns, marks)
-            ended_ns = min(ended_ns, taken_ns)  # the stream beside may come late to its mark
-            self._sums[k] = *self._sums[k][:2], began_ns, ended_ns, asked_ns, taken_ns
-
-
-class _TimedBoard:
-    """Writes the layer that begins on a board, and notes how long the one before it took."""
-
-    def __init__(self, board: Any, places: Sequence[str], passed: list[tuple[int, int]]) -> None:
-        self.page = self
-        self._board = board
-        self._index_of = {place: k for k, place in enumerate(places)}
-        self._passed = passed
-        self._index, self._begun_ns = -1, 0
-
-    def _begin(self, place: str) -> None:
-        self._board.page.layer = place
-        now_ns = time.perf_counter_ns()
-        if self._index >= 0:
-            self._passed.append((self._index, now_ns - self._begun_ns))
-        self._index, self._begun_ns = self._index_of.get(place, -1), now_ns
-
-    layer = property(fset=_begin)
+        for k, (begun, asked, taken) in enumerate(self._marks_of_sums):
+            self._sums[k] = *self._sums[k][:2], at_ns(begun), at_ns(asked), at_ns(taken)
 
 
 def _event() -> torch.cuda.Event:

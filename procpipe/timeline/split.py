@@ -28,8 +28,7 @@ replayed by itself; the longest replay counts for all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import chain
 from operator import add
@@ -44,14 +43,6 @@ from procpipe.timeline.steps import Step, TimedTask
 K = TypeVar("K")
 
 
-@dataclass(frozen=True)
-class Replay:
-    """When each task starts and ends, and when the last one does."""
-
-    spans_s: Mapping[Task, tuple[float, float]]
-    total_s: float
-
-
 def split(step: Step) -> list[Split]:
     """Divide a step's time on each stage."""
     means = seconds_by(lambda task: task.kind, [step], fmean)
@@ -60,8 +51,8 @@ def split(step: Step) -> list[Split]:
         timed = step.replica(replica)
         measured = {one.task: _seconds(one) for row in timed for one in row}
         rows = [[one.task for one in row] for row in timed]
-        equal_s = max(equal_s, replay(rows, lambda task: means[task.kind]).total_s)
-        free_s = max(free_s, replay(rows, measured.__getitem__).total_s)
+        equal_s = max(equal_s, _end_s(replay(rows, lambda task: means[task.kind])))
+        free_s = max(free_s, _end_s(replay(rows, measured.__getitem__)))
     free_s = min(free_s, step.seconds)  # clocks may be off
     sums_s = min(exposed_s(step), step.seconds - free_s)
     found = []
@@ -112,13 +103,16 @@ def usual_seconds(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     return seconds_by(lambda task: (task.kind, task.j), steps, median)
 
 
-def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Replay:
-    """Compute the times of tasks without transfers, each as early as its stage's order allows.
+Spans = dict[Task, tuple[float, float]]
+
+
+def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Spans:
+    """Return when tasks start and end without transfers, each as early as its stage's order allows.
 
     Raises:
         ValueError: the stages would wait for each other forever.
     """
-    spans_s: dict[Task, tuple[float, float]] = {}
+    spans_s: Spans = {}
     free_s = [0.0] * len(rows)
     for cycle in cycles_of_rows(rows):
         for stage, task in cycle.items():
@@ -126,4 +120,8 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
             start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
             free_s[stage] = start_s + seconds(task)
             spans_s[task] = start_s, free_s[stage]
-    return Replay(spans_s, max(free_s, default=0.0))
+    return spans_s
+
+
+def _end_s(spans_s: Spans) -> float:
+    return max((end_s for _, end_s in spans_s.values()), default=0.0)

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from procpipe.plan.routes import Transfer
@@ -95,7 +94,6 @@ class Summed:
     what: str  # "gradients 0" for the first bucket, "loss", …
     num_bytes: int  # of its tensor
     start_s: float  # when the rank began it
-    end_s: float  # when the rank first saw that it was over: all others had begun it, too
     asked_s: float  # when the rank began to wait for it
     taken_s: float  # when the rank had it
 
@@ -112,7 +110,6 @@ class Step:
     call: str  # the method that ran it: "step", "forward" or "backward"
     plan: str  # the digest of its plan; of replica 0, if there are several
     shares: tuple[tuple[int, ...], ...]  # by replica, the samples of each of its micro-batches
-    begin_ns: int  # the wall time of its beginning
     seconds: float  # until the last rank ended it
     rows: tuple[tuple[TimedTask, ...], ...]  # by rank, what ran, in order
     hops: tuple[Hop, ...] = ()  # the messages, in the order in which they were sent
@@ -146,25 +143,22 @@ class Recording:
     steps: tuple[Step, ...]  # in order; those in the middle of a long run are left out
     num_steps: int  # how many steps there were
     facts: Mapping[str, Any]  # see ``Trace``
-    #: Median forward seconds of each layer for one micro-batch; the loss counts with the last
-    #: layer. Empty if a layer was not timed.
-    layer_s: tuple[float, ...] = ()
     is_closed: bool = True  # whether the run closed its stages, and did not fail
 
     def step(self, number: int | None = None) -> Step:
         """Return a step by its number; by default the last that trained, else the last.
 
         Raises:
-            KeyError: it was not recorded; names the recorded steps.
+            ValueError: it was not recorded; names the recorded steps.
         """
+        if not self.steps:
+            raise ValueError("no step ended on all stages")
         if number is None:
-            if not self.steps:
-                raise KeyError("no step ended on all stages")
             return next((step for step in reversed(self.steps) if step.trains), self.steps[-1])
-        found = [step for step in self.steps if step.number == number]
-        if not found:
-            raise KeyError(f"step {number} was not recorded, but {self.kept_text()}")
-        return found[0]
+        for step in self.steps:
+            if step.number == number:
+                return step
+        raise ValueError(f"step {number} was not recorded, but {self.kept_text()}")
 
     def like(self, step: Step) -> list[Step]:
         """Return the steps with the same work; without the first of a run if there are others."""
@@ -196,24 +190,22 @@ def merged(traces: Sequence[Trace]) -> Recording:
         steps=tuple(merged_step(of_all, offsets_ns, facts["replicas"]) for of_all in whole),
         num_steps=max(by_step, default=-1) + 1,
         facts=facts,
-        layer_s=_layer_seconds(whole, facts["balance"]),
         is_closed=all(trace.is_closed for trace in traces),
     )
 
 
 def _check_complete(traces: Sequence[Trace]) -> None:
-    first, num_ranks = traces[0], traces[0].facts["the number of processes"]
-    for other in traces:
-        if other.run != first.run:
-            raise ValueError(
-                f"{first.name} and {other.name} are of different runs, or of different pipelines: "
-                "give the files of all ranks of one"
-            )
-    ranks = [trace.rank for trace in traces]
-    if missing := {*range(num_ranks)} - {*ranks}:
-        raise ValueError(f"of {num_ranks} ranks, the files of {cpus_text(missing)} are missing")
-    if len(ranks) > num_ranks:
-        raise ValueError("a file was given twice")
+    num_ranks, ranks = traces[0].facts["the number of processes"], [one.rank for one in traces]
+    if len({trace.run for trace in traces}) > 1:
+        raise ValueError(
+            f"{', '.join(trace.name for trace in traces)} are of different runs, or of different "
+            "pipelines: give the files of all ranks of one"
+        )
+    if ranks != [*range(num_ranks)]:
+        raise ValueError(
+            f"these are the files of ranks {', '.join(map(str, ranks))}: give those of all "
+            f"{num_ranks} ranks, each once"
+        )
 
 
 def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replicas: int) -> Step:
@@ -239,7 +231,6 @@ def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replic
         call=first.get("call", ""),
         plan=first.get("plan", ""),
         shares=tuple(tuple(record.get("sizes", ())) for record in records[::num_stages]),
-        begin_ns=begin_ns,
         seconds=(end_ns - begin_ns) / 1e9,
         rows=tuple(
             tuple(TimedTask(Task(k, i, j), *seconds(rank, *ns)) for k, i, j, *ns in record["tasks"])
@@ -279,17 +270,3 @@ def early_hops_s(steps: Sequence[Step]) -> dict[tuple[int, int], float]:
         ranks = hop.source, hop.destination
         found[ranks] = max(found[ranks], hop.posted_s - hop.taken_s)
     return found
-
-
-def _layer_seconds(steps: Sequence[Sequence[Record]], balance: Sequence[int]) -> tuple[float, ...]:
-    """Return each layer's median forward seconds; the loss counts with the last layer."""
-    means_ns: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for record in (record for of_all in steps for record in of_all):
-        for j, index, took_ns, count in record["layers"]:
-            means_ns[j, index].append(took_ns / count)
-    seconds: list[float] = []
-    for j, num_layers in enumerate(balance):
-        seconds += [median(means_ns[j, k]) / 1e9 for k in range(num_layers) if means_ns[j, k]]
-        if (of_loss := means_ns[j, num_layers]) and seconds:
-            seconds[-1] += median(of_loss) / 1e9
-    return tuple(seconds) if len(seconds) == sum(balance) else ()

@@ -10,7 +10,7 @@
     4   B1        B0
     5   B0
 
-With replicas, ``=`` is where a stage has no task but adds up gradients over them.
+Dots are idle time.
 """
 
 from __future__ import annotations
@@ -53,14 +53,9 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
     lines = []
     for j, name in enumerate(names):
         cells = ["·"] * columns
-        for one in timeline.all_reduces:
-            if one.stage == j:
-                first, last = round(one.start_s * scale), round(one.end_s * scale)
-                cells[first:last] = "=" * (last - first)
         short_kind, short_last = "", -1  # of the last task that was too short for its number
         for task in timeline.plan.tasks_of(j):
-            first = round(timeline.start_s(task) * scale)
-            last = round(timeline.end_s(task) * scale)
+            first, last = (round(at_s * scale) for at_s in timeline.spans_s[task])
             width = last - first
             labels = _label(task, timeline.plan), f"{task.kind}{task.i}"
             label = next((label for label in labels if len(label) <= width), "")
@@ -72,10 +67,8 @@ def render_timeline_text(timeline: Timeline, width: int = 80) -> str:
         lines.append(name.ljust(margin) + "".join(cells))
     end = f"{timeline.total_s:.4g} s"
     lines.append(" " * margin + "0 s" + end.rjust(columns - len("0 s")))
-    lines.append(" " * margin + f"idle {timeline.bubble:.1%}")
-    if timeline.all_reduces:
-        words = f"= all-reduce, {timeline.hidden:.0%} hidden"
-        lines.append(" " * margin + f"{words}; {timeline.exposed:.1%} of the step is that alone")
+    sums = f", of it {timeline.exposed:.1%} all-reduce" if timeline.exposed_s else ""
+    lines.append(" " * margin + f"idle {timeline.bubble:.1%}{sums}")
     return "\n".join(lines) + "\n"
 
 

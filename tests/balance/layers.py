@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from procpipe.balance.alone import as_flat
-from procpipe.balance.profile import layer_seconds
+from procpipe.balance.profile import count_bytes, layer_seconds
 
 
 class Clock:
@@ -58,3 +58,9 @@ def layer_times(module, sample, *, timeout=0.0, clock=None):
     inputs, device, clock = as_flat(sample, module), torch.device("cpu"), clock or Clock()
     found = layer_seconds(module, inputs, device, timeout, clock)
     return [of_layer["F"] + of_layer["B"] for of_layer in found]
+
+
+def held_bytes(module, sample, device="cpu"):
+    """Return the bytes that each layer holds between its forward and its backward."""
+    counted = count_bytes(module, as_flat(sample, module), torch.device(device))
+    return [of_layer["held_bytes"] for of_layer in counted]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from procpipe.balance import balance_by_size, balance_by_time, profile_layers
+from procpipe import NoChunk
+from procpipe.balance import Inputs, balance_by_size, balance_by_time, profile_layers
 from procpipe.errors import BalanceError
 
 
@@ -64,6 +65,23 @@ def test_chunks_divide_the_activations():
 
     assert balance_by_size(2, model, sample, chunks=1) == [2, 4]
     assert balance_by_size(2, model, sample, chunks=200) == [1, 5]
+    for chunks, scale in ((0, 2.0), (1, -1.0), (1, float("nan"))):
+        with pytest.raises(ValueError, match=f"chunks is {chunks} and param_scale {scale}: give"):
+            balance_by_size(2, model, sample, chunks=chunks, param_scale=scale)
+
+
+def test_what_a_stage_does_not_scatter_is_whole():
+    seen = []
+
+    class Noting(nn.Module):
+        def forward(self, x, table):
+            seen.append((len(x), len(table)))
+            return x
+
+    inputs = Inputs(torch.rand(10, 2), NoChunk(torch.rand(5)))
+    balance_by_size(1, nn.Sequential(Noting()), inputs, chunks=4)
+
+    assert seen == [(3, 5)]
 
 
 def test_by_size_on_meta_needs_no_memory():

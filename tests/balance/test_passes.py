@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from procpipe.balance import Inputs, balance_by_time, profile_layers
-from procpipe.balance.balances import layer_sizes
+from procpipe.balance import balance_by_time, profile_layers
 from procpipe.errors import BoundaryError
-from tests.balance.layers import Clock, Taking, float32, layer_times
-from tests.cases import for_each
+from tests.balance.layers import Clock, Taking, float32, held_bytes, layer_times
 
 
 class Calling(nn.Module):
@@ -113,26 +111,12 @@ def test_sizes_are_those_of_saved_tensors_and_outputs():
         Calling(lambda x: x[:, :1]),  # a view
     )
 
-    sizes = layer_sizes(model, torch.rand(8, 10), param_scale=0)
+    sizes = held_bytes(model, torch.rand(8, 10))
 
     tensor_bytes = float32(8, 20)
     assert sizes[:4] == [tensor_bytes, tensor_bytes, 3 * tensor_bytes, 0]
     assert sizes[4] in (tensor_bytes + tensor_bytes // 4, 2 * tensor_bytes)
     assert sizes[5] == 0
-
-
-def test_parameters_are_scaled():
-    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20, affine=False))
-    num_parameter_bytes = float32(10, 20) + float32(20)
-
-    none, one, two = (
-        layer_sizes(model, torch.rand(8, 10), param_scale=scale) for scale in (0, 1, 2)
-    )
-
-    assert one[0] - none[0] == num_parameter_bytes
-    assert two[0] - none[0] == 2 * num_parameter_bytes
-    assert none[1] == one[1] == two[1]
-    assert layer_sizes(model, torch.rand(8, 10)) == two
 
 
 def test_tensors_that_a_layer_recomputes_are_not_held():
@@ -143,26 +127,8 @@ def test_tensors_that_a_layer_recomputes_are_not_held():
     thrifty = nn.Sequential(Calling(lambda x: checkpoint(costly, x, use_reentrant=False)))
     sample = torch.rand(10, requires_grad=True)
 
-    assert layer_sizes(plain, sample) == [2 * float32(10)]  # the sine, and the output
-    assert layer_sizes(thrifty, sample) == [float32(10)]
-
-
-@for_each(("chunks", "num_rows"), [(1, 10), (2, 5), (4, 3), (10, 1), (64, 1)])
-def test_activations_of_the_largest_micro_batch(chunks, num_rows):
-    model = nn.Sequential(nn.Linear(2, 3))
-
-    sizes = layer_sizes(model, torch.rand(10, 2), chunks=chunks, param_scale=0)
-
-    assert sizes == [float32(num_rows, 3)]
-
-
-def test_only_tensors_with_the_batch_size_are_split():
-    layer = Calling()
-    values = torch.rand(6, 2), torch.rand(6), torch.rand(5, 2), torch.tensor(1.0)
-
-    layer_sizes(nn.Sequential(layer), Inputs(*values), chunks=3)
-
-    assert [[x.shape for x in inputs] for inputs in layer.seen] == [[(2, 2), (2,), (5, 2), ()]]
+    assert held_bytes(plain, sample) == [2 * float32(10)]  # the sine, and the output
+    assert held_bytes(thrifty, sample) == [float32(10)]
 
 
 def test_meta_gives_the_sizes_of_the_cpu():
@@ -170,16 +136,15 @@ def test_meta_gives_the_sizes_of_the_cpu():
     sample = torch.rand(4, 3, 8, 8)
     with torch.device("meta"):
         model_on_meta, sample_on_meta = conv_model(), torch.rand(4, 3, 8, 8)
-    expected = layer_sizes(model, sample, chunks=2)
+    expected = held_bytes(model, sample)
 
-    for a_model, a_sample, device in [
-        (model_on_meta, sample_on_meta, None),
-        (model_on_meta, sample, None),
-        (model_on_meta, sample, "cpu"),
-        (model, sample_on_meta, None),
-        (model, sample, "meta"),
+    for a_model, a_sample in [
+        (model_on_meta, sample_on_meta),
+        (model_on_meta, sample),
+        (model, sample_on_meta),
+        (model, sample),
     ]:
-        assert layer_sizes(a_model, a_sample, chunks=2, device=device) == expected
+        assert held_bytes(a_model, a_sample, "meta") == expected
 
 
 @pytest.mark.gpu
@@ -187,7 +152,7 @@ def test_a_gpu_gives_the_sizes_of_the_cpu():
     model = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 3))
     sample = torch.rand(64, 10)
 
-    cpu, gpu = layer_sizes(model, sample), layer_sizes(model, sample, device="cuda")
+    cpu, gpu = held_bytes(model, sample), held_bytes(model, sample, "cuda")
 
     assert [abs(a - b) <= 4 * 64 * 2 for a, b in zip(cpu, gpu, strict=True)] == [True] * 4
 
@@ -304,12 +269,6 @@ def test_a_value_that_cannot_be_sent_is_refused():
     with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
         profiled(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
     assert "layer '0' (Calling)" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize(("chunks", "scale"), [(0, 2.0), (1, -1.0), (1, float("nan"))])
-def test_wrong_chunks_and_scales_are_refused(chunks, scale):
-    with pytest.raises(ValueError, match=f"chunks is {chunks} and param_scale {scale}: give"):
-        layer_sizes(nn.Sequential(nn.Linear(1, 1)), torch.rand(1), chunks=chunks, param_scale=scale)
 
 
 def test_no_time_on_meta():

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from procpipe.balance import balance_by_size, balance_by_time
-from procpipe.balance.balances import layer_sizes
 from procpipe.skip import pop, skippable, stash
-from tests.balance.layers import layer_times
+from tests.balance.layers import held_bytes, layer_times
 
 FLOAT32 = 4
 
@@ -57,7 +56,7 @@ def test_a_model_with_skips_is_profiled():
     tensor_bytes = FLOAT32 * 4 * 8
 
     assert len(layer_times(model(), sample)) == 6
-    sizes = layer_sizes(model(), sample, param_scale=0)
+    sizes = held_bytes(model(), sample)
     # Stash makes exp(x), saved and stashed, and its sine. Pop saves its inputs; its own output.
     assert sizes == [tensor_bytes, 2 * tensor_bytes, 0, tensor_bytes, 0, tensor_bytes]
     assert sum(balance_by_time(3, model(), sample, timeout=0)) == 6
@@ -77,7 +76,7 @@ def test_a_tensor_that_is_only_stashed_counts_for_the_layer_that_stashes():
             mask = yield pop("mask")
             return x * mask
 
-    sizes = layer_sizes(nn.Sequential(Mask(), Use()), torch.rand(16))
+    sizes = held_bytes(nn.Sequential(Mask(), Use()), torch.rand(16))
 
     assert sizes == [16, FLOAT32 * 16]
 

@@ -59,13 +59,12 @@ def test_the_long_layer_gets_a_stage_of_its_own(ranks: Any) -> None:
 def estimate(world: World, schedule: str, num_layers: int, **options: Any) -> Any:
     torch.manual_seed(0)
     layers = [Repeated(times) for times in (1, 1, 1, 1, 40, 1)][:num_layers]
+    x = torch.linspace(0, 1, 8 * 64).reshape(8, 64)
+    options |= {"schedule": schedule, "loss_fn": F.mse_loss, "sample": x}
     with pytest.MonkeyPatch.context() as patch:
         told = io.StringIO()
         patch.setattr("sys.stderr", told)
-        stage = Stage(
-            nn.Sequential(*layers), schedule=schedule, loss_fn=F.mse_loss, world=world, **options
-        )
-    x = torch.linspace(0, 1, 8 * 64).reshape(8, 64)
+        stage = Stage(nn.Sequential(*layers), world=world, **options)
     loss = float(stage.step(x, x))
     return stage.balance, told.getvalue(), loss
 

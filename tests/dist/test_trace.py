@@ -20,7 +20,6 @@ from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import early_hops_s, merged
-from tests.dist.devices import is_on_gpus
 from tests.dist.stages import stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
@@ -69,8 +68,6 @@ def test_a_run_is_recorded(ranks: Any, tmp_path: Path) -> None:
     assert last.number == 4
     assert len({step.plan for step in recording.steps}) == 3
     assert recording.is_closed
-    assert len(recording.layer_s) == (0 if is_on_gpus() else 5)  # host times
-    assert all(seconds > 0 for seconds in recording.layer_s)
     assert usual(recording).plan == gpipe(4, 2, recompute={0, 1, 2})
 
     # 4 activations and gradients, and the loss. Each is posted before it is taken.

@@ -17,7 +17,6 @@ from procpipe.planner.memory import (
     all_peak_bytes,
     held_bytes,
     message_bytes,
-    peak_bytes,
 )
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
@@ -29,7 +28,6 @@ def test_the_example_of_the_module() -> None:
     plan = gpipe(2, 2, recompute={0})
     held = list(held_bytes(plan, COSTS, Routes(2), 1))
     assert held == [0, 10, 20, 20, 20, 24, 24, 24, 10, 10, 14, 14, 14, 0, 0]
-    assert peak_bytes(plan, COSTS, Routes(2), 1) == 24
 
 
 def test_the_last_stage_holds_the_target_of_all_micro_batches() -> None:
@@ -62,8 +60,8 @@ def test_received_skips_that_wait_are_counted() -> None:
     costs = Costs.uniform(4, skip_bytes={(0, 3): 7})
     routes = Routes(4, ((0, 3),))
     # stage 3 posts four before its first task, and then one for each that it returns
-    assert peak_bytes(forward_plan(8, 4), costs, routes, 3) == 4 * 7
-    assert peak_bytes(gpipe(8, 4), costs, routes, 3) == 8 * 7
+    assert all_peak_bytes(forward_plan(8, 4), costs, routes)[3] == 4 * 7
+    assert all_peak_bytes(gpipe(8, 4), costs, routes)[3] == 8 * 7
 
 
 @for_each(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.planner.layers import Layer, Machine, Profile, Skip, Table, Tie
+from procpipe.planner.layers import Layer, Machine, Skip, Table, Tie
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from tests.cases import for_each
 from tests.plan.proof import prove
@@ -15,26 +15,29 @@ from tests.plan.proof import prove
 
 def model(
     *seconds: float,
-    kept: float = 0.0,
+    kept: int = 0,
     parameters: int = 0,
     machine: Machine | None = None,
     **more: Any,
-) -> Profile:
+) -> tuple[dict[int, Table], Machine]:
     """Make a model whose layers take so many seconds a sample forward, and twice that backward."""
-    layers = tuple(
-        Layer(
-            f"layer{k}",
-            forward_s,
-            2 * forward_s,
-            output_bytes=10.0,
-            held_bytes=10.0 + kept,
-            kept_bytes=kept,
-            parameter_bytes=parameters,
-            trained_bytes=parameters,
+    tables = {}
+    for n in (1, 2):
+        layers = tuple(
+            Layer(
+                f"layer{k}",
+                n * forward_s,
+                n * 2 * forward_s,
+                output_bytes=n * 10,
+                held_bytes=n * (10 + kept),
+                kept_bytes=n * kept,
+                parameter_bytes=parameters,
+                trained_bytes=parameters,
+            )
+            for k, forward_s in enumerate(seconds)
         )
-        for k, forward_s in enumerate(seconds)
-    )
-    return Profile(1, (Table(1, layers, **more),), machine or Machine())
+        tables[n] = Table(n, layers, **more)
+    return tables, machine or Machine()
 
 
 def chosen(proposals: list[Proposal], memory_bytes: int | None = None) -> Proposal:
@@ -49,7 +52,7 @@ def of(proposals: list[Proposal], schedule: str, checkpoint: str = "never") -> P
 
 def test_literal_times_of_two_even_stages() -> None:
     # 4 micro-batches of 1 s forward and 2 s backward on each of 2 stages.
-    proposals = propose(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)))
+    proposals = propose(*model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)))
 
     assert {p.balance for p in proposals if len(p.balance) == 2} == {(2, 2)}
     assert of(proposals, "gpipe").total_s == 15  # (m + n - 1)(F + B)
@@ -57,7 +60,7 @@ def test_literal_times_of_two_even_stages() -> None:
     assert of(proposals, "zb-h1").total_s == 13  # (n - 1)(F + I - W) less: m(F + B) + 1
     assert of(proposals, "interleaved").total_s == 13.5  # half the bubble
     assert of(proposals, "gpipe", "always").total_s == 19  # (m + n - 1)(F + B) + m R
-    assert alone_s(model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
+    assert alone_s(*model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
 
 
 def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned() -> None:
@@ -69,8 +72,8 @@ def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned
     )
     question = Question(2, 4, memory_bytes=10_000, chunks=(4,))
 
-    proposals = propose(tied, question)
-    apart = propose(alone, question)
+    proposals = propose(*tied, question)
+    apart = propose(*alone, question)
 
     gpipe, untied = of(proposals, "gpipe"), of(apart, "gpipe")
     assert gpipe.balance == untied.balance == (2, 2)
@@ -85,7 +88,7 @@ def test_layers_that_share_a_parameter_are_divided_and_their_transfer_is_planned
 
 
 def test_two_partitions_a_device_need_two_layers_a_device() -> None:
-    names = {p.schedule for p in propose(model(1, 1, 1), Question(2, 4, chunks=(4,)))}
+    names = {p.schedule for p in propose(*model(1, 1, 1), Question(2, 4, chunks=(4,)))}
 
     assert names == {"gpipe", "1f1b", "zb-h1"}
 
@@ -93,7 +96,7 @@ def test_two_partitions_a_device_need_two_layers_a_device() -> None:
 def test_the_fastest_that_fits_is_chosen() -> None:
     # Stage 0 holds 4 micro-batches with gpipe, 2 with 1F1B; each has 2 layers that keep 100 bytes.
     question = Question(2, 4, memory_bytes=None, chunks=(4,))
-    proposals = propose(model(1, 1, kept=100), question)
+    proposals = propose(*model(1, 1, kept=100), question)
     gpipe, one_f_one_b = of(proposals, "gpipe"), of(proposals, "1f1b")
     assert max(gpipe.held_bytes) - max(one_f_one_b.held_bytes) >= 200
     lean = max(one_f_one_b.needed_bytes)
@@ -105,7 +108,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 
 def test_of_equal_seconds_the_leanest_then_the_simplest_is_first() -> None:
-    base = of(propose(model(1, 1), Question(2, 4, chunks=(4,))), "gpipe")
+    base = of(propose(*model(1, 1), Question(2, 4, chunks=(4,))), "gpipe")
     fast = replace(base, total_s=10.0, held_bytes=(300, 300))
     lean = replace(base, total_s=10.01, held_bytes=(200, 100))
     fat = replace(base, total_s=10.01, held_bytes=(0, 0), static_bytes=(10**6, 0))
@@ -128,9 +131,10 @@ def test_layers_are_moved_if_memory_is_short() -> None:
     question = Question(2, 2, memory_bytes=2050, states=0.0, chunks=(2,))
     tight = replace(question, memory_bytes=1500)
 
-    profile = Profile(1, (Table(1, layers),))
+    of_model = {1: Table(1, layers)}, Machine()
 
-    roomy, moved = chosen(propose(profile, question), 2050), chosen(propose(profile, tight), 1500)
+    roomy = chosen(propose(*of_model, question), 2050)
+    moved = chosen(propose(*of_model, tight), 1500)
 
     assert (roomy.balance, roomy.static_bytes) == ((2, 1), (2000, 200))
     assert (moved.balance, moved.static_bytes) == ((1, 2), (1000, 1200))
@@ -138,8 +142,8 @@ def test_layers_are_moved_if_memory_is_short() -> None:
 
 
 def test_skip_tensors_are_routed_and_counted() -> None:
-    skips = (Skip(0, (3,), 1000.0),)
-    proposals = propose(model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)))
+    skips = (Skip(0, (3,), 1000),)
+    proposals = propose(*model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)))
 
     assert of(proposals, "gpipe").routes.skips == ((0, 3),)
     assert of(proposals, "gpipe").held_bytes[3] >= 2000
@@ -151,15 +155,15 @@ def test_literal_times_of_two_replicas() -> None:
     question = Question(4, 8, chunks=(2,), num_replicas=2)
     of_model = model(0.5, 0.5, 0.5, 0.5, parameters=300, machine=Machine(send_s=1 / 150))
 
-    gpipe = of(propose(of_model, question), "gpipe")
-    alone = of(propose(of_model, Question(2, 4, chunks=(2,))), "gpipe")
+    gpipe = of(propose(*of_model, question), "gpipe")
+    alone = of(propose(*of_model, Question(2, 4, chunks=(2,))), "gpipe")
 
     assert (gpipe.plan.num_stages, gpipe.num_replicas, gpipe.micro_batch) == (2, 2, 2)
     assert gpipe.total_s == pytest.approx(alone.total_s + 4)
     assert gpipe.timeline.exposed_s == pytest.approx(4)
     assert gpipe.static_bytes == alone.static_bytes == (4 * 600,) * 2
     uneven = replace(question, batch=9, chunks=(3,))
-    assert of(propose(of_model, uneven), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
+    assert of(propose(*of_model, uneven), "gpipe").micro_batch == 2  # 5 samples: 2, 2, 1
 
 
 def test_default_chunks_are_powers_of_two() -> None:
@@ -182,4 +186,4 @@ def test_default_chunks_are_powers_of_two() -> None:
 def test_questions_without_an_answer_are_refused(asked: Any, message: str) -> None:
     num_devices, batch, *options = asked
     with pytest.raises(ValueError, match=message):
-        propose(model(1, 1), Question(num_devices, batch, **dict(*options)))
+        Question(num_devices, batch, **dict(*options)).check(2)

@@ -30,10 +30,10 @@ REPLICAS = f"""{EQUAL.rstrip()}
 
 #: Their sums: those of stage 1 end beside tasks, those of stage 0 1.5 s after the last task.
 SUMS = (
-    (Summed("gradients 0", 4000, start_s=9.5, end_s=12.5, asked_s=10, taken_s=12.5),),
-    (Summed("gradients 0", 1000, start_s=7, end_s=9, asked_s=7.5, taken_s=9),),
-    (Summed("gradients 0", 4000, start_s=11, end_s=12.25, asked_s=11, taken_s=12.25),),
-    (Summed("gradients 0", 1000, start_s=8, end_s=9, asked_s=8.5, taken_s=9),),
+    (Summed("gradients 0", 4000, start_s=9.5, asked_s=10, taken_s=12.5),),
+    (Summed("gradients 0", 1000, start_s=7, asked_s=7.5, taken_s=9),),
+    (Summed("gradients 0", 4000, start_s=11, asked_s=11, taken_s=12.25),),
+    (Summed("gradients 0", 1000, start_s=8, asked_s=8.5, taken_s=9),),
 )
 
 FACTS = {
@@ -67,7 +67,6 @@ def read_step(drawing: str, *, number: int = 7, **fields: Any) -> Step:
         "call": "step",
         "plan": "abc",
         "shares": ((8, 8),),
-        "begin_ns": 0,
         "seconds": max(one.end_s for row in rows for one in row),
     }
     return Step(number, rows=tuple(rows), **(values | fields))
@@ -97,7 +96,6 @@ def records_of(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
             ],
             "takes": [["loss", 0, 1, 0, 4, (k + 3) * s, (k + 8) * s]],
             "sums": [],
-            "layers": [[0, 0, 3 * s, 2], [0, 1, s, 2]],
         },
         {
             "step": step, "call": "step", "plan": "abc", "sizes": [4],
@@ -109,7 +107,6 @@ def records_of(step: int = 0, start_s: int = 10) -> list[dict[str, Any]]:
                 ["target", 0, 0, 2, 8, (h + 2) * s, (h + 2) * s],
             ],
             "sums": [],
-            "layers": [[1, 0, 4 * s, 1], [2, 0, s, 1], [2, 1, s, 1]],
         },
     ]  # fmt: skip
 

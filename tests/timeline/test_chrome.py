@@ -96,19 +96,17 @@ def test_the_newest_stage_with_a_path_writes_it(
 @for_each(
     ("content", "message"),
     [
-        ("", "it is not JSON"),
-        ("[1, 2", "it is not JSON"),
-        ("[]", "not a timeline that"),
-        ('{"traceEvents": []}', "not a timeline that"),
-        ('{"otherData": {"version": 3}}', "not a timeline that"),
-        ('{"otherData": {"format": "procpipe timeline 9"}}', "'procpipe timeline 9', but this"),
-        ('{"otherData": {"format": "procpipe timeline 3"}}', "damaged .KeyError: 'traceEvents'"),
+        ("[1, 2", r"JSONDecodeError: "),
+        ("[]", "TypeError: "),
+        ('{"traceEvents": []}', "KeyError: 'otherData'"),
+        ('{"otherData": {"format": "procpipe timeline 9"}}', "'procpipe timeline 9', and not"),
+        ('{"otherData": {"format": "procpipe timeline 4"}}', "KeyError: 'traceEvents'"),
     ],
 )
 def test_a_file_of_another_kind_is_reported(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"run\.json is no whole timeline of .*{message}"):
         read(path)
 
 
@@ -142,8 +140,8 @@ def test_replicas_have_a_row_of_sums_that_may_overlap(tmp_path: Path) -> None:
     path = tmp_path / "run.1.json"
     s = 10**9
     sums = [
-        ["gradients 0", 64, 112 * s, 115 * s, 113 * s, 115 * s],
-        ["gradients 1", 8, 113 * s, 116 * s, 115 * s, 116 * s],
+        ["gradients 0", 64, 112 * s, 113 * s, 115 * s],
+        ["gradients 1", 8, 113 * s, 115 * s, 116 * s],
     ]
     trace_file(path, replicas=2).add(record(0) | {"sums": sums})
     events = json.loads(path.read_text())["traceEvents"]

@@ -75,33 +75,16 @@ def test_a_step_counts_if_all_ranks_recorded_it() -> None:
 def test_files_that_are_not_those_of_one_run_are_refused() -> None:
     first, second = traces_of([], [])
     other = replace(second, run=2)
-    with pytest.raises(ValueError, match=r"run\.0\.json and run\.1\.json are of different runs"):
+    with pytest.raises(ValueError, match=r"^run\.0\.json, run\.1\.json are of different runs"):
         merged([first, other])
-    with pytest.raises(ValueError, match="of 2 ranks, the files of 1 are missing"):
-        merged([first])
-    with pytest.raises(ValueError, match="a file was given twice"):
-        merged([first, second, first])
-
-
-def test_layers_are_the_model_s_in_order_and_the_loss_counts_with_the_last() -> None:
-    slow = records_of(1)
-    slow[0]["layers"] = [[0, 0, 9 * S, 1], [0, 1, S, 1]]
-    usual = records_of(2)
-    recording = merged(traces_of(*zip(records_of(), slow, usual, strict=True)))
-
-    assert recording.layer_s == (1.5, 0.5, 4.0, 2.0)
-
-
-def test_layers_are_unknown_if_one_was_not_timed() -> None:
-    first, second = records_of()
-    del second["layers"][0]
-
-    assert merged(traces_of([first], [second])).layer_s == ()
+    for given in ([first], [first, second, first]):
+        with pytest.raises(ValueError, match=r"files of ranks 0.*: give those of all 2 ranks"):
+            merged(given)
 
 
 def test_replicas_keep_their_messages_and_sums_apart() -> None:
     records = [*records_of(), *({**record, "sizes": [3]} for record in records_of())]
-    records[3]["sums"] = [["gradients 0", 64, 112 * S, 114 * S, 113 * S, 114 * S]]
+    records[3]["sums"] = [["gradients 0", 64, 112 * S, 113 * S, 114 * S]]
     step = merged_step(records, OFFSETS_NS * 2, 2)
 
     assert (len(step.rows), step.num_stages, step.shares) == (4, 2, ((4,), (3,)))
@@ -110,7 +93,7 @@ def test_replicas_keep_their_messages_and_sums_apart() -> None:
         *(("activation", 0, 1), ("target", 0, 1), ("loss", 1, 0)),
         *(("activation", 2, 3), ("target", 2, 3), ("loss", 3, 2)),
     }
-    assert step.sums == ((), (), (), (Summed("gradients 0", 64, 2, 4, 3, 4),))  # it began after 1 s
+    assert step.sums == ((), (), (), (Summed("gradients 0", 64, 2, 3, 4),))  # it began after 1 s
     assert step.replica(1) == step.rows[2:]
 
 
@@ -132,9 +115,9 @@ def test_a_step_is_found_by_its_number_and_the_last_that_trained_without() -> No
     assert recording.step(1).number == 1
     assert recording.step().number == 5
     assert replace(recording, steps=recording.steps[3:]).step().number == 6
-    with pytest.raises(KeyError, match="step 3 was not recorded, but steps 0-1,5-6 of 8"):
+    with pytest.raises(ValueError, match="step 3 was not recorded, but steps 0-1,5-6 of 8"):
         recording.step(3)
-    with pytest.raises(KeyError, match="no step ended on all stages"):
+    with pytest.raises(ValueError, match="no step ended on all stages"):
         recording_of().step()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from procpipe.plan.schedules.gpipe import forward_plan, gpipe
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
@@ -41,20 +39,6 @@ def test_a_timeline_is_a_row_a_stage_with_dots_for_idle_time() -> None:
         stage 1   ···F0─F1─B1────B0────······
                   0 s                     9 s
                   idle 33.3%
-    """)
-
-
-def test_all_reduces_are_drawn_beside_the_tasks() -> None:
-    # 1 and 3 s for the one bucket of a stage, after its last task.
-    costs = replace(Costs.uniform(2), gradient_bytes=(2**20, 3 * 2**20), num_replicas=2)
-    timeline = simulate(gpipe(2, 2), replace(costs, send_s=1 / 2**20))
-
-    assert render_timeline_text(timeline, width=40) == drawn("""
-        stage 0   F0─F1─·········B1────B0────===
-        stage 1   ···F0─F1─B1────B0────=========
-                  0 s                       10 s
-                  idle 40.0%
-                  = all-reduce, 50% hidden; 10.0% of the step is that alone
     """)
 
 

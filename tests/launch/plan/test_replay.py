@@ -23,13 +23,12 @@ def test_medians_are_of_the_steps_with_the_work_of_the_last_one() -> None:
     other = read_step(UNEQUAL, number=3, plan="another")
     evaluation = read_step("F0 0-1 \n F0 1-2", number=5, plan="forward")
     slow = read_step(EQUAL.replace("8-10", "8-11").replace("5.5-7.5", "5.5-9.5"), number=4)
-    recording = recording_of(*steps, other, slow, evaluation, layer_s=(1.0, 2.0))
+    recording = recording_of(*steps, other, slow, evaluation)
     found = usual(recording)
 
     assert found.plan == gpipe(2, 2, recompute=())
     assert (found.num_steps, found.step_s, found.samples) == (3, 10, (8, 8))
     assert found.task_s == {("F", 0): 1, ("F", 1): 1, ("B", 0): 2, ("B", 1): 2}
-    assert found.layer_s == (1.0, 2.0)
     assert found.facts["schedule"] == "gpipe"
 
 

@@ -39,7 +39,7 @@ def write(rank, *steps, run=1, is_closed=True, late_s=0.0):
                 "step": k, "call": "step", "plan": "abc", "sizes": [4],
                 "begin": zero, "end": zero + 6 * S,
                 "tasks": [["F", 0, rank, f, f + S], ["B", 0, rank, b, b + 2 * S]],
-                "sums": [], "layers": [], **of_rank,
+                "sums": [], **of_rank,
             }
         )  # fmt: skip
     if is_closed:
@@ -102,10 +102,10 @@ def test_clocks_that_differ_are_reported(run, capsys):
 @pytest.mark.parametrize(
     ("content", "words", "expected"),
     [
-        (None, [], "run.0.json: No such file or directory"),
-        ("\xff", [], "run.0.json: it is not JSON"),
+        (None, [], "No such file or directory: 'run.0.json'"),
+        ("\xff", [], "run.0.json is no whole timeline of this version's"),
         ("ours", ["--step", "3"], "step 3 was not recorded, but steps 0-1,5 of 6"),
-        ("ours", ["-o", "nowhere/x.png"], "nowhere/x.png: No such file or directory"),
+        ("ours", ["-o", "nowhere/x.png"], "No such file or directory: 'nowhere/x.png'"),
         ("ours", ["-o", "x.doc"], "Format 'doc' is not supported"),
         ("ours", ["-o", "."], "Is a directory"),
     ],
