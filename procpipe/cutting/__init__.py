@@ -4,11 +4,8 @@ sequential.py   sequential(): from a model and a sample to layers
 twin.py         the copy that is recorded; which modules are opened
 record.py       one forward as a graph over the model's modules
 sizes.py        sizes as numbers that note what is computed from them, and what is decided by them
-modes.py        train and eval mode in one graph
-divide.py       pieces, between which the fewest bytes travel
-build.py        code and modules of each piece
-layers.py       the layers that pieces become, and their initialisation
-at_run.py       what layers call beside the model's own
+divide.py       train and eval mode in one graph; pieces, between which the fewest bytes travel
+layers.py       the layers that pieces become: their code, and what they hold
 refusal.py      the error that names a line
 """
 

@@ -1,162 +1,287 @@
-"""The layers that pieces of a graph become, which hold the model's modules under their names."""
+"""The layers that the pieces of a graph become: their code, and what they hold.
+
+values of the layer before ─┐                              ┌─> values for the next layer
+popped skip tensors ────────┴─> modules and functions ─────┴─> stashed skip tensors
+                                └─ what depends on sizes alone, once a mini-batch
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 import sys
-from collections.abc import Callable, Generator
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
-from procpipe.skip import pop, stash
-from procpipe.torch_internals import pytree
-
-_HELD = ("_parameters", "_buffers", "_modules")
-_RESET = ("reset_parameters", "_reset_parameters")  # private in nn.Transformer
-
-
-class Shell(nn.Module):
-    """Holds what a layer has of an opened module, under that module's names."""
-
-    def __init__(self, twin: nn.Module) -> None:
-        super().__init__()
-        self._twin = (twin,)  # in a tuple, so that nn.Module does not register it
-
-    def as_opened(self, initialise: Callable[[Any], object]) -> None:
-        """Call a function that initialises parameters with the opened module, as this has them.
-
-        What other layers have is on the meta device here, so that it costs and changes nothing.
-        """
-        stand_in: Any = copy.copy(self._twin[0])
-        for held in _HELD:
-            vars(stand_in)[held] = getattr(stand_in, held) | getattr(self, held)
-        initialise(stand_in)
-        for held in _HELD[:2]:
-            own = getattr(self, held)
-            own.update({name: vars(stand_in)[held][name] for name in own})
+from procpipe.cutting.divide import is_repeated
+from procpipe.cutting.twin import on_meta
+from procpipe.skip import Namespace, pop, skippable, stash
 
 
-def shell_of(twin: nn.Module, kind: type[Shell] = Shell, **attributes: Any) -> Shell:
-    """Return a shell for an opened module; it is initialised as that module is.
-
-    Args:
-        twin: a copy of the opened module on the meta device.
-        kind: the class that the shell's own class is derived from.
-        attributes: of that class.
-    """
-    resets = [name for name in _RESET if hasattr(twin, name)]
-    if _is_of_transformers(twin):
-        attributes["reset_parameters"] = _initialise
-    elif resets:
-        reset = operator.methodcaller(resets[0])
-        attributes["reset_parameters"] = lambda shell: shell.as_opened(reset)
-    name = type(twin).__name__ if kind is Shell else kind.__name__
-    made: Shell = type(name, (kind,), attributes)(twin)
-    return made
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    models = sys.modules.get("transformers.modeling_utils")
-    return models is not None and isinstance(model, models.PreTrainedModel)
-
-
-def _initialise(module: nn.Module, rule: Any = None) -> None:
-    """Initialise inner modules first, each by the rule of the model of transformers around it."""
-    model: Any = module._twin[0] if isinstance(module, Shell) else module
-    if _is_of_transformers(model):
-        rule = model._init_weights
-    for child in module.children():
-        _initialise(child, rule)
-    if isinstance(module, Shell):
-        module.as_opened(rule)
-    else:
-        rule(module)
-
-
-class Arguments:
-    """The arguments of a model's forward, in the form that a sample has.
-
-    Attributes:
-        names: of the forward's parameters, in order.
-    """
-
-    def __init__(
-        self, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        self._signature = inspect.signature(forward)
-        self.names = [*self._signature.parameters]
-        self._defaults: dict[str, Any] = {}
-        by_name = self.bound(inputs, named)
-        leaves, self._tree = pytree.tree_flatten(by_name)
-        self._known = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for name, value in by_name.items():
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                self._defaults[name] = value
-
-    def bound(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, in the order of the signature."""
-        given = self._defaults | self._signature.bind_partial(*inputs, **named).arguments
-        found = {name: given[name] for name in self._signature.parameters if name in given}
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD and name in found:
-                found[name] = dict(sorted(found[name].items()))
-        return found
-
-    def tensors(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors among a micro-batch's arguments.
-
-        Raises:
-            TypeError: they are others than the sample's.
-        """
-        leaves, tree = pytree.tree_flatten(self.bound(inputs, named))
-        if tree != self._tree:
-            raise TypeError(
-                f"the model was recorded for arguments of the form {self._tree}, and is given "
-                f"{tree}: give procpipe.sequential such a sample"
-            )
-        for known, leaf in zip(self._known, leaves, strict=True):
-            if known is not None and not isinstance(leaf, Tensor) and leaf != known:
-                raise TypeError(
-                    f"the model was recorded with {known!r} for an argument that is {leaf!r} now: "
-                    "give procpipe.sequential such a sample"
-                )
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-class Layer(Shell):
+class Layer(nn.Module):
     """A piece of a model's forward. What is the same in all copies of one is its class's.
 
-    Its names begin with an underscore, as it has the names of the model's modules, too.
+    Attributes:
+        model: what the piece uses of the model, under the model's names.
+        text: what it takes from where, and sends where, and its code.
     """
 
-    _run: Callable[..., tuple[Any, ...]]  # from what comes in to what is given, and stashed
-    _arguments: Arguments | None  # of the first layer
+    text: str
+    _run: Callable[..., Any]  # from the model and what comes in, to what is given and stashed
+    _arguments: Callable[..., list[Tensor]] | None  # of the first layer
     _pops: list[str]
-    _stashes: list[str]
+    _stashes: dict[str, int]
 
-    def _taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        if self._arguments is not None:
-            return self._arguments.tensors(inputs, named)
-        (value,) = inputs
-        return [value] if isinstance(value, Tensor) else [*value]
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the piece."""
-        return self._run(*self._taken(inputs, named))[0]
-
-
-class SkipLayer(Layer):
-    """A piece that stashes or pops skip tensors."""
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.training = model, model.training
 
     def forward(self, *inputs: Any, **named: Any) -> Generator[Any, Any, Any]:
         """Run the piece."""
-        tensors = self._taken(inputs, named)
+        if self._arguments is not None:
+            inputs = (*self._arguments(inputs, named),)
+        elif isinstance(inputs[0], tuple):
+            (inputs,) = inputs
+        popped = []
         for name in self._pops:
-            tensors.append((yield pop(name)))
-        given, *stashed = self._run(*tensors)
+            popped.append((yield pop(name)))
+        given, *stashed = type(self)._run(self.model, *inputs, *popped)
         for name, value in zip(self._stashes, stashed, strict=True):
             yield stash(name, value)
         return given
+
+    def reset_parameters(self) -> None:
+        """Initialise what models of transformers hold; modules of others do it themselves."""
+        _initialise(self.model)
+
+
+def layers_of(
+    model: nn.Module, graph: fx.Graph, arguments: Callable[..., list[Tensor]]
+) -> OrderedDict[str, nn.Module]:
+    """Return the layers of a model's graph by name; ``arguments`` returns the first one's inputs."""
+    pieces, twin, namespace = _pieces(graph), on_meta(model), Namespace()
+    layers = OrderedDict[str, Any]()
+    for k, piece in enumerate(pieces):
+        text = _text(pieces, k) + _compute_sizes_once(graph, piece)
+        gives = pieces[k + 1].takes if k + 1 < len(pieces) else [*graph.output_node().args]
+        returned = (gives[0] if len(gives) == 1 else tuple(gives), *piece.stashes)
+        module = _module(model, piece.incoming, piece.own, returned)
+        stashes = {node.name: number for node, number in piece.stashes.items()}
+        pops = [node.name for node in piece.pops]
+        attributes = {"_run": type(module).forward, "_arguments": None if k else arguments}
+        attributes |= {"_pops": pops, "_stashes": stashes, "text": text + module.code.strip()}
+        kind: Any = skippable(stashes, pops)(type("Layer", (Layer,), attributes))
+        layer = layers[piece.name] = kind(_part_of(model, twin)).isolate(namespace)
+        for node in module.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                _hold(layer.model, model, twin, node.target)
+    held = {key for layer in layers.values() for key in layer.model.state_dict()}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key not in held and isinstance(value, Tensor):  # which nothing uses
+            _hold(layers[pieces[0].name].model, model, twin, key)
+    return layers
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Piece:
+    """The nodes of a piece, of what comes in, and of what goes out."""
+
+    own: list[fx.Node] = field(default_factory=list)
+    takes: list[fx.Node] = field(default_factory=list)  # of the layer before, or the inputs
+    pops: list[fx.Node] = field(default_factory=list)
+    stashes: dict[fx.Node, int] = field(default_factory=dict)  # and how many pieces pop each
+    name: str = ""
+
+    @property
+    def incoming(self) -> list[fx.Node]:
+        return self.takes + self.pops
+
+
+def _pieces(graph: fx.Graph) -> list[_Piece]:
+    """Return the pieces, with what each returns for the next one, and stashes for later ones."""
+    pieces = [_Piece() for _ in range(graph.output_node().meta["piece"] + 1)]
+    for node in [*graph.nodes][1:-1]:  # without the device, which each layer finds itself
+        if is_repeated(node):
+            continue
+        made = node.meta["piece"]
+        (pieces[0].takes if node.op == "placeholder" else pieces[made].own).append(node)
+        later = sorted(node.meta["needed"] - {made})
+        if "number" in node.meta:  # is passed on from layer to layer
+            for piece in pieces[made + 1 : max(later, default=0) + 1]:
+                piece.takes.append(node)
+            continue
+        if later[:1] == [made + 1]:
+            pieces[later.pop(0)].takes.append(node)
+        for k in later:
+            pieces[k].pops.append(node)
+        if later:
+            pieces[made].stashes[node] = len(later)
+    for k, piece in enumerate(pieces):
+        called = next((str(n.target) for n in piece.own if n.op == "call_module"), "functions")
+        piece.name = f"{k}_{called.replace('.', '_')}"
+        if not any("tensor" in node.meta for node in piece.incoming):  # which tells the device
+            before = pieces[k - 1].incoming + pieces[k - 1].own
+            piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
+    return pieces
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+def _text(pieces: list[_Piece], k: int) -> str:
+    """Return what a piece takes from where, and sends where."""
+    lines = []
+    for node in pieces[k].incoming:
+        source = pieces[node.meta["piece"]].name if k > 0 else "the model's inputs"
+        lines.append(f"takes {_value(node)} from {source}\n")
+    following = pieces[k + 1].takes if k + 1 < len(pieces) else []
+    for node in dict.fromkeys([*following, *pieces[k].stashes]):
+        users = sorted(node.meta["needed"] - {k})
+        lines.append(f"sends {_value(node)} to {', '.join(pieces[u].name for u in users)}\n")
+    return "".join(lines)
+
+
+def _value(node: fx.Node) -> str:
+    if "number" in node.meta:
+        return f"{node.name}: int"
+    tensor = node.meta["tensor"]
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{node.name}: {kind}, {tensor.nbytes:,} bytes"
+
+
+def _compute_sizes_once(graph: fx.Graph, piece: _Piece) -> str:
+    """Have a piece call one function for all that depends on the sizes of what comes in alone.
+
+    Returns:
+        The text of the function.
+    """
+    read = [n for n in piece.own if "number" in n.meta and n.args[0] in piece.incoming]
+    numbers = read + [node for node in piece.incoming if "number" in node.meta]
+    given = [next(iter(graph.nodes)), *numbers]  # the device first
+    known = {*given}
+    for node in graph.nodes:
+        is_sized = node.meta.get("sized") and "number" not in node.meta
+        if is_sized and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    checks = [node for node in piece.own if node in known and node not in read]
+    own = [node for node in piece.own if node not in known]
+    inputs = dict.fromkeys(source for node in own for source in node.all_input_nodes)
+    used = [node for node in inputs if node in known and node not in given]
+    if not (checks or used):
+        return ""
+    module = _module(nn.Module(), given, checks, used)
+    tensor = next(node for node in piece.incoming if "tensor" in node.meta)
+    with graph.inserting_before(graph.output_node()):
+        call = graph.call_function(_once(type(module).forward), (tensor, *numbers))
+        parts = [graph.call_function(operator.getitem, (call, k)) for k in range(len(used))]
+    piece.own = [*read, call, *parts, *own]
+    for node, part in zip(used, parts, strict=True):
+        for user in own:
+            user.replace_input_with(node, part)
+    return module.code.lstrip()
+
+
+def _module(
+    model: nn.Module, incoming: list[fx.Node], nodes: Iterable[fx.Node], returned: Any
+) -> fx.GraphModule:
+    """Return a module which runs nodes, and what they use that each piece makes itself."""
+    graph = fx.Graph()
+    made = {node: graph.placeholder(node.name) for node in incoming}
+
+    def made_of(node: fx.Node) -> fx.Node:
+        if node not in made and node.op == "placeholder":  # the device
+            tensor = next(made[n] for n in incoming if "tensor" in n.meta)
+            made[node] = graph.call_function(getattr, (tensor, "device"))
+        elif node not in made:
+            made[node] = graph.node_copy(node, made_of)
+        return made[node]
+
+    for node in nodes:
+        made_of(node)
+    graph.output(fx.map_arg(returned, made_of))
+    return fx.GraphModule(model, graph)
+
+
+def _once(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Have what depends on sizes alone computed once for all micro-batches of the same sizes."""
+    last: tuple[Any, list[Any], list[int]] = (None, [], [])
+
+    def sizes(tensor: Tensor, *numbers: int) -> list[Any]:
+        nonlocal last
+        device = tensor.device
+        # Changes of tensors that inference mode makes cannot be noticed.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return function(None, device, *numbers)
+        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        key = type(tensor), device, autocast, numbers
+        if key != last[0] or _versions(last[1]) != last[2]:
+            values = function(None, device, *numbers)
+            last = key, values, _versions(values)
+        return last[1]
+
+    return sizes
+
+
+def _versions(values: list[Any]) -> list[int]:
+    return [value._version for value in values if isinstance(value, Tensor)]
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+class _Part:
+    """What a layer has of an opened module, of whose class this is the first base.
+
+    All else of the module is on the meta device, so that its own ``reset_parameters()`` initialises
+    what is here, and costs and changes nothing else.
+    """
+
+    _whole: tuple[nn.Module]  # in a tuple, so that nn.Module does not register it
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            return getattr(self._whole[0], name)
+
+
+def _part_of(module: nn.Module, twin: nn.Module) -> nn.Module:
+    """Return an opened module without what it holds; ``twin`` is its copy on the meta device."""
+    part = copy.copy(module)
+    vars(part).update(_modules={}, _parameters={}, _buffers={}, _whole=(twin,))
+    part.__class__ = type(type(module).__name__, (_Part, type(module)), {})
+    return part
+
+
+def _hold(part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
+    """Have a part of the model hold a module, parameter or buffer of the model by its name."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        model, twin = model.get_submodule(owner), twin.get_submodule(owner)
+        if owner not in part._modules:
+            part._modules[owner] = _part_of(model, twin)
+        part = part.get_submodule(owner)
+        if part is model:
+            return  # it is inside a module that is here as a whole
+    for held in ("_modules", "_parameters", "_buffers"):
+        if name in vars(model)[held]:
+            vars(part)[held][name] = vars(model)[held][name]
+
+
+def _initialise(module: Any, rule: Callable[[Any], None] | None = None) -> None:
+    """Initialise inner modules first, each by the rule of the model of transformers around it."""
+    models = sys.modules.get("transformers.modeling_utils")
+    if models is not None and isinstance(module, models.PreTrainedModel):
+        rule = module._init_weights
+    for child in module.children():
+        _initialise(child, rule)
+    if rule is not None:
+        rule(module)

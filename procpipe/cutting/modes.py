@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import zip_longest
 
 from torch import fx
 
-from procpipe.cutting.at_run import check_mode, chosen
+from procpipe.cutting.refusal import check
 from procpipe.torch_internals import pytree
 
 
 def join(graph: fx.Graph, other: fx.Graph, *, is_training: bool) -> str:
     """Let a graph compute what it does in its mode and what another one does in the other mode.
 
-    Args:
-        graph: changed in place, where only plain arguments differ.
-        other: the graph of the other mode.
-        is_training: whether ``graph`` is that of train mode.
-
-    Returns:
-        The line at which the two are different forwards, if they are; "" if not.
+    Changes ``graph``, which is that of train mode if ``is_training``, where only plain arguments
+    differ. Returns the line at which the two are different forwards, if they are; "" if not.
     """
     pairs = list(zip_longest(graph.nodes, other.nodes))
     same = {b: a for a, b in pairs}
     for a, b in pairs:
         if a is None or b is None:
             return "its end"
+        where = str(a.meta.get("line") or b.meta.get("line") or "its end")
         ours, form = pytree.tree_flatten((a.args, a.kwargs))
         theirs, other_form = pytree.tree_flatten(fx.map_arg((b.args, b.kwargs), same.__getitem__))
-        if (a.op, a.target, form) != (b.op, b.target, other_form):
-            return _line(a, b)
+        kind, other_kind = ((n.op, n.target, n.meta.get("within")) for n in (a, b))
+        if (kind, form) != (other_kind, other_form):
+            return where
         for k, (x, y) in enumerate(zip(ours, theirs, strict=True)):
             if repr(x) == repr(y):
                 continue
             if isinstance(x, fx.Node | slice) or isinstance(y, fx.Node | slice):
-                return _line(a, b)
-            in_modes = (x, y) if is_training else (y, x)
+                return where
             with graph.inserting_before(a):
                 ours[k] = graph.get_attr("training")
-                if in_modes != (True, False):
-                    ours[k] = graph.call_function(chosen, (ours[k], *in_modes))
+                if (x, y) != (is_training, not is_training):
+                    by_mode = (y, x) if is_training else (x, y)
+                    ours[k] = graph.call_function(operator.getitem, (by_mode, ours[k]))
         a.args, a.kwargs = pytree.tree_unflatten(ours, form)
     return ""
 
@@ -49,15 +47,11 @@ def keep_to(graph: fx.Graph, different: str, *, is_training: bool) -> None:
 
     ``different`` is the line, or the fault, by which the forward of the other mode differs.
     """
-    this, other = ("train", "eval") if is_training else ("eval", "train")
+    other = "eval" if is_training else "train"
     text = (
-        f"the layers were recorded in {this} mode, and the model's forward is another one in "
-        f"{other} mode: {different}\nto run it there, cut model.{other}() and load the state dict"
+        f"the mode: the model's forward is another one in {other} mode: {different}\nto run it "
+        f"there, cut model.{other}() and load the state dict"
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         arguments = (graph.get_attr("training"), is_training, text)
-        graph.call_function(check_mode, arguments).meta["keep"] = True
-
-
-def _line(a: fx.Node, b: fx.Node) -> str:
-    return str(a.meta.get("line") or b.meta.get("line") or "its end")
+        graph.call_function(check, arguments).meta["keep"] = True

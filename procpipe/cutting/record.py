@@ -5,23 +5,21 @@
     b, c = h.shape[:2]              size = stem.size(0); …               sizes.py
     h = h.view(b, c, -1)            view = stem.view(size, size_1, -1)   a function of torch
 
-The model's Python runs once. The graph's first input is the device; its output is what the model
-returns. The ``meta`` of a node has what cutting needs to know:
+The model's Python runs once. The graph's first input is the device; its output is one node, what
+the model returns. The ``meta`` of a node has what cutting needs to know:
 
-    bytes, shape   of a tensor
-    size of        the tensor that a size is read of
-    module         the name of the module that is called
-    elements       of that module's parameters, or of the parameter that is read
-    changed        true if it makes, reads or changes memory that is changed in place
-    since          the first node whose memory this one changes
-    keep           true if it must not be left out
-    line           of the model's code
+    tensor      of the sample, which the node makes; its version and needs_grad at present
+    number      true if it reads an int that each micro-batch has anew
+    weight      elements of the parameters of the module that is called, or of the parameter
+    changed     true if it makes, reads or changes memory that is changed in place
+    since       the first node whose memory this one changes
+    keep        true if it must not be left out
+    line        of the model's code
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import functools
 import math
@@ -30,7 +28,8 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -38,71 +37,49 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.at_run import Autocast, Nested, Within, carrier
-from procpipe.cutting.divide import mark_sized
-from procpipe.cutting.refusal import WHOLE, CannotCutError, line, not_plain, refusal
-from procpipe.cutting.sizes import Number, Size, must_be
+from procpipe.cutting.refusal import WHOLE, CannotCutError, check, line, must_be, refusal
+from procpipe.cutting.sizes import Number, Size
 from procpipe.cutting.twin import owned
 from procpipe.torch_internals import pytree
 
-#: What returns values of a tensor to Python.
-_READS = {
+#: What returns values of a tensor to Python, or has effects that the layers would not have.
+_REFUSED = {
     *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"),
     *("__complex__", "equal", "allclose", "is_nonzero", "__contains__"),
+    *("data", "__set__", "grad", "backward", "register_hook", "retain_grad"),
+}
+
+#: What is the same for each micro-batch, or is not noticed, as the docs say.
+_FIXED = {
+    *("dim", "ndim", "ndimension", "requires_grad", "is_leaf", "grad_fn", "is_inference"),
+    *("device", "get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
+    *("__hash__", "__repr__", "__format__", "_set_grad_enabled"),
 }
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
-
-#: What is the same for each micro-batch.
-_FIXED = {
-    *("dim", "ndim", "ndimension", "device", "layout", "requires_grad", "is_leaf", "grad_fn"),
-    *("is_floating_point", "is_complex", "is_signed", "is_sparse", "is_quantized", "is_nested"),
-    *("is_cuda", "is_meta", "names", "has_names", "element_size", "itemsize", "__hash__"),
-    *("__repr__", "__format__", "is_inference", "is_conj", "is_neg", "is_mps"),
-    "_set_grad_enabled",
-}
-
-#: What has effects that the layers would not have.
-_REFUSED = {
-    **dict.fromkeys(("data", "__set__", "grad"), "leave it out, or use detach()"),
-    **dict.fromkeys(("backward", "register_hook", "retain_grad"), "do it in a module of its own"),
-}
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis), enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """A tensor of the sample, and what made it."""
-
-    tensor: Tensor
-    node: fx.Node
-    needs_grad: bool
-    version: int
+#: ``(device type, dtype, enabled)``; of the sample's device, and otherwise of the present one.
+Autocast = tuple[str | None, torch.dtype, bool]
 
 
 class Recorder(TorchFunctionMode):
-    """Records torch's functions and whole modules as a model calls them.
+    """Records torch's functions and whole modules as a model calls them, in its ``graph``.
 
     Args:
         twin: the copy of the model that runs.
         opened: the names of its modules that do not stay whole.
         arguments: the sample, by name.
-
-    Attributes:
-        graph: what is recorded.
-        opened: the modules that do not stay whole.
-        is_inside: whether a whole module runs.
-        autocasts: how the forward has switched autocast at present.
     """
 
     def __init__(self, twin: nn.Module, opened: dict[str, None], arguments: dict[str, Any]) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.opened = {twin.get_submodule(name) for name in opened}
-        self.is_inside = False
+        self.is_inside = False  # a whole module
         self.autocasts: list[Autocast] = []
         self._twin = twin
         self._device_node = self.graph.placeholder("device")
@@ -110,52 +87,49 @@ class Recorder(TorchFunctionMode):
         self._owned: dict[int, str] = {}
         for name, tensor in owned(twin):
             self._owned.setdefault(id(tensor), name)
-        self._known: dict[int, _Known] = {}
-        self._asked: dict[tuple[fx.Node, int | str], Any] = {}  # sizes and dtypes
-        self._random = _random_states()
+        self._known: dict[int, fx.Node] = {}
+        self._sizes: dict[tuple[fx.Node, int], Size] = {}
         for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
             if isinstance(leaf, Tensor):
                 name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
                 self._define(leaf, self.graph.placeholder(name))
         if not self._known:
             raise CannotCutError(f"the sample of the {type(twin).__qualname__} has no tensor")
-        self._device = next(iter(self._known.values())).tensor.device
+        self.device = next(iter(self._known.values())).meta["tensor"].device
 
     def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record the forward for the sample, as it is given in a call."""
-        made_on = self._device if self._device.type == "meta" else torch.get_default_device()
-        before = _attributes(self.opened)
+        made_on = self.device if self.device.type == "meta" else torch.get_default_device()
+        before = _states(self.opened)
         with torch.enable_grad(), made_on, _patched(self), self:
             result = self._twin(*args, **named)
-        self._check_random()
-        for (module, name), value in _attributes(self.opened).items():
-            if before.get((module, name), value) != value:
+        for key, state in _states(self.opened).items():
+            if before.get(key, state) != state:
                 raise CannotCutError(
-                    f"the forward of {type(module).__qualname__}.{name} changes this attribute (a "
-                    f"list, a random number generator), which the layers do not have\n{WHOLE}"
+                    f"the forward changes {key[1]}, which the layers do not have: draw random "
+                    f"numbers by torch, or {WHOLE}"
                 )
         leaves, tree = pytree.tree_flatten(result)
-        made = tuple(map(self._recorded, leaves))
+        made = tuple(map(self._source, leaves))
         is_tensor = isinstance(result, Tensor)
         self.graph.output(made[0] if is_tensor else self.graph.call_function(Nested(tree), made))
 
     # -- values -------------------------------------------------------------------------------
 
     def _define(self, tensor: Tensor, node: fx.Node) -> None:
-        node.meta["bytes"] = tensor.numel() * tensor.element_size()
-        node.meta["shape"] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        known = _Known(tensor, node, tensor.requires_grad, tensor._version)
-        self._known[id(tensor)] = known
+        self._known[id(tensor)] = node
+        state = {"version": tensor._version, "needs_grad": tensor.requires_grad}
+        node.meta.update(state, tensor=tensor)
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
         if (known := self._known.get(id(tensor))) is not None:
-            if known.needs_grad != tensor.requires_grad:
+            if known.meta["needs_grad"] != tensor.requires_grad:
                 raise refusal(
                     "a tensor got its gradient without a function of torch, as by a "
                     "torch.autograd.Function or reentrant checkpointing",
                     f"{WHOLE}; checkpoint with use_reentrant=False",
                 )
-            return known.node
+            return known
         if (name := self._owned.get(id(tensor))) is None:
             raise refusal(
                 "a tensor is used that no recorded function or module has made (an extension, "
@@ -163,57 +137,38 @@ class Recorder(TorchFunctionMode):
                 f"{WHOLE}; a constant can be a buffer",
             )
         node = self.graph.get_attr(name)
-        node.meta["elements"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+        node.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
         self._define(tensor, node)
         return node
 
-    def _recorded(self, value: Any) -> Any:
-        """Return an argument with nodes in place of tensors, sizes, modules and the device."""
+    def _source(self, value: Any) -> Any:
+        """Return what stands in the graph for a tensor, a number, the device or a plain value."""
         if isinstance(value, Tensor):
             return self._node_of(value)
         if isinstance(value, Number):
             return value.source
-        if type(value) in (tuple, list, torch.Size):
-            made = [self._recorded(each) for each in value]
-            return made if type(value) is list else tuple(made)
-        if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {key: self._recorded(each) for key, each in value.items()}
-        if isinstance(value, slice):
-            return slice(*map(self._recorded, (value.start, value.stop, value.step)))
-        if isinstance(value, nn.Module) and value in self._names:
-            return self.graph.get_attr(self._names[value])
-        if isinstance(value, torch.device | str) and str(value) == str(self._device):
+        if isinstance(value, torch.device | str) and str(value) == str(self.device):
             return self._device_node
         if isinstance(value, _PLAIN):
             return value
-        instead = {"PackedSequence": "pack, run and unpack the sequence in one module"}
-        name = type(value).__name__
-        if "Cache" in name:
-            instead[name] = "give the sample use_cache=False, with which the model makes no cache"
-        raise not_plain(value, "is passed on", instead.get(name, WHOLE))
+        raise _not_plain(value, "is passed on")
 
-    # -- sizes --------------------------------------------------------------------------------
-
-    def _answer_size(self, name: str, tensor: Tensor, dim: int | None = None) -> Any:
-        if name == "__len__":
-            return int(self._size(tensor, 0))
+    def _size(self, name: str, tensor: Tensor, dim: int | None = None) -> Any:
         if dim is not None:
-            return self._size(tensor, range(tensor.dim())[dim])
-        shape = [self._size(tensor, k) for k in range(tensor.dim())]
-        return torch.Size(shape) if name in ("shape", "size") else math.prod(shape)
+            return self._size_of(tensor, range(tensor.dim())[dim])
+        sizes = [self._size_of(tensor, k) for k in range(tensor.dim())]
+        if name == "__len__":
+            return int(sizes[0])
+        return torch.Size(sizes) if name in ("shape", "size") else math.prod(sizes)
 
-    def _size(self, tensor: Tensor, dim: int) -> Any:
+    def _size_of(self, tensor: Tensor, dim: int) -> Any:
         node = self._node_of(tensor)
         if node.op == "get_attr":
             return tensor.shape[dim]
-        if (node, dim) not in self._asked:
-            self._asked[node, dim] = self._size_of(node, dim, tensor.shape[dim])
-        return self._asked[node, dim]
-
-    def _size_of(self, tensor: fx.Node, dim: int, value: int) -> Size:
-        node = self.graph.call_method("size", (tensor, dim))
-        node.meta["size of"] = tensor
-        return Size(value, node)
+        if (node, dim) not in self._sizes:
+            read = self.graph.call_method("size", (node, dim))
+            self._sizes[node, dim] = _number(tensor.shape[dim], read)
+        return self._sizes[node, dim]
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -227,46 +182,20 @@ class Recorder(TorchFunctionMode):
         name = func.__self__.__name__ if is_get else name
         if self.is_inside or name in _FIXED:
             return func(*args, **kwargs)
-        if name in _REFUSED or func is torch.autograd.grad:
-            instead = _REFUSED.get(name, _REFUSED["backward"])
-            raise refusal(f"the forward uses {name} of a tensor", instead)
-        if name in _SIZES:
-            return self._answer_size(name, *args, **kwargs)
-        if name == "dtype":
-            return self._dtype(args[0])
-        if name in _READS:
-            return self._read(func, args, kwargs)
-        given, named = self._recorded(tuple(args)), self._recorded(dict(kwargs))
-        result = func(*_plain(args), **_plain(kwargs))
-        if is_get:
-            node = self._node("call_function", getattr, (given[0], name), {})
-        elif getattr(Tensor, name, None) is func:
-            node = self._node("call_method", name, given, named)
-        else:
-            node = self._node("call_function", func, given, named)
-        return self._bind(node, result, args, kwargs)
-
-    def _dtype(self, tensor: Tensor) -> torch.dtype:
-        node = self._node_of(tensor)
-        if node.op != "get_attr" and (node, "dtype") not in self._asked:
-            found = self.graph.call_function(getattr, (node, "dtype"))
-            self._asked[node, "dtype"] = must_be(found, tensor.dtype)
-        return tensor.dtype
-
-    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read a value that depends on sizes alone, as of masks; refuse others."""
-        node = self._node_of(args[0])
-        mark_sized(self.graph)
-        value = None
-        if node.meta["sized"] and not args[0].is_meta:
-            value = func(*_plain(args), **_plain(kwargs))
-        if not isinstance(value, bool | int | float):
+        if name in _REFUSED:
             raise refusal(
-                f"the forward reads values of a tensor ({func.__name__}), which differ for each "
-                "micro-batch"
+                "the forward reads values of a tensor, which differ for each micro-batch, or has "
+                f"other effects ({name})"
             )
-        arguments = self._recorded(args), self._recorded(kwargs)
-        return must_be(self.graph.call_function(func, *arguments), value)
+        if name in _SIZES:
+            return self._size(name, *args, **kwargs)
+        if is_get:
+            node = self._node("call_function", getattr, (args[0], name), {})
+        elif getattr(Tensor, name, None) is func:
+            node = self._node("call_method", name, args, kwargs)
+        else:
+            node = self._node("call_function", func, args, kwargs)
+        return self._bind(node, func(*_plain(args), **_plain(kwargs)), args, kwargs)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any
@@ -276,26 +205,25 @@ class Recorder(TorchFunctionMode):
             return call(module, *args, **named)
         self.is_inside = True
         try:
-            name = self._names[module]
-            node = self._node("call_module", name, self._recorded(args), self._recorded(named))
-            node.meta["module"] = name
-            node.meta["elements"] = sum(p.numel() for p in module.parameters())
+            node = self._node("call_module", self._names[module], args, named)
+            node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
+            states = _random_states()  # which it may change, as it runs each time
             result = call(module, *_plain(args), **_plain(named))
-            self._random = _random_states()  # a module may draw numbers, as it runs each time
+            _set_random_states(states)
             return self._bind(node, result, args, named)
         finally:
             self.is_inside = False
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add a node; it switches gradients and autocast where the forward has switched them."""
-        self._check_random()
-        is_grad = torch.is_grad_enabled()
-        if not is_grad or self.autocasts:
+        args, kwargs = _mapped(self._source, (tuple(args), dict(kwargs)))
+        if self.autocasts or not torch.is_grad_enabled():
             if op == "call_module":
                 args, target = (self.graph.get_attr(target), *args), operator.call
             elif op == "call_method":
                 target = getattr(Tensor, target)
-            op, target = "call_function", Within(target, is_grad, tuple(self.autocasts))
+            target = Within(target, torch.is_grad_enabled(), tuple(self.autocasts))
+            op = "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["line"] = line()
         return node
@@ -303,71 +231,41 @@ class Recorder(TorchFunctionMode):
     def _bind(self, node: fx.Node, result: Any, args: Any, kwargs: Any) -> Any:
         """Let what a call has returned, or changed in place, be values of its node."""
         is_changed = self._note_changes(node, args, kwargs)
-        node.meta["keep"] = is_changed or "module" in node.meta
         if isinstance(result, Tensor) and id(result) in self._known and not is_changed:
             result = result.view_as(result)  # as of dropout in eval mode: a value of its own
-        return None if is_changed and result is None else self._bound(result, node)
+        leaves, tree = pytree.tree_flatten(result)
+        is_leaf = len(leaves) == 1 and leaves[0] is result
+        if not is_leaf:
+            node = self.graph.call_function(leaves_of, (node, len(leaves), line()))
+        for k, leaf in enumerate(leaves):
+            part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in self._known:
+                    self._define(leaf, part)
+            elif type(leaf) is int:
+                leaves[k] = _number(leaf, part)
+            elif isinstance(leaf, _PLAIN):
+                must_be(part, leaf)
+            else:
+                raise _not_plain(leaf, f"is returned by {node.target}")
+        return pytree.tree_unflatten(leaves, tree)
 
     def _note_changes(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
         """Note which tensors a call has changed in place; return whether it has any."""
         given = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
-        if all(tensor._version == self._known[id(tensor)].version for tensor in given):
+        if not any(_is_changed(self._known[id(tensor)]) for tensor in given):
             return False
-        for known in self._known.values():  # those that share memory have changed, too
-            if known.tensor._version != known.version:
-                if known.node.op == "get_attr":
-                    self._check_change(known)
-                else:
-                    node.meta["since"] = min(known.node, node.meta.get("since", known.node))
-                known.node.meta["changed"] = node.meta["changed"] = True
-                known.version = known.tensor._version
-                known.needs_grad = known.tensor.requires_grad
+        node.meta.update(changed=True, keep=True)
+        for known in filter(_is_changed, [*self._known.values()]):  # also those that share memory
+            if known.op == "get_attr":
+                owner = self._twin.get_submodule(str(known.target).rpartition(".")[0])
+                if known.meta["weight"] or owner in self._names:  # which other layers may hold
+                    raise refusal(f"the forward changes {known.target} in place")
+            else:
+                node.meta["since"] = min(known, node.meta.get("since", known))
+            known.meta["changed"] = True
+            self._define(known.meta["tensor"], known)
         return True
-
-    def _check_change(self, known: _Known) -> None:
-        """Refuse that the forward changes what another layer may hold."""
-        owner = str(known.node.target).rpartition(".")[0]
-        is_whole = self._twin.get_submodule(owner) in self._names
-        if is_whole or isinstance(known.tensor, nn.Parameter):
-            raise refusal(f"the forward changes {known.node.target} in place")
-
-    def _bound(self, value: Any, node: fx.Node) -> Any:
-        """Return what a call has returned with its tensors known, and its numbers noted."""
-        if isinstance(value, Tensor):
-            if id(value) not in self._known:
-                self._define(value, node)
-        elif isinstance(value, tuple | list):
-            must_be(self.graph.call_function(len, (node,)), len(value))
-            made = [self._bound(each, self._item(node, k)) for k, each in enumerate(value)]
-            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-        elif isinstance(value, MutableMapping):
-            for key in value:
-                value[key] = self._bound(value[key], self._item(node, key))
-        elif dataclasses.is_dataclass(value):
-            for field in dataclasses.fields(value):
-                part = self.graph.call_function(getattr, (node, field.name))
-                made = self._bound(getattr(value, field.name), part)
-                object.__setattr__(value, field.name, made)
-        elif type(value) is int and value >= 0:
-            carried = self.graph.call_function(carrier, (self._device_node, node))
-            carried.meta.update(bytes=0, shape="a size")
-            return self._size_of(carried, 0, value)
-        elif isinstance(value, _PLAIN):
-            return must_be(node, value)
-        else:
-            raise not_plain(value, f"is returned by {node.target}")
-        return value
-
-    def _item(self, node: fx.Node, key: Any) -> fx.Node:
-        return self.graph.call_function(operator.getitem, (node, key))
-
-    def _check_random(self) -> None:
-        if _random_states() != self._random:
-            raise refusal(
-                "the forward draws random numbers of Python or NumPy before this line, which "
-                "would be those of the sample for ever",
-                "draw them by torch",
-            )
 
 
 @contextlib.contextmanager
@@ -383,10 +281,8 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     def set_checked(module: nn.Module, name: str, value: Any) -> None:
         if module in recorder.opened and not recorder.is_inside:
-            raise refusal(
-                f"the forward sets the attribute {name} of a {type(module).__qualname__}, which "
-                "the layers do not have"
-            )
+            kind = type(module).__qualname__
+            raise refusal(f"the forward sets the attribute {name} of a {kind}")
         set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:
@@ -394,7 +290,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         if not recorder.is_inside:
             on = context.device
             state = torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
-            recorder.autocasts.append((None if on == recorder._device.type else on, *state))
+            recorder.autocasts.append((None if on == recorder.device.type else on, *state))
         return result
 
     def left(context: Any, *error: Any) -> Any:
@@ -411,30 +307,107 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+# -- what the graph calls -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Makes what the model returns of its tensors and plain values."""
+
+    tree: Any = field(hash=False)
+    __name__ = "nested"
+
+    def __call__(self, *leaves: Any) -> Any:
+        """Return the leaves as they were nested in the sample's result."""
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A function as it runs where the forward has switched gradients or autocast."""
+
+    function: Callable[..., Any]
+    is_grad: bool
+    autocasts: tuple[Autocast, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.function.__name__}_within"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_grad:
+                stack.enter_context(torch.no_grad())
+            for device, dtype, enabled in self.autocasts:
+                on = device or next(t.device.type for t in args if isinstance(t, Tensor))
+                stack.enter_context(torch.autocast(on, dtype=dtype, enabled=enabled))
+            return self.function(*args, **kwargs)
+
+
+def leaves_of(result: Any, number: int, where: str) -> list[Any]:
+    """Return the tensors and plain values that a function returns; as many as for the sample."""
+    leaves: list[Any] = pytree.tree_leaves(result)
+    check(len(leaves), number, where)
+    return leaves
+
+
+# -- small ----------------------------------------------------------------------------------------
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return an argument of torch or of a module with a function of each value nested in it."""
+    if type(value) in (tuple, list, torch.Size):
+        made = [_mapped(function, each) for each in value]
+        return made if type(value) is list else tuple(made)
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _mapped(function, each) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*_mapped(function, (value.start, value.stop, value.step)))
+    return function(value)
+
+
 def _plain(value: Any) -> Any:
     """Return an argument with the sample's numbers in place of sizes."""
-    if isinstance(value, Number):
-        return value.value
-    if type(value) in (tuple, list, torch.Size):
-        return type(value)(map(_plain, value))
-    if isinstance(value, slice):
-        return slice(*map(_plain, (value.start, value.stop, value.step)))
-    return {k: _plain(v) for k, v in value.items()} if type(value) is dict else value
+    return _mapped(lambda each: each.value if isinstance(each, Number) else each, value)
 
 
-def _attributes(modules: set[nn.Module]) -> dict[tuple[nn.Module, str], bytes]:
-    """Return the values of modules' attributes, of those that can be written."""
-    found = {}
+def _number(value: int, node: fx.Node) -> Size:
+    node.meta["number"] = True
+    return Size(value, node)
+
+
+def _not_plain(value: object, what: str) -> CannotCutError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    instead = WHOLE
+    if kind.endswith("Cache"):
+        instead = "give the sample use_cache=False, with which the model makes no cache"
+    elif kind.endswith("PackedSequence"):
+        instead = "pack, run and unpack the sequence in one module"
+    return refusal(f"a value of type {kind} {what}, which is no tensor or plain value", instead)
+
+
+def _is_changed(node: fx.Node) -> bool:
+    return bool(node.meta["tensor"]._version != node.meta["version"])
+
+
+def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], bytes]:
+    """Return the states of random number generators, and of modules' attributes, by their names."""
+    found = {(None, "the random numbers of Python or NumPy"): pickle.dumps(_random_states())}
     for module in modules:
         for name in vars(module).keys() - vars(nn.Module()).keys():
-            with contextlib.suppress(Exception):  # of whatever class the value is
-                found[module, name] = pickle.dumps(vars(module)[name])
+            with contextlib.suppress(Exception):  # those that cannot be written
+                key = module, f"{type(module).__qualname__}.{name}"
+                found[key] = pickle.dumps(vars(module)[name])
     return found
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Return the states of Python's generator, and of NumPy's where it is loaded."""
-    if "numpy.random" not in sys.modules:
-        return (random.getstate(),)
-    state = sys.modules["numpy.random"].get_state(legacy=False)["state"]
-    return random.getstate(), state["pos"], state["key"].tobytes()
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), numpy and numpy.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1]:
+        sys.modules["numpy.random"].set_state(states[1])

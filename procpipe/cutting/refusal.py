@@ -1,4 +1,4 @@
-"""The error for a forward that cannot be recorded, which names the line of the model's code."""
+"""The errors that name a line of the model's code: when it is recorded, and when it runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import inspect
 import linecache
 import os
 import traceback
+from typing import Any
 
 import torch
+from torch import fx
 
 _PYTHON, _TORCH, _OWN = (os.path.dirname(file) for file in (os.__file__, torch.__file__, __file__))
 
@@ -37,7 +39,17 @@ def refusal(why: str, instead: str = WHOLE) -> CannotCutError:
     return CannotCutError(f"{why}, in {line()}\n{instead}")
 
 
-def not_plain(value: object, what: str, instead: str = WHOLE) -> CannotCutError:
-    """Return the error for an object that layers cannot pass on, and what is done with it."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return refusal(f"a value of type {kind} {what}, which is no tensor or plain value", instead)
+def must_be(node: fx.Node, value: Any) -> Any:
+    """Have each micro-batch checked for a plain value of the sample, and return it."""
+    arguments = (node, value, f"{line()}\n{WHOLE}")
+    node.graph.call_function(check, arguments).meta["keep"] = True
+    return value
+
+
+def check(found: Any, expected: Any, where: str) -> None:
+    """Raise a ``ValueError`` if what was decided for the sample is wrong for this micro-batch."""
+    if not (found is expected if isinstance(expected, bool) else found == expected):
+        raise ValueError(
+            f"the model's forward was recorded for a sample with {expected!r} here, and has "
+            f"{found!r} now: {where}"
+        )

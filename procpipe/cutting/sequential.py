@@ -2,28 +2,28 @@
 
 model ── twin.py ──> a copy on the meta device ── record.py ──> a graph for each mode
   │                                                               │ modes.py: one graph
-  └──> its modules ─> build.py: a layer for each piece <── divide.py: pieces
+  └──> its modules ─> layers.py: a layer for each piece <─ divide.py: pieces
 """
 
 from __future__ import annotations
 
-import random
+import copy
+import inspect
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from procpipe.cutting import modes
-from procpipe.cutting.build import layers_of
-from procpipe.cutting.divide import drop_unused, localise, mark_sized, number_pieces
-from procpipe.cutting.layers import Arguments
+from procpipe.cutting.divide import drop_unused, number_pieces
+from procpipe.cutting.layers import layers_of
 from procpipe.cutting.record import Recorder
 from procpipe.cutting.refusal import CannotCutError
-from procpipe.cutting.twin import META, copied, opened_names, owned, stand_in
+from procpipe.cutting.twin import on_meta, opened_names, owned
 from procpipe.divided import Divided
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
 
@@ -37,7 +37,7 @@ class CutModel(Divided):
         layers: Any = self.named_children()
         for name, layer in layers:
             number = sum(parameter.numel() for parameter in layer.parameters())
-            parts.append("\n    ".join([f"{name}: {number:,} parameters", *layer._texts]))
+            parts.append(f"{name}: {number:,} parameters\n{layer.text}")
         return "\n\n".join(parts)
 
 
@@ -79,46 +79,90 @@ def sequential(
             f"a {type(model).__qualname__} is no nn.Module: pass the model, then a sample of its "
             "inputs"
         )
-    opened = opened_names(model, largest, whole)
-    _check(model, opened)
-    arguments = Arguments(model.forward, inputs, named)
-    graph = _recorded(model, opened, arguments, inputs, named)
-    mark_sized(graph)
-    number_pieces(graph, largest * sum(parameter.numel() for parameter in model.parameters()))
-    localise(graph)
-    drop_unused(graph)
-    made = CutModel(layers_of(model, graph, arguments))
-    for module in (made, *made):
-        module.training = model.training
-    by_name = dict(zip(arguments.names, inputs, strict=False)) | named
-    made.sample = _stand_ins(by_name if named else inputs, META)
-    made.keys = lambda key: key.partition(".")[2]
+    kind = type(model).__qualname__
+    if is_compiled(model):
+        raise CannotCutError(
+            f"the {kind} is compiled as a whole, so its forward cannot be recorded: pass the model "
+            "itself, and compile the stage (stage.compile())"
+        )
+    if has_hooks(model):
+        raise CannotCutError(
+            f"the {kind} has hooks, which the layers would not call: remove them, or register them "
+            "at modules inside it"
+        )
+    limit = largest * sum(parameter.numel() for parameter in model.parameters())
+    arguments = _Arguments(model, inputs, named)
+    graph = _recorded(model, opened_names(model, limit, whole), arguments, inputs, named)
+    number_pieces(graph, limit)
+    made = CutModel(layers_of(model, graph, arguments.tensors))
+    made.training = model.training
+    by_name = dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False)) | named
+    made.sample = on_meta(by_name if named else inputs)
+    made.keys = lambda key: key.partition(".model.")[2]
     return made
+
+
+class _Arguments:
+    """The arguments of a model's forward, in the form that a sample has."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._signature = inspect.signature(model.forward)
+        self._plain = {
+            name: value
+            for name, value in named.items()
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+        }
+        _, self._form = self._taken_apart(inputs, named)
+
+    def by_name(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, in the order of the signature."""
+        return dict(self._signature.bind(*inputs, **self._plain | named).arguments)
+
+    def tensors(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors among a micro-batch's arguments.
+
+        Raises:
+            TypeError: they are others than the sample's.
+        """
+        tensors, form = self._taken_apart(inputs, named)
+        if form != self._form:
+            raise TypeError(
+                f"the model was recorded for arguments of the form {self._form}, and is given "
+                f"{form}: give procpipe.sequential such a sample"
+            )
+        return tensors
+
+    def _taken_apart(self, inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
+        leaves, tree = pytree.tree_flatten(self.by_name(inputs, named))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (tree, plain)
 
 
 def _recorded(
     model: nn.Module,
     opened: dict[str, None],
-    arguments: Arguments,
+    arguments: _Arguments,
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> fx.Graph:
     """Record the forward in both modes, and return a graph of both."""
 
-    def record(device: torch.device | None, is_training: bool) -> fx.Graph:
-        with _undisturbed(), said_to_compile():  # libraries then leave out what reads values
-            twin = copied(model, device).train(is_training)
-            args, kwargs = _stand_ins((inputs, named), device)
-            recorder = Recorder(twin, opened, arguments.bound(args, kwargs))
+    def record(copied: Any, is_training: bool) -> fx.Graph:
+        is_loaded = "torch._dynamo" in sys.modules
+        as_written = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        with torch.random.fork_rng(), warnings.catch_warnings(), as_written, said_to_compile():
+            warnings.simplefilter("ignore")
+            twin, (args, kwargs) = copied(model).train(is_training), copied((inputs, named))
+            recorder = Recorder(twin, opened, arguments.by_name(args, kwargs))
             recorder.run(args, kwargs)
         drop_unused(recorder.graph)
         return recorder.graph
 
     is_meta = any(tensor.is_meta for _, tensor in owned(model))
-    device: torch.device | None
-    for device in (META,) if is_meta else (META, None):  # the model's own, if it has values
+    copied: Any
+    for copied in (on_meta,) if is_meta else (on_meta, copy.deepcopy):
         try:
-            graph = record(device, model.training)
+            graph = record(copied, model.training)
             break
         except Exception as error:  # of any kind, since it is the user's code that runs
             fault = error
@@ -126,47 +170,10 @@ def _recorded(
         fault.add_note("procpipe: while procpipe.sequential recorded the model's forward")
         raise fault
     try:
-        other = record(device, not model.training)
+        other = record(copied, not model.training)
         different = modes.join(graph, other, is_training=model.training)
     except Exception as error:
         different = f"{type(error).__name__}: {error}"
     if different:
         modes.keep_to(graph, different, is_training=model.training)
     return graph
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave random numbers as they were, and let compiled modules run as they were written."""
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy.get_state() if numpy else None
-    with torch.random.fork_rng(), warnings.catch_warnings(), ExitStack() as stack:
-        warnings.simplefilter("ignore")
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            if numpy:
-                numpy.set_state(states[1])
-
-
-def _check(model: nn.Module, opened: Iterable[str]) -> None:
-    """Refuse a model that is compiled, has hooks, or has modules in another mode."""
-    others = [name for name in opened if model.get_submodule(name).training != model.training]
-    whys = {
-        "is compiled as a whole, so its forward cannot be recorded: pass the model itself, and "
-        "compile the stage (stage.compile())": is_compiled(model),
-        "has hooks, which the layers would not call: remove them, or register them at modules "
-        "inside it": has_hooks(model),
-        f"has the modules {', '.join(others)}, which would be opened, but are in another mode: "
-        "let them stay whole (whole=), or call model.train() or model.eval()": bool(others),
-    }
-    for why, is_so in whys.items():
-        if is_so:
-            raise CannotCutError(f"the {type(model).__qualname__} {why}")
-
-
-def _stand_ins(value: Any, device: torch.device | None) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: stand_in(tensor, device), value)

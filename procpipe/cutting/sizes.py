@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from procpipe.cutting.at_run import check
-from procpipe.cutting.refusal import WHOLE, line, refusal
-
-
-def must_be(node: fx.Node, value: Any) -> Any:
-    """Have each micro-batch checked for a plain value of the sample, and return it."""
-    arguments = (node, value, f"{line()}\n{WHOLE}")
-    node.graph.call_function(check, arguments).meta["keep"] = True
-    return value
+from procpipe.cutting.refusal import must_be, refusal
 
 
 class Number:

@@ -1,50 +1,36 @@
-"""The copy of a model that is recorded, so that the model itself does not change.
-
-On the meta device it needs no memory. Where the forward cannot run there, it shares the model's
-parameters, and has copies of what a forward may change.
-"""
+"""The copy of a model that is recorded, so that the model does not change; what is opened of it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from procpipe.torch_internals import has_hooks, is_compiled
+from procpipe.torch_internals import has_hooks, is_compiled, pytree
 
 META = torch.device("meta")
 
 #: The modules of torch that may be opened; its others use what is inside in ways of their own.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_OPENED = (
-    *_CONTAINERS,
-    nn.Sequential,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-)
+_OPENED = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-def copied(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """Copy a model onto the meta device; without a device, with its parameters themselves."""
-    return copy.deepcopy(
-        model, {id(tensor): stand_in(tensor, device) for _, tensor in owned(model)}
-    )
-
-
-def stand_in(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Return a tensor without values on a device; without a device a copy, or the parameter."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    if device is None:
-        return (
-            tensor if is_parameter else tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        )
-    made = torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+def on_meta(value: Any) -> Any:
+    """Copy a module, or nested values, with tensors on the meta device, which need no memory."""
+    is_module = isinstance(value, nn.Module)
+    found = (t for _, t in owned(value)) if is_module else pytree.tree_leaves(value)
+    memo: dict[int, Any] = {}
+    for tensor in found:
+        if isinstance(tensor, Tensor):
+            made = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, made.requires_grad) if is_parameter else made
+    return copy.deepcopy(value, memo)
 
 
 def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -61,31 +47,28 @@ def opened_names(
 ) -> dict[str, None]:
     """Return the names of the modules whose forward is recorded; the others stay whole.
 
-    ``largest`` is the largest share of the parameters that a module has which is not opened.
+    ``largest`` is how many elements of parameters a module may have that is not opened.
     """
-    total = sum(p.numel() for p in model.parameters()) or 1
     kept = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     found: dict[str, None] = {}
 
     def visit(name: str, module: nn.Module) -> None:
-        is_large = sum(p.numel() for p in module.parameters()) > largest * total
-        is_named = isinstance(module, tuple(whole)) or type(module).__qualname__ in kept
-        is_opened = is_large and not is_named and _can_be_opened(module)
-        if module is model or type(module) in _CONTAINERS or is_opened:
+        kind = type(module)
+        is_whole = (
+            sum(p.numel() for p in module.parameters()) <= largest
+            or isinstance(module, tuple(whole))
+            or kind.__qualname__ in kept
+            or (kind.__module__.startswith("torch.") and kind not in _OPENED)
+            or is_compiled(module)
+            or has_hooks(module)
+            or parametrize.is_parametrized(module)
+            or module.training != model.training
+            or not any(True for _ in module.children())
+        )
+        if module is model or kind in _CONTAINERS or not is_whole:
             found[name] = None
             for child_name, child in module.named_children():
                 visit(f"{name}.{child_name}".lstrip("."), child)
 
     visit("", model)
     return found
-
-
-def _can_be_opened(module: nn.Module) -> bool:
-    is_torchs = type(module).__module__.startswith("torch.")
-    return not (
-        (is_torchs and type(module) not in _OPENED)
-        or is_compiled(module)
-        or has_hooks(module)
-        or parametrize.is_parametrized(module)
-        or not any(True for _ in module.children())
-    )
