@@ -186,7 +186,8 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.like, ctx.seconds = weight, seconds
         time.sleep(seconds)
-        return x.new_empty(0).set_(x)  # not a view, which torch's ZBV would refuse
+        # Not a view, which torch's ZBV would refuse.
+        return x.new_empty(0).set_(x)  # type: ignore[call-overload, no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
