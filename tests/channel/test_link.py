@@ -100,6 +100,25 @@ def test_sent_tensors_are_released_as_transfers_end(meshes):
     assert len(sender.in_flight) < 60
 
 
+def test_a_large_receive_is_posted_when_token_and_allowance_are_there(meshes):
+    transport = Slow()
+    sender, receiver = ends(meshes, transport, transport)
+    posted = []
+
+    def send_three():
+        for _ in range(3):
+            sender.send(Flat.of(BIG))
+
+    for act in (
+        *(send_three, meshes[1].poll, *[receiver.expect] * 4),
+        *(lambda: sender.send(Flat.of(BIG)), meshes[1].poll),
+    ):
+        act()
+        posted.append(transport.num_posted)
+
+    assert posted == [0, 0, 1, 2, 3, 3, 3, 4]
+
+
 @pytest.mark.parametrize("fails", ["receive", "send"])
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_transfer_that_fails_names_the_failed_rank(meshes, monkeypatch, fails, is_reported):

@@ -404,6 +404,7 @@ def ask_for_what_cannot_be(bare):
         found["whole stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_whole=True))
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
+        found["tied in a stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_tied=True))
     return found
 
 
@@ -411,6 +412,8 @@ def shard(bare, mesh, dimension, schedule, *, is_whole=False, is_tied=False, is_
     model = make_model()
     if is_tied:
         model[5].weight = model[0].weight
+    if is_tied and schedule == "1f1b":  # within each stage
+        model[1].up.bias, model[5].weight = model[0].weight, model[3].up.weight
     name = f"{dimension} {schedule} {is_late}"
     stage = stage_in(bare, mesh, name, model, [2, 4], schedule=schedule)
     if is_late:
@@ -446,6 +449,10 @@ def test_what_cannot_be_is_a_clear_error(ranks):
             "whole stage": "TypeError: the Stage was given to fully_shard or replicate",
             "late": "RuntimeError: fully_shard was called after the stage's first call",
             "tied": "TypeError: 0.weight is shared by layers 0.weight, 5.weight",
+            "tied in a stage": (
+                "TypeError: 0.weight is shared by layers 0.weight, 1.up.bias, and one is sharded",
+                "TypeError: 3.up.weight is shared by layers 3.up.weight, 5.weight, and one is",
+            )[rank % 2],
         }.items():
             assert words in found[name], (rank, name, found[name])
         assert not any("give replicas=" in words for words in found.values()), found

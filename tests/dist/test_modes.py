@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.dist.stages import (
     assert_same,
@@ -24,6 +24,7 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
+from tests.dist.test_boundaries import Do
 
 pytestmark = pytest.mark.on_gpus
 
@@ -104,6 +105,20 @@ def change(layer, requires_grad, is_replaced):
 
 
 # -- clipping ------------------------------------------------------------------------------------
+
+
+def clip_nothing_and_two_dtypes(bare):
+    """Options of clipping, and bits: tests/fuzz."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 4), Do(Tensor.double), nn.Linear(4, 3).double())
+    inputs, target = make_batch()
+    with stage_of(bare, "two dtypes", plain, [1, 2], loss_fn=F.cross_entropy) as stage:
+        assert stage.clip_grad_norm_(1.0) == 0, "there is no gradient yet"
+        plain_step(plain, (inputs.float(),), target, 1, F.cross_entropy)
+        stage.step(inputs.float(), target)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        assert_same(stage.clip_grad_norm_(1e-3), expected, "norm", 1e-6)
+        assert_same_gradients(stage, plain, "clipped", 1e-6)
 
 
 def clip_what_is_not_finite(bare, error_if_nonfinite):
@@ -265,6 +280,10 @@ def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
 
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
     ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
+
+
+def test_clipping_of_nothing_and_of_two_dtypes(ranks):
+    ranks(2).run(clip_nothing_and_two_dtypes, world=False).values()
 
 
 def test_a_norm_that_is_not_finite(ranks):

@@ -361,6 +361,10 @@ def other_call(stage, what, is_here, data):
         return None
     if what == "total":
         return stage.step(*data, total_weight=2 if is_here else 3)
+    if what == "accumulate":
+        return stage.step(*data, accumulate=2 if is_here else 3)
+    if what == "same_data":
+        return next(iter(stage.batches([data], same_data=is_here)))
     if what == "no_sync":
         with stage.no_sync() if is_here else contextlib.nullcontext():
             return stage.step(*data)
@@ -396,8 +400,8 @@ def call_apart(bare, what):
 @pytest.mark.parametrize(
     "what",
     [
-        *("step and forward", "modes", "total", "no_sync", "clip", "loop and sum", "backward"),
-        "break",
+        *("step and forward", "modes", "total", "accumulate", "no_sync", "clip"),
+        *("loop and sum", "backward", "same_data", "break"),
     ],
 )
 def test_replicas_in_other_calls_end_with_an_error_that_names_both(ranks, what):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import json
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_another_dtype_than_the_models_is_refused_or_converted(tmp_path):
 
 
 # -- files of weights ----------------------------------------------------------------------------
+
+
+def test_an_index_of_safetensors_names_files_beside_it(tmp_path):
+    model = nn.Linear(1, 1)
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for names, error, message in (
+        ({"weight": "a.safetensors"}, ValueError, "bias is missing"),  # where the index has it not
+        ({"weight": "b.safetensors"}, FileNotFoundError, r"b.safetensors"),
+    ):
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(error, match=message):
+            state.load_weights(tmp_path, model)
 
 
 def test_weights_in_files_of_other_kinds_are_refused(tmp_path):

@@ -193,7 +193,7 @@ def test_ctrl_c_ends_all_processes():
 def test_ctrl_c_twice_kills_all_processes():
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); time.sleep(1000)"
     with started("-n", "2", on_terminal=True, grace_s=1000, script=plain(ignore)) as run:
-        run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
+        run.wait_until(lambda: len(ready(run)) == 2, "both ranks to be ready")
         run.press("\x03")
         run.wait_for("ending all processes")
         run.press("\x03")
@@ -223,9 +223,13 @@ def ready(run):
     return [path for path in paths if "ready" in path.read_text()]
 
 
-def test_sigterm_ends_ranks_that_ignore_it():
-    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(1000)"
-    with started("-n", "2", "--quiet", grace_s=1, script=plain(ignore)) as run:
+def test_sigterm_comes_to_ranks_and_ends_those_that_go_on():
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: print("goes on", flush=True))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    with started("-n", "2", "--quiet", grace_s=1, script=plain(code)) as run:
         run.wait_until(lambda: len(ready(run)) == 2, "both ranks to ignore it")
         signalled_s = time.monotonic()
         run.popen.send_signal(signal.SIGTERM)
@@ -235,6 +239,8 @@ def test_sigterm_ends_ranks_that_ignore_it():
     assert ended.code == 128 + signal.SIGTERM, ended
     assert ended.left == ()
     assert "procpipe: ended by SIGTERM after " in ended.err
+    for rank in range(2):
+        assert ended.logs[f"attempt_0/rank_{rank}/stdout.log"] == "ready\ngoes on\n"
     assert 1 <= took_s < 15, "torch's agent waits for 30 s by default"
 
 
