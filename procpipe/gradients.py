@@ -30,8 +30,8 @@ from procpipe.errors import DisagreementError
 from procpipe.run.coordinator import Agree, compare_facts
 from procpipe.torch_internals import check_gradients_by
 
-#: Norms as plain JSON: the name of their dtype, which need not be that of other stages, and values.
-_Norms = tuple[str, list[float]]
+#: A norm as plain JSON: its dtype's name, as torch adds up norms by dtypes, and its value.
+_Norm = tuple[str, float]
 
 
 def clip_together(
@@ -48,8 +48,8 @@ def clip_together(
 
     ``agree`` brings values of all ranks together. Another rank counts the norms of ``copies``.
     """
-    each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items() if of_part]
-    norm = _tensor_of(agree(each, partial(_total_norm, norm_type)))[0].to(device)
+    each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items()]
+    norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradients' norm over all stages is {norm}, so they cannot be clipped; look for "
@@ -116,30 +116,34 @@ def _checked(
     return {result.device: result}
 
 
-def _norms(gradients: Sequence[Tensor], norm_type: float) -> _Norms:
+def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[_Norm]:
     """Return the norm of each gradient; waits for the device, once.
 
     The norm of a DTensor is that of the whole tensor: all processes that share it call this.
     """
     norms = [torch.linalg.vector_norm(gradient, float(norm_type)) for gradient in gradients]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return _plain(torch.stack(whole))
+    if not whole:
+        return []
+    values = torch.stack([norm.double() for norm in whole]).tolist()
+    return [(_name_of(norm.dtype), value) for norm, value in zip(whole, values, strict=True)]
 
 
-def _total_norm(norm_type: float, of_stages: list[list[tuple[int, _Norms]]]) -> _Norms:
+def _total_norm(norm_type: float, of_stages: list[list[tuple[int, list[_Norm]]]]) -> _Norm:
     """Return the norm of the norms of all stages, in the model's order."""
     in_order = sorted(chain(*of_stages), key=itemgetter(0))  # by the index of the partition
-    norms = [norm for _, of_part in in_order for norm in _tensor_of(of_part)]
-    return _plain(torch.nn.utils.get_total_norm(norms, float(norm_type)).reshape(1))
+    together = [_tensor_of(norm) for _, of_part in in_order for norm in of_part]
+    total = torch.nn.utils.get_total_norm(together, float(norm_type))
+    return _name_of(total.dtype), float(total)
 
 
-def _tensor_of(norms: _Norms) -> Tensor:
-    dtype, values = norms
-    return torch.tensor(values, dtype=getattr(torch, dtype))
+def _tensor_of(norm: _Norm) -> Tensor:
+    dtype, value = norm
+    return torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def _plain(norms: Tensor) -> _Norms:
-    return str(norms.dtype).removeprefix("torch."), norms.tolist()
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _differences(of_ranks: list[dict[str, Any]]) -> list[str]:

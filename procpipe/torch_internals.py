@@ -43,11 +43,9 @@ from procpipe.torch_versions import RELEASE, TESTED
 BatchNorm = _BatchNorm
 pytree = _pytree
 
-#: Whether the tests have run with this release of torch.
-IS_TESTED = RELEASE in TESTED
-
-
-_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_engine: Any = None
+if RELEASE in TESTED:
+    _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 #: Returns whether this is within a transformation of ``torch.func``.
 #: Source: ``torch.autograd.Function.apply``,
@@ -61,7 +59,7 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
     Like ``torch.autograd.backward``, but without its check of each gradient's shape, for which
     torch 2.13 imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s at first.
     """
-    if _engine is None or not IS_TESTED:
+    if _engine is None:
         torch.autograd.backward(roots, gradients)
         return
     keep_graph = create_graph = False

@@ -240,6 +240,18 @@ def test_clipping_reads_no_value_of_each_parameter():
     assert counts[0] == counts[1]
 
 
+def test_clipping_of_several_dtypes_is_torchs_to_the_last_bit(stage_of):
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.float16]
+    stage = stage_of(nn.Sequential(*(nn.Linear(2, 2).to(dtype) for dtype in dtypes)), [4])
+    plain = copy.deepcopy(list(stage.parameters()))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        for ours, theirs in zip(stage.parameters(), plain, strict=True):
+            ours.grad = torch.randn_like(ours)
+            theirs.grad = ours.grad.clone()
+        assert torch.equal(stage.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain, 0.5))
+
+
 def test_a_model_without_layers(stage_of):
     stage = stage_of(nn.Sequential(), [], chunks=2)
     inputs = batch()[0]

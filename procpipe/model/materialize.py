@@ -10,8 +10,8 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,22 @@ def materialize(
         ValueError: lists every parameter and buffer that nothing initialises.
     """
     memory: dict[Tensor, Tensor] = {}
-    places = []
-    shared = {place.value for name in ours for place in _places_on_meta(name, layers[name])}
+    places: list[_Place] = []
+    shared = {place.tensor for name in ours for place in _places_on_meta(name, layers[name])}
     for index, (name, layer) in enumerate(layers.items()):
         of_layer = _places_on_meta(name, layer)
-        before = [place.value for place in of_layer]
-        if shared.isdisjoint(before):
+        if shared.isdisjoint(place.tensor for place in of_layer):
             continue
         kept = [
             (tensor, tensor.detach().clone())
             for tensor in chain(layer.parameters(), layer.buffers())
             if not (tensor.is_meta or tensor.is_inference())
         ]
-        for place in of_layer:
-            place.allocate(device, memory)
+        for owner, key, _, tensor in of_layer:
+            if tensor not in memory:
+                memory[tensor] = _allocated(tensor, device)
+            # By setattr, since recurrent layers keep a second list of their weights.
+            setattr(owner, key, memory[tensor])
         with _seeded(device, seed, index):
             for module in reversed(list(layer.modules())):
                 # nn.MultiheadAttention has it under a private name.
@@ -58,15 +60,33 @@ def materialize(
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
-        for place, value in zip(of_layer, before, strict=True):
-            if value in shared:  # and stays so: the model may be given to another stage
+        for place in of_layer:
+            if place.tensor in shared:  # and stays so: the model may be given to another stage
                 places.append(place)
             else:
-                setattr(place.owner, place.key, value)
-                memory.pop(value, None)
+                setattr(place.owner, place.key, place.tensor)
+                memory.pop(place.tensor, None)
     _check_initialised(places, memory.values())
     for name in ours:
         layers[name].to(device)
+
+
+class _Place(NamedTuple):
+    """Where a parameter or buffer on the meta device is."""
+
+    owner: nn.Module
+    key: str  # its name there
+    full_name: str  # its name in the model
+    tensor: Tensor
+
+
+def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
+    return [
+        _Place(owner, key, ".".join(filter(None, (name, path, key))), tensor)
+        for path, owner in layer.named_modules()
+        for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
 
 
 def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) -> None:
@@ -75,7 +95,7 @@ def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) ->
     faults = [
         f"{place.full_name} (of a {type(place.owner).__qualname__})"
         for place in places
-        if place.value in unwritten
+        if getattr(place.owner, place.key) in unwritten
     ]
     if faults:
         raise ValueError(
@@ -83,37 +103,6 @@ def _check_initialised(places: Iterable[_Place], allocated: Iterable[Tensor]) ->
             "give the layer a reset_parameters() that sets all its parameters and buffers, or "
             "build it on the CPU"
         )
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A parameter or buffer on the meta device: its module, its name there and in the model."""
-
-    owner: nn.Module
-    key: str
-    full_name: str
-
-    @property
-    def value(self) -> Tensor:
-        value = getattr(self.owner, self.key)
-        assert isinstance(value, Tensor)
-        return value
-
-    def allocate(self, device: torch.device, memory: dict[Tensor, Tensor]) -> None:
-        """Replace the tensor; memory is shared where the model shares the tensor."""
-        if self.value not in memory:
-            memory[self.value] = _allocated(self.value, device)
-        # By setattr, since recurrent layers keep a second list of their weights.
-        setattr(self.owner, self.key, memory[self.value])
-
-
-def _places_on_meta(name: str, layer: nn.Module) -> list[_Place]:
-    return [
-        _Place(owner, key, ".".join(filter(None, (name, path, key))))
-        for path, owner in layer.named_modules()
-        for key, tensor in chain(owner._parameters.items(), owner._buffers.items())
-        if tensor is not None and tensor.is_meta
-    ]
 
 
 def _allocated(tensor: Tensor, device: torch.device) -> Tensor:

@@ -246,9 +246,7 @@ def _plans(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple
     v = len(placement) // n
     schedules = SCHEDULES.values() if n > 1 else [SCHEDULES["1f1b"]]  # the others are no faster
     for schedule in schedules:
-        if schedule.partitions_per_stage not in (None, v):
-            continue
         if schedule.name == "interleaved" and v == 1:  # the same as 1F1B
             continue
-        if schedule.place(len(placement), n) == placement:
+        if schedule.placement(len(placement), n) == placement:
             yield schedule.name, schedule.plan(m, placement, recompute)

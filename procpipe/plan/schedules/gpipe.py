@@ -81,16 +81,11 @@ def backward_plan(
     """Plan the backward pass alone, after a forward pass that has a plan of its own.
 
     In each partition a stage does R(i) B(i) for i = m-1 … 0, without R(i) where nothing is
-    recomputed. With one partition a stage, the cycles are ``clock_cycles`` in the mirror: a stage
-    begins as many cycles after the last stage as it is stages away from it.
+    recomputed.
     """
     kinds = [(RECOMPUTE, BACKWARD) if i in recompute else (BACKWARD,) for i in range(m)]
     work = [(kind, i) for i in reversed(range(m)) for kind in kinds[i]]
-    if placement in ((), tuple(range(n))):
-        cycles = clock_cycles(len(work), n)
-        mirrored = [[Task(*work[k], n - 1 - j) for _, k, j in reversed(cycle)] for cycle in cycles]
-        return Plan(m, n, tuple(map(tuple, mirrored)))
-    ours = [partitions_of(placement, stage)[::-1] for stage in range(n)]
+    ours = [partitions_of(placement or range(n), stage)[::-1] for stage in range(n)]
     rows = [[Task(kind, i, j) for j in partitions for kind, i in work] for partitions in ours]
     return plan_of_rows(m, rows, placement)
 

@@ -25,7 +25,6 @@ class Schedule:
     #: Returns the stage of each partition, from the numbers of partitions and of stages; of another
     #: number of partitions if it does not support that one.
     placement: Callable[[int, int], tuple[int, ...]] = lambda p, n: looped(n, n)
-    partitions_per_stage: int | None = 1  # the only number that it supports; None if not known
 
     def count(self, num_stages: int) -> int:
         """Return the default number of partitions: two a stage, if it supports them."""
@@ -63,14 +62,12 @@ SCHEDULES: dict[str, Schedule] = {
             "interleaved",
             lambda m, n, v, again: interleaved(m, n, v, recompute=again),
             lambda p, n: looped(max(1, p // n) * n, n),
-            None,
         ),
         Schedule("zb-h1", lambda m, n, v, again: fused(zb_h1(m, n, recompute=again))),
         Schedule(
             "zb-v",  # as "zb-h1" where one stage has the model as one partition
             lambda m, n, v, again: fused((zb_v if v == 2 else zb_h1)(m, n, recompute=again)),
             lambda p, n: folded(2 * n, n),
-            2,
         ),
     )
 }
@@ -84,7 +81,7 @@ def _of_function(function: Callable[[int, int], Plan]) -> Schedule:
         is_whole = n == v == 1 < plan.num_partitions
         return one_f_one_b(m, 1, recompute=recompute) if is_whole else plan
 
-    return Schedule("a function", make, lambda p, n: _checked(function, 1, n).placement, None)
+    return Schedule("a function", make, lambda p, n: _checked(function, 1, n).placement)
 
 
 def _checked(function: Callable[[int, int], Plan], m: int, n: int) -> Plan:
