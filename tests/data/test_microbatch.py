@@ -108,13 +108,6 @@ def test_target_is_split_like_the_input() -> None:
     assert_same(parts, [(part, weights, 0.1) for part in labels.chunk(4)], "")
 
 
-def test_gathers_what_was_scattered() -> None:
-    for batch_size in range(1, 10):
-        x = rows(batch_size)
-        micro_batches, _ = scatter(((x, [x + 1]), {"k": x * 2, "none": None}), 4)
-        assert_same(list(gather(micro_batches)), [(x, [x + 1]), {"k": x * 2, "none": None}], "")
-
-
 def test_gather_keeps_what_cannot_be_concatenated() -> None:
     outputs = [(rows(2), torch.tensor(float(i)), None, f"name {i}", i or None) for i in range(3)]
     merged = gather(outputs)
