@@ -114,8 +114,8 @@ class Loss:
             return tuple(map(float, sizes))
         if target is None:
             raise ValueError(
-                "loss_weight needs a target, and so does num_counted of loss_fn: give one to "
-                "step() on the first or on the last stage, or leave loss_weight out"
+                "loss_weight needs a target, and so does num_counted of loss_fn: give one, by "
+                "step(input, target), step(…, target=y) or step(**batch) with labels"
             )
         found = tuple(float(self.weight(part)) for part in scatter_like(target, sizes))
         total = sum(found)

@@ -30,11 +30,14 @@ from procpipe.tree import check_leaves, in_words, place_of
 class NoChunk:
     """Wraps a tensor that is not scattered: every micro-batch is given the whole of it.
 
+    Args:
+        tensor: of any shape and dtype; its dim 0 need not be the batch.
+
     Source:
         ``NoChunk`` of ``torch.distributed.pipeline.sync``, the name its users know.
     """
 
-    tensor: Tensor  # of any shape and dtype; its dim 0 need not be the batch
+    tensor: Tensor
 
 
 # So a target that has one travels.

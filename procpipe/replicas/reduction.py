@@ -95,14 +95,15 @@ class Reduction(Replicas):
     ) -> None:
         """Begin a call with a backward pass; the gradients of ``tied`` are added up apart."""
         self._meet()
-        self._num_to_add = Counter(chain(parameters, of_loss))
+        last = [*of_loss]
+        self._num_to_add = Counter(chain(parameters, last))
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
         self._apart, self._buckets, self._num_begun = [], [], 0
         if reduces:
             _check_hooks(free)
             apart = {*tied}
             self._apart = [p for p in free if p in apart]
-            self._buckets = buckets_of([p for p in free if p not in apart], {*of_loss})
+            self._buckets = buckets_of([p for p in free if p not in apart], {*last})
         self._fresh = {parameter for parameter in free if parameter.grad is None}
         self._divide_common(free)
         if reduces:

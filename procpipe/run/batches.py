@@ -121,7 +121,7 @@ class Batches:
         found: list[Any] = []
         ends: bool | None = True
         if not is_stopped:
-            found, has_failed = self._read_one(items)
+            found, has_failed = self._read_one(items, order.signals)
             is_compared = order.is_training and not (same_data or self._has_compared)
             self._has_compared |= is_compared
             read = described(found) if is_compared and self._grid.num_replicas > 1 else None
@@ -172,7 +172,7 @@ class Batches:
             )
         return False
 
-    def _read_one(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
+    def _read_one(self, items: Iterator[Any], signals: str) -> tuple[list[Any], bool]:
         """Return a loader's next item, or nothing, and whether the loader failed after a signal.
 
         A signal to the whole process group ends a DataLoader's workers, too.
@@ -180,7 +180,7 @@ class Batches:
         try:
             return list(islice(items, 1)), False
         except Exception as error:
-            if not self.stops.is_signalled:
+            if not signals or not self.stops.is_signalled:
                 raise
             write_note(
                 f"procpipe: the loop over batches ends: {self._grid.rank_name(self._grid.rank)} "
@@ -261,9 +261,9 @@ def _version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _items_of(loader: Loader) -> Iterator[Any]:
+def _items_of(loader: Any) -> Iterator[Any]:
     """Yield a loader's items, once asked for the first."""
-    for item in loader() if callable(loader) else loader:  # type: ignore[union-attr]  # noqa: UP028 - its end closes no loader
+    for item in loader() if callable(loader) else loader:  # noqa: UP028 - its end closes no loader
         yield item
 
 

@@ -135,7 +135,8 @@ class Coordinator:
         """
         self._announced, self._values = order, {self._grid.rank: value}
         self._awaited = self._others if order.is_shared else []
-        self._tell(self._awaited, [order.call, order.mode(), order.common(), value])
+        if self._awaited:
+            self._tell(self._awaited, [order.call, order.mode(), order.common(), value])
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.

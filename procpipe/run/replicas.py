@@ -10,7 +10,7 @@ is in ``procpipe/replicas/``, that of layers which FSDP shards in ``procpipe/sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from procpipe.plan.program import Run
 #: Makes a context for a task.
 Around = Callable[[], AbstractContextManager[None]]
 
-Parameters = Collection[nn.Parameter]
+Parameters = Iterable[nn.Parameter]
 
 
 class Replicas:

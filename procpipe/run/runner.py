@@ -190,11 +190,11 @@ class Runner:
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         self._has_begun = True
-        loss = self._batch.loss
-        self.replicas.begin(
-            [p for segment in self.segments.values() for p in segment.parameters()],
-            [] if loss is None else [p for m in loss.loss.modules() for p in m.parameters()],
-            [copy.tensor for copy in self._tied.parameters],
+        modules = self._batch.loss.loss.modules() if self._batch.loss is not None else []
+        self.replicas.begin(  # few look at them
+            (p for segment in self.segments.values() for p in segment.parameters()),
+            (p for module in modules for p in module.parameters()),
+            (copy.tensor for copy in self._tied.parameters),
             reduces=self._order.reduces,
         )
         if self.wires.tied:

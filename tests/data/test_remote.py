@@ -41,7 +41,9 @@ def a_remote(backward: Callable[[], None] | None = None) -> Remote:
 DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda r: r.shape,
     "part of the shape": lambda r: operator.add((1, 2), r.shape[:-1]),
-    "arithmetic": lambda r: 2 * r.size(0) % 3 - r.dim() // 2 + 7 // r.size(1) + 1.0 / r.size(0),
+    "arithmetic": lambda r: (
+        2 * r.size(0) % 3 - r.dim() // 2 + 7 // r.size(1) + 1.0 / r.size(0) + r.numel()
+    ),
     "quotient and remainder": lambda r: divmod(r.size(0), 2)[0] + divmod(7, r.size(1))[1],
     "comparison": lambda r: r.size(0) > 3,
     "view": lambda r: LABELS.view(-1, r.size(-1)),

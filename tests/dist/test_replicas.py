@@ -527,6 +527,7 @@ def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
 
     reports = {report for report, *_ in found}
     assert [report.count("0 of replica 1 ") for report in reports] == [2]
+    assert all("exposed s" in report for report in reports)
     for rank, (_, statistics, own_bytes) in enumerate(found):
         assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
         # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.

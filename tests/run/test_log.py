@@ -84,16 +84,3 @@ def test_the_table_has_a_line_a_stage():
         "    0      2  8  6  8    3.00       0.50  25.0%      1.50        16",
         "    1      2  0  0  0    3.00       0.50   0.0%      1.50        16",
     ]
-
-
-def test_the_table_of_replicas_has_their_names_and_sums():
-    sums = {"all_reduce_bytes": 3 << 20, "exposed_s": 0.25}
-    header, *lines = table(
-        [statistics(stage=stage, replica=replica, **sums) for replica in (0, 1) for stage in (0, 1)]
-    ).splitlines()
-
-    assert header.endswith("  all-reduce MiB  exposed s")
-    names = ["0 of replica 0", "1 of replica 0", "0 of replica 1", "1 of replica 1"]
-    assert [line[: len(names[0])] for line in lines] == names
-    assert lines[1].split()[-3:] == ["16", "3.00", "0.25"]
-    assert len(header) == len(lines[1])
