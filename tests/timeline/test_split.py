@@ -10,7 +10,7 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
-from procpipe.run.statistics import Split, split_table
+from procpipe.run.statistics import Split
 from procpipe.timeline.split import replay, split
 from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
@@ -115,13 +115,3 @@ def test_a_replica_without_samples_is_idle() -> None:
     for one in split(step):
         parts = one.busy_s, one.bubble_s, one.imbalance_s, one.communication_s, one.all_reduce_s
         assert sum(parts) == one.step_s == 6
-
-
-def test_the_table_of_replicas_has_blocks_and_the_share_of_sums() -> None:
-    lines = split_table(split(replicas_step())).splitlines()
-
-    assert lines[0].split()[-6:] == ["etc.", "ms", "all-reduce", "ms", "step", "ms"]
-    assert [line.split()[0] for line in lines[1:]] == ["replica", "0", "1", "replica", "0", "1"]
-    assert lines[1].strip() == "replica 0"
-    assert lines[4].strip() == "replica 1"
-    assert lines[2].split()[-3:] == ["1500.00", "12.0%", "12500.00"]

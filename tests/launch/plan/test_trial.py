@@ -65,30 +65,6 @@ def test_a_calibration_has_every_kind_of_task(kinds: str) -> None:
 
 
 @pytest.mark.dist
-def test_the_best_proposals_are_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_as_forks(monkeypatch, 2)
-
-    words = ("mymodel:build", *WORDS, "--replicas", "1", "--check")
-    assert main(["plan", *words]) == 0
-
-    printed = capsys.readouterr().out
-    (table,) = re.findall(r"predicted \(measured\).*?\n\n", printed, re.DOTALL)
-    rows = table.splitlines()[2:-1]
-    assert len(rows) == 5
-    times = [re.findall(r"([\d.]+) (m?s|µs) \(([\d.]+) (m?s|µs)\)", row) for row in rows]
-    assert all(len(of_row) == 1 for of_row in times), printed
-    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-    measured_s = [float(number) * units[unit] for ((_, _, number, unit),) in times]
-    assert measured_s == sorted(measured_s)
-    assert rows[0].split()[1] == "*", "the fastest is chosen"
-    compared = printed.partition("predicted and measured")[2]
-    for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
-        assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
-
-
-@pytest.mark.dist
 def test_if_they_cannot_be_run_the_estimates_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
