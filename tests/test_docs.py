@@ -314,7 +314,14 @@ def test_the_commands_of_planning_run(
     start_as_forks(monkeypatch, 4)
     assert main(with_check) == 0
 
-    compared = capsys.readouterr().out.partition("predicted and measured")[2]
+    printed, _, compared = capsys.readouterr().out.partition("predicted and measured")
+    (table,) = re.findall(r"predicted \(measured\).*?\n\n", printed, re.DOTALL)
+    rows = table.splitlines()[2:-1]
+    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+    times = [re.findall(r" \(([\d.]+) (m?s|µs)\) ", row) for row in rows]
+    measured_s = [float(number) * units[unit] for ((number, unit),) in times]
+    assert measured_s == sorted(measured_s)
+    assert rows[0].split()[1] == "*", "the fastest is chosen"
     for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
 

@@ -118,7 +118,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     if memory_bytes is not None and not best:
         least = max(ranked[0].needed_bytes)
         _print(
-            f"{proposals_table(ranked[:_NUM_BEST], {}, None, one_s, memory_bytes)}\n\n"
+            f"{proposals_table(ranked[:_NUM_BEST], {}, None, one_s)}\n\n"
             f"nothing fits into {bytes_text(memory_bytes)}: the least is {bytes_text(least)} "
             f"({least} bytes) a device, by\n\n"
             f"    {line_to_paste(ranked[0], source.model, source.loss)}\n\n"
@@ -137,7 +137,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
             print(f"procpipe plan: the proposals could not be run: {error}", file=sys.stderr)
     best = sorted(measured, key=lambda proposal: measured[proposal].step_s) or best
     chosen = best[0]
-    _print(proposals_table(best, measured, chosen, one_s, memory_bytes))
+    _print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
         _print(
             "estimated from layers that run alone: beside neighbours on one host they are slower"

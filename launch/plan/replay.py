@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ def usual(recording: Recording) -> Usual:
         host_s=median(chain.from_iterable(map(_pauses_s, steps))),
         send_s=sum(sends_s.values()) / num_bytes if num_bytes else 0.0,
         hop_s=max(0.0, median(hops_s)) if hops_s else 0.0,
+        step_s=median(map(_ends_s, steps)),
     )
     return Usual(
         plan=plan_of_rows(len(last.shares[0]), rows, tuple(recording.facts["placement"])),
@@ -98,6 +100,13 @@ def usual(recording: Recording) -> Usual:
         machine=machine,
         message_bytes=message_bytes,
     )
+
+
+def _ends_s(step: Step) -> float:
+    """Return the seconds of a step before its first task and after its last one."""
+    tasks = [one for row in step.rows for one in row]
+    first_s, last_s = min(one.start_s for one in tasks), max(one.end_s for one in tasks)
+    return step.seconds - last_s + first_s
 
 
 def _pauses_s(step: Step) -> Iterator[float]:
@@ -155,7 +164,18 @@ def table_of(run: Usual, samples: int) -> Table:
 
 
 def machine_of(run: Usual, table: Table) -> Machine:
-    """Return what a run says of its machine: a step's beginning and end are what a replay lacks."""
-    costs = table.costs(run.facts["balance"], run.machine, run.facts["replicas"])
-    rest_s = run.step_s - simulate(run.plan, costs).total_s
-    return replace(run.machine, step_s=max(0.0, rest_s))
+    """Return what a run says of its machine, such that a replay of the run takes as long as it did.
+
+    Medians leave out the rare long pauses of processes that share a host. The more tasks there are,
+    the more of these: what a replay lacks is added to the host's seconds for each task.
+    """
+    balance, num_replicas = run.facts["balance"], run.facts["replicas"]
+
+    def with_more(microseconds: int) -> Machine:
+        return replace(run.machine, host_s=run.machine.host_s + microseconds / 1e6)
+
+    def total_s(microseconds: int) -> float:
+        costs = table.costs(balance, with_more(microseconds), num_replicas)
+        return simulate(run.plan, costs).total_s
+
+    return with_more(bisect_left(range(math.ceil(run.step_s * 1e6)), run.step_s, key=total_s))

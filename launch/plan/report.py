@@ -16,12 +16,11 @@ def proposals_table(
     measured: Mapping[Proposal, Measured],
     chosen: Proposal | None,
     alone_s: float,
-    memory_bytes: int | None,
 ) -> str:
     """Lay out proposals: what is predicted of each and, in brackets, what was measured."""
     has_replicas = any(p.num_replicas > 1 for p in proposals)
     heading = ["schedule", "stages", "checkpoint", "chunks", "step", "speed-up", "idle"]
-    rows = [[*heading, *["all-reduce"] * has_replicas, "memory", "fits"]]
+    rows = [[*heading, *["all-reduce"] * has_replicas, "memory"]]
     for p in proposals:
         found = measured.get(p)
         step_s = found.step_s if found else p.total_s
@@ -37,7 +36,6 @@ def proposals_table(
                 f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
                 *[f"{p.timeline.exposed:.1%}"] * has_replicas,
                 bytes_text(needed) + (f" ({bytes_text(found.needed_bytes)})" if found else ""),
-                "yes" if p.fits(memory_bytes) else "no",
             ]
         )
     what = "predicted (measured)" if measured else "estimated"

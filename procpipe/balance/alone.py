@@ -121,16 +121,8 @@ class LayerAlone:
         self.output = self.module(*arguments, **named)
         self.outputs = flatten(self.output)[0] + self.cut.take_stashed()
 
-    def output_gradients(self) -> list[Tensor]:
-        """Return a gradient for each output that requires one."""
-        return [torch.ones_like(root) for root in self._roots()]
-
-    def backward(self, gradients: list[Tensor]) -> None:
-        """Run the backward, from what ``output_gradients`` returned."""
-        if gradients:
-            torch.autograd.backward(self._roots(), gradients)
-
-    def _roots(self) -> list[Tensor]:
+    def roots(self) -> list[Tensor]:
+        """Return the outputs from which a backward pass begins."""
         return [output for output in self.outputs if output.requires_grad]
 
 

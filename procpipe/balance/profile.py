@@ -223,8 +223,10 @@ def _timed(layer: LayerAlone, device: torch.device, clock: Clock) -> Seconds:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     forward_s = seconds_of(layer.forward, device, clock)
-    gradients = layer.output_gradients()
-    backward_s = seconds_of(lambda: layer.backward(gradients), device, clock)
+    if not (roots := layer.roots()):
+        return {"F": forward_s, "B": 0.0}
+    gradients = [torch.ones_like(root) for root in roots]
+    backward_s = seconds_of(lambda: torch.autograd.backward(roots, gradients), device, clock)
     return {"F": forward_s, "B": backward_s}
 
 

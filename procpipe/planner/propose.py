@@ -80,16 +80,11 @@ class Question:
                 "devices, but each has the same number of stages: give a divisor"
             )
         check_num_partitions(self.num_stages, num_layers)
-        if not self.splits():
+        if self.num_replicas > self.batch or not self.splits():
             raise ValueError(
-                f"a replica has {counted(self.share, 'sample')} of a mini-batch, too few for "
-                "each number of chunks that is asked for"
-            )
-        if self.num_replicas > self.batch:
-            raise ValueError(
-                f"the mini-batch has {counted(self.batch, 'sample')}, and each of "
-                f"{counted(self.num_replicas, 'replica')} needs at least one: ask for fewer, or "
-                "take a larger mini-batch"
+                f"the mini-batch has {counted(self.batch, 'sample')}, too few for "
+                f"{counted(self.num_replicas, 'replica')} with each number of chunks that is asked "
+                "for: ask for fewer, or take a larger mini-batch"
             )
 
 

@@ -203,26 +203,24 @@ def _names(rank: int, facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _event(phase: str, name: str, rank: int, row: int, at_ns: int, more: str = "") -> str:
-    """Write an event; by hand, as ``json`` takes several times as long."""
-    return f'{{"ph":"{phase}","name":"{name}",{_place(rank, row)},"ts":{at_ns / 1000:.3f}{more}}}'
+    """Write an event; by hand, as ``json`` takes several times as long.
 
-
-def _place(rank: int, row: int) -> str:
-    """Return the numbers of process and thread for a row of a rank.
-
-    Each is used once: for Perfetto, a thread with its process's number is the main thread.
+    The numbers of processes and threads are used once: for Perfetto, a thread with its process's
+    number is the main thread.
     """
     pid = _FIRST_PID + rank
-    return f'"pid":{pid},"tid":{10 * pid + row}'
+    return (
+        f'{{"ph":"{phase}","name":"{name}","pid":{pid},"tid":{10 * pid + row},'
+        f'"ts":{at_ns / 1000:.3f}{more}}}'
+    )
 
 
 def _events(rank: int, record: Record, shift_ns: int) -> Iterator[str]:
     """Yield the events of a step; ``shift_ns`` is the zero of a file less that of the record."""
-    places = [_place(rank, row) for row in range(len(_ROWS))]
 
     def box(row: int, name: str, start_ns: int, end_ns: int, more: str = "") -> str:
-        times = f'"ts":{(start_ns + shift_ns) / 1000:.3f},"dur":{(end_ns - start_ns) / 1000:.3f}'
-        return f'{{"ph":"X","name":"{name}",{places[row]},{times}{more}}}'
+        more = f',"dur":{(end_ns - start_ns) / 1000:.3f}{more}'
+        return _event("X", name, rank, row, start_ns + shift_ns, more)
 
     title = f"step {record['step']} ({record['call']})"
     whole = json.dumps(record, separators=(",", ":"))

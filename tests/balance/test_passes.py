@@ -83,21 +83,6 @@ def test_the_start_of_a_task_does_not_count():
     assert times == [0.0]
 
 
-def test_every_round_starts_from_the_sample():
-    sums = []
-    clock = Clock()
-
-    def add_one(x):
-        sums.append(x.sum().item())
-        return x.add_(1).flatten(1)
-
-    model = nn.Sequential(Calling(add_one), nn.Linear(4, 1), Taking(clock, [1.0] * 3, 0.0))
-
-    layer_times(model, torch.zeros(2, 2, 2), timeout=3, clock=clock)
-
-    assert sums == [0.0] * 3
-
-
 # -- sizes ----------------------------------------------------------------------------------------
 
 

@@ -63,24 +63,6 @@ def test_a_model_with_skips_is_profiled():
     assert balance_by_size(2, model(), sample, param_scale=0) == [2, 4]
 
 
-def test_a_tensor_that_is_only_stashed_counts_for_the_layer_that_stashes():
-    @skippable(stash=["mask"])
-    class Mask(nn.Module):
-        def forward(self, x):
-            yield stash("mask", x > 0)
-            return x
-
-    @skippable(pop=["mask"])
-    class Use(nn.Module):
-        def forward(self, x):
-            mask = yield pop("mask")
-            return x * mask
-
-    sizes = held_bytes(nn.Sequential(Mask(), Use()), torch.rand(16))
-
-    assert sizes == [16, FLOAT32 * 16]
-
-
 def test_backward_ends_at_a_popped_tensor_and_covers_a_stashed_one():
     calls = []
 

@@ -14,10 +14,6 @@ def layer(name: str = "", **costs: Any) -> Layer:
     return Layer(name, **given)
 
 
-def saved(balance: list[int], *layers: Layer, skips: tuple[Skip, ...] = ()) -> tuple[int, ...]:
-    return Table(1, layers, skips=skips).costs(balance).saved_bytes
-
-
 def test_a_partition_costs_the_sum_of_its_layers() -> None:
     layers = [
         layer(forward_s=1.0, backward_s=10.0, output_bytes=100, put_off_bytes=3),
@@ -56,27 +52,6 @@ def test_the_seconds_of_layers_add_up_to_those_of_measured_tasks() -> None:
     )  # fmt: skip
 
 
-def test_a_value_that_two_layers_keep_is_counted_once() -> None:
-    maker = layer(kept_bytes=1, kept_output_bytes=10)
-    user = layer(kept_bytes=2, kept_input_bytes=10)
-
-    assert saved([2], maker, user) == (13,)
-    # Cut between the two, it is the output of one and the input of the other, counted elsewhere.
-    assert saved([1, 1], maker, user) == (1, 2)
-
-
-def test_values_in_the_same_memory_count_once() -> None:
-    # Linear -> ReLU(inplace) -> Linear: the ReLU and the second Linear keep the same memory.
-    linear = layer(kept_input_bytes=10)
-    relu = layer(kept_output_bytes=10, is_in_place=True)
-
-    assert saved([3], linear, relu, linear) == (10,)
-    # A partition that begins with the ReLU has its output in the memory of the input;
-    assert saved([1, 2], linear, relu, linear) == (0, 0)
-    # in a partition that ends with the ReLU it is the partition's output.
-    assert saved([2, 1], linear, relu, linear) == (0, 0)
-
-
 def test_skip_tensors_are_sent_once_to_each_partition() -> None:
     skips = (
         Skip(0, (2, 3), 5, 5),
@@ -91,20 +66,6 @@ def test_skip_tensors_are_sent_once_to_each_partition() -> None:
     # A skip tensor within a partition is kept there by the layer that pops it.
     assert model.costs([4]).saved_bytes == (12,)
     assert model.costs([3, 1]).saved_bytes == (5, 0)
-
-
-def test_parameters_gradients_and_optimizer() -> None:
-    layers = (
-        layer(parameter_bytes=100, trained_bytes=100),
-        layer(parameter_bytes=30, trained_bytes=10),
-    )
-
-    model = Table(1, layers)
-
-    assert model.static_bytes([1, 1], [0, 1], 0.0) == (200, 40)
-    assert model.static_bytes([1, 1], [0, 1], 2.0) == (400, 60)
-    assert model.static_bytes([1, 1], [0, 0], 2.0) == (460,)
-    assert model.static_bytes([2], [0], 2.0) == (460,)
 
 
 def test_what_layers_share_counts_once_on_each_stage() -> None:

@@ -16,10 +16,8 @@ from procpipe.planner.costs import Costs
 from procpipe.planner.memory import (
     all_peak_bytes,
     held_bytes,
-    message_bytes,
 )
 from procpipe.planner.simulation import simulate
-from tests.cases import for_each
 
 COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4))
 
@@ -64,24 +62,6 @@ def test_received_skips_that_wait_are_counted() -> None:
     assert all_peak_bytes(gpipe(8, 4), costs, routes)[3] == 8 * 7
 
 
-@for_each(
-    ("kind", "source", "destination", "size"),
-    [
-        ("activation", 0, 1, 10),
-        ("activation", 1, 2, 20),
-        ("gradient", 1, 0, 10),
-        ("gradient", 2, 1, 20),
-        ("skip", 0, 2, 7),
-        ("skip gradient", 2, 0, 7),
-    ],
-)
-def test_the_size_of_a_message(kind: str, source: int, destination: int, size: int) -> None:
-    three = (1.0, 1.0, 1.0)
-    outputs, skips = (10, 20, 30), {(0, 2): 7}
-    costs = Costs(three, three, three, output_bytes=outputs, skip_bytes=skips)
-    assert message_bytes(Transfer(kind, 0, source, destination), costs) == size
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
     m, n = draw(st.integers(1, 6)), draw(st.integers(1, 5))
@@ -109,6 +89,10 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
     n, m = plan.num_stages, plan.num_micro_batches
     target = m * costs.target_bytes if stage == n - 1 > 0 and plan.has_forward else 0
 
+    def size_of(t: Transfer) -> int:
+        ends = min(t.source, t.destination), max(t.source, t.destination)
+        return costs.skip_bytes[ends] if "skip" in t.payload else costs.output_bytes[ends[0]]
+
     def hold_roots(i: int) -> None:
         held["output", i, stage] = costs.output_bytes[stage]
         for (a, b), size in costs.skip_bytes.items():
@@ -125,7 +109,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
         for i in range(plan.num_micro_batches):
             hold_forward(i)
             for t in routes.needed(Task("F", i, stage)):
-                held[t.payload, i, t.source] = message_bytes(t, costs)
+                held[t.payload, i, t.source] = size_of(t)
     yield sum(held.values()) + target
     for step in program(plan, routes, stage):
         if isinstance(step, Run):
@@ -139,7 +123,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
                 held = {key: size for key, size in held.items() if key[1] != i}
         if isinstance(step, Receive):
             t = step.transfer
-            held[t.payload, t.i, t.source] = message_bytes(t, costs)
+            held[t.payload, t.i, t.source] = size_of(t)
         yield sum(held.values()) + target
     if target:
         yield 0

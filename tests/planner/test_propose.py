@@ -175,12 +175,12 @@ def test_default_chunks_are_powers_of_two() -> None:
     ("asked", "message"),
     [
         ((4, 8, {"num_replicas": 3}), "3 replicas are asked for on 4 dev"),
-        ((4, 3, {"num_replicas": 4}), "mini-batch has 3 samples, and each"),
-        ((6, 8, {"num_replicas": 2}), "cannot divide 2 layers into 3 partitions"),
         (
-            (2, 8, {"num_replicas": 2, "chunks": (8,)}),
-            "a replica has 4 samples of a mini-batch, too few for each",
+            (4, 3, {"num_replicas": 4}),
+            "mini-batch has 3 samples, too few for 4 replicas with each number",
         ),
+        ((6, 8, {"num_replicas": 2}), "cannot divide 2 layers into 3 partitions"),
+        ((2, 8, {"num_replicas": 2, "chunks": (8,)}), "8 samples, too few for 2 replicas"),
     ],
 )
 def test_questions_without_an_answer_are_refused(asked: Any, message: str) -> None:

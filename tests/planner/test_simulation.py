@@ -82,10 +82,6 @@ def test_what_does_not_fit_together_is_refused(call: Callable[[], Any], message:
         call()
 
 
-def test_tasks_that_take_no_time_leave_no_bubble() -> None:
-    assert simulate(gpipe(2, 2), Costs.uniform(2, forward_s=0, backward_s=0)).bubble == 0
-
-
 def test_all_reduces_drawn_by_hand() -> None:
     # stage 0   [F0][F1]          [──B1──][──B0──]A0      B0 from 7 to 9
     # stage 1       [F0][F1][──B1──][──B0──]A0            B0 from 5 to 7

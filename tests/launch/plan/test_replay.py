@@ -53,6 +53,12 @@ def test_the_host_s_seconds_are_those_in_no_task_send_or_wait() -> None:
     assert usual(recording_of(step)).machine.host_s == 0.375
 
 
+def test_the_ends_of_a_step_are_before_its_first_task_and_after_its_last() -> None:
+    step = read_step("F0 0.5-1 B0 3-4 \n F0 1-2 B0 2-3", seconds=4.25)
+
+    assert usual(recording_of(step)).machine.step_s == 0.75
+
+
 def test_a_run_without_a_training_step_is_an_error() -> None:
     for step in (read_step("F0 0-1 \n F0 1-2"), read_step("B0 1-2 \n B0 0-1", call="backward")):
         with pytest.raises(ValueError, match=r"no training step of stage\.step"):

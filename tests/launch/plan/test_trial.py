@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,30 +66,6 @@ def test_a_calibration_has_every_kind_of_task(kinds: str) -> None:
 
 
 @pytest.mark.dist
-def test_the_best_proposals_are_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_as_forks(monkeypatch, 2)
-
-    words = ("mymodel:build", *WORDS, "--replicas", "1", "--check")
-    assert main(["plan", *words]) == 0
-
-    printed = capsys.readouterr().out
-    (table,) = re.findall(r"predicted \(measured\).*?\n\n", printed, re.DOTALL)
-    rows = table.splitlines()[2:-1]
-    assert len(rows) == 5
-    times = [re.findall(r"([\d.]+) (m?s|µs) \(([\d.]+) (m?s|µs)\)", row) for row in rows]
-    assert all(len(of_row) == 1 for of_row in times), printed
-    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-    measured_s = [float(number) * units[unit] for ((_, _, number, unit),) in times]
-    assert measured_s == sorted(measured_s)
-    assert rows[0].split()[1] == "*", "the fastest is chosen"
-    compared = printed.partition("predicted and measured")[2]
-    for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
-        assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
-
-
-@pytest.mark.dist
 def test_if_they_cannot_be_run_the_estimates_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +96,7 @@ def recorded(**changes: Any) -> Usual:
         "num_steps": 3,
         "step_s": 0.100,
         "task_s": {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.002, ("B", 1): 0.005},
-        "machine": Machine(host_s=0.0005, send_s=1e-6, hop_s=0.0005),
+        "machine": Machine(host_s=0.0005, send_s=1e-6, hop_s=0.0005, step_s=0.01),
         "message_bytes": {("activation", 0, 1): 2000, ("gradient", 1, 0): 1000},
     }  # fmt: skip
     return Usual(**given | changes)
@@ -136,10 +113,11 @@ def test_a_recorded_run_fills_the_table_of_layers() -> None:
     ]  # fmt: skip
     assert [la.forward_s for la in table.layers] == pytest.approx([0.001, 0.003, 0.002])
     assert [la.backward_s for la in table.layers] == pytest.approx([0.002, 0.006, 0.005])
-    assert (machine.host_s, machine.send_s) == (0.0005, 1e-6)
-    assert machine.hop_s == pytest.approx(0.0005)
-    # What the replay of its own plan lacks is the step's beginning and end.
-    assert simulate(run.plan, table.costs([2, 1], machine)).total_s == pytest.approx(0.100)
+    assert replace(machine, host_s=0.0005) == run.machine
+    # What the replay of its own plan lacks is in each of its tasks.
+    assert simulate(run.plan, table.costs([2, 1], machine)).total_s == pytest.approx(
+        0.100, abs=2e-5
+    )
 
     larger = replay.table_of(run, 3)
     assert [la.output_bytes for la in larger.layers] == [3000] * 3
