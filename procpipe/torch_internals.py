@@ -10,7 +10,7 @@
     nn.Module._forward_hooks, _forward_pre_hooks    AttributeError where layers are sharded by FSDP,
                                                     or in procpipe.sequential
     nn.Module._backward_hooks, _backward_pre_hooks  AttributeError in procpipe.sequential
-    nn.Module._non_persistent_buffers_set           likewise; replicas copy all buffers
+    nn.Module._non_persistent_buffers_set           replicas copy all buffers
     compiler._is_compiling_flag                     AttributeError in procpipe.sequential
     FSDPModule._get_fsdp_state, its _mp_policy      AttributeError where layers are sharded by FSDP
     FSDPState._pre_forward, _post_forward           likewise
@@ -250,11 +250,6 @@ def hold_as(module: nn.Module, other: nn.Module) -> None:
     """Have a module hold what another one does, now and later: its modules and tensors."""
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         vars(module)[name] = getattr(other, name)
-
-
-def is_persistent(module: nn.Module, name: str) -> bool:
-    """Return whether a buffer is in the module's state dict."""
-    return name not in module._non_persistent_buffers_set
 
 
 # -- tensors without values ----------------------------------------------------------------------
