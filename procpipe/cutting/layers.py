@@ -32,38 +32,53 @@ class Layer(nn.Module):
     """
 
     text: str
-    _run: Callable[..., Any]  # from the model and what comes in, to what is given and stashed
-    _arguments: Callable[..., list[Tensor]] | None  # of the first layer
-    _pops: list[str]
-    _stashes: dict[str, int]
+    run: Callable[
+        ..., tuple[Any, ...]
+    ]  # from the model and what comes in to what is given, stashed
+    arguments: Callable[..., list[Tensor]] | None  # of the first layer
+    pops: list[str]
+    stashes: dict[str, int]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.training = model, model.training
 
-    def forward(self, *inputs: Any, **named: Any) -> Generator[Any, Any, Any]:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
-        if self._arguments is not None:
-            inputs = (*self._arguments(inputs, named),)
-        elif isinstance(inputs[0], tuple):
-            (inputs,) = inputs
-        popped = []
-        for name in self._pops:
-            popped.append((yield pop(name)))
-        given, *stashed = type(self)._run(self.model, *inputs, *popped)
-        for name, value in zip(self._stashes, stashed, strict=True):
-            yield stash(name, value)
-        return given
+        return self.run(self._modules["model"], *self.taken(inputs, named))[0]
+
+    def taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return what comes in of the layer before, or the tensors among the model's arguments."""
+        if self.arguments is not None:
+            return self.arguments(inputs, named)
+        return inputs[0] if isinstance(inputs[0], tuple) else inputs
 
     def reset_parameters(self) -> None:
         """Initialise what models of transformers hold; modules of others do it themselves."""
         _initialise(self.model)
 
 
+class SkipLayer(Layer):
+    """A piece that stashes or pops skip tensors."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Generator[Any, Any, Any]:
+        """Run the piece."""
+        values = [*self.taken(inputs, named)]
+        for name in self.pops:
+            values += [(yield pop(name))]
+        given, *stashed = self.run(self._modules["model"], *values)
+        for name, value in zip(self.stashes, stashed, strict=True):
+            yield stash(name, value)
+        return given
+
+
 def layers_of(
     model: nn.Module, graph: fx.Graph, arguments: Callable[..., list[Tensor]]
 ) -> OrderedDict[str, nn.Module]:
-    """Return the layers of a model's graph by name; ``arguments`` returns the first one's inputs."""
+    """Return the layers of a model's graph by name.
+
+    ``arguments`` returns the tensors among the arguments of a call of the model.
+    """
     pieces, twin, namespace = _pieces(graph), on_meta(model), Namespace()
     layers = OrderedDict[str, Any]()
     for k, piece in enumerate(pieces):
@@ -72,11 +87,14 @@ def layers_of(
         returned = (gives[0] if len(gives) == 1 else tuple(gives), *piece.stashes)
         module = _module(model, piece.incoming, piece.own, returned)
         stashes = {node.name: number for node, number in piece.stashes.items()}
-        pops = [node.name for node in piece.pops]
-        attributes = {"_run": type(module).forward, "_arguments": None if k else arguments}
-        attributes |= {"_pops": pops, "_stashes": stashes, "text": text + module.code.strip()}
-        kind: Any = skippable(stashes, pops)(type("Layer", (Layer,), attributes))
-        layer = layers[piece.name] = kind(_part_of(model, twin)).isolate(namespace)
+        attributes: dict[str, Any] = {"run": staticmethod(type(module).forward)}
+        attributes |= {"arguments": None if k else arguments, "text": text + module.code.strip()}
+        attributes |= {"pops": [node.name for node in piece.pops], "stashes": stashes}
+        kind: Any = type("Layer", (SkipLayer if stashes or piece.pops else Layer,), attributes)
+        layer = layers[piece.name] = kind(_part_of(model, twin))
+        if issubclass(kind, SkipLayer):
+            skippable(kind.stashes, kind.pops)(kind)
+            layer.isolate(namespace)
         for node in module.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 _hold(layer.model, model, twin, node.target)
@@ -141,20 +159,18 @@ def _text(pieces: list[_Piece], k: int) -> str:
     lines = []
     for node in pieces[k].incoming:
         source = pieces[node.meta["piece"]].name if k > 0 else "the model's inputs"
-        lines.append(f"takes {_value(node)} from {source}\n")
+        lines.append(f"takes {node.name}{_kind(node)} from {source}\n")
     following = pieces[k + 1].takes if k + 1 < len(pieces) else []
     for node in dict.fromkeys([*following, *pieces[k].stashes]):
-        users = sorted(node.meta["needed"] - {k})
-        lines.append(f"sends {_value(node)} to {', '.join(pieces[u].name for u in users)}\n")
+        users = ", ".join(pieces[user].name for user in sorted(node.meta["needed"] - {k}))
+        lines.append(f"sends {node.name}{_kind(node)} to {users}\n")
     return "".join(lines)
 
 
-def _value(node: fx.Node) -> str:
-    if "number" in node.meta:
-        return f"{node.name}: int"
-    tensor = node.meta["tensor"]
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    return f"{node.name}: {kind}, {tensor.nbytes:,} bytes"
+def _kind(node: fx.Node) -> str:
+    if (tensor := node.meta.get("tensor")) is None:
+        return ": int"
+    return f": {tensor.dtype} {tuple(tensor.shape)}, {tensor.nbytes:,} bytes"
 
 
 def _compute_sizes_once(graph: fx.Graph, piece: _Piece) -> str:
@@ -244,9 +260,12 @@ class _Part:
     what is here, and costs and changes nothing else.
     """
 
+    _modules: dict[str, nn.Module]
     _whole: tuple[nn.Module]  # in a tuple, so that nn.Module does not register it
 
     def __getattr__(self, name: str) -> Any:
+        if (module := self._modules.get(name)) is not None:  # sooner than nn.Module finds it
+            return module
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:

@@ -393,7 +393,8 @@ def _is_changed(node: fx.Node) -> bool:
 
 def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], bytes]:
     """Return the states of random number generators, and of modules' attributes, by their names."""
-    found = {(None, "the random numbers of Python or NumPy"): pickle.dumps(_random_states())}
+    found: dict[tuple[Any, str], bytes] = {}
+    found[None, "the random numbers of Python or NumPy"] = pickle.dumps(_random_states())
     for module in modules:
         for name in vars(module).keys() - vars(nn.Module()).keys():
             with contextlib.suppress(Exception):  # those that cannot be written

@@ -142,33 +142,33 @@ def test_autocast_and_a_region_without_it():
         assert torch.equal(found, expected)
 
 
-def test_another_dtype_than_the_recorded_one_is_an_error():
-    _, layers = cut(BETWEEN["a dtype"])
+DECISIONS = {
+    "a dtype": (
+        BETWEEN["a dtype"],
+        drawn(6, 4).float(),
+        "with torch.float64 here, and has torch.f",
+    ),
+    "a branch": (
+        lambda self, h: h * 2 if h.shape[0] > 4 else h,
+        drawn(4, 4),
+        r"(?s)sample with True.*if h.shape\[0\] > 4",
+    ),
+    "a loop": (
+        lambda self, h: torch.stack([row * k for k, row in enumerate(h)]),
+        drawn(5, 4),
+        "sample with 6 here",
+    ),
+}
 
-    with pytest.raises(ValueError, match=r"with torch\.float64 here, and has torch\.float32"):
-        layers.float()(drawn(6, 4).float())
 
-
-def test_a_decision_on_a_size_is_checked_in_each_call():
-    def between(self, h):
-        return h * 2 if h.shape[0] > 4 else h
-
-    _, layers = cut(between)
-
-    layers(drawn(5, 4))
-    with pytest.raises(ValueError, match=r"(?s)sample with True.*if h.shape\[0\] > 4"):
-        layers(drawn(4, 4))
-
-
-def test_a_loop_over_a_size_is_checked_in_each_call():
-    def between(self, h):
-        return torch.stack([row * k for k, row in enumerate(h)])
-
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_was_decided_for_the_sample_is_checked_in_each_call(name):
+    between, other, text = DECISIONS[name]
     model, layers = cut(between)
 
     assert_same(model, layers, drawn(6, 4))
-    with pytest.raises(ValueError, match="sample with 6 here"):
-        layers(drawn(5, 4))
+    with pytest.raises(ValueError, match=text):
+        layers.to(other.dtype)(other)
 
 
 def test_numbers_that_a_module_returns_are_those_of_each_call():
@@ -198,17 +198,6 @@ def test_numbers_that_a_module_returns_are_those_of_each_call():
         assert_same(model, layers, drawn(rows, 4))
 
 
-def test_an_eval_mode_of_another_structure_is_an_error_there():
-    def between(self, h):
-        return self.second(h) if self.training else h
-
-    model, layers = cut(between)
-
-    assert_same(model, layers, drawn(3, 4))
-    with pytest.raises(ValueError, match=r"(?s)recorded in train mode.*self.second\(h\)"):
-        layers.eval()(drawn(3, 4))
-
-
 def another_form(self, h):
     return (h, h) if self.training else {"a": h, "b": h}
 
@@ -218,16 +207,40 @@ def another_autocast(self, h):
         return self.second(h)
 
 
-@pytest.mark.parametrize("differs", [another_form, another_autocast])
-def test_what_differs_in_eval_mode_without_another_function_is_an_error_there(differs):
+def another_function(self, h):
+    return self.second(h) if self.training else h
+
+
+@pytest.mark.parametrize("differs", [another_form, another_autocast, another_function])
+def test_an_eval_mode_of_another_structure_is_an_error_there(differs):
     def forward(self, x):
         return differs(self, self.third(self.second(self.first(x))))
 
     layers = procpipe.sequential(type("Model", (Base,), {"forward": forward})(), torch.ones(6, 4))
 
     layers(torch.ones(3, 4))
-    with pytest.raises(ValueError, match="the model's forward is another one in eval mode"):
+    with pytest.raises(ValueError, match=r"(?s)another one in eval mode: .*(self\.|its end)"):
         layers.eval()(torch.ones(3, 4))
+
+
+def test_an_opened_modules_own_train_is_called():
+    class Frozen(Base):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def between(self, h):
+            return self.norm(h)
+
+    model = Frozen().double().train()
+    layers = procpipe.sequential(model, drawn(6, 4)).train()
+    assert_same(model, layers, drawn(6, 4))
+    assert not model.norm.training
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -305,7 +318,7 @@ def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
 
     expected = model(drawn(3, 4), bias=drawn(3, 4), twice=True)
     assert torch.equal(layers(drawn(3, 4), bias=drawn(3, 4)), expected)
-    with pytest.raises(TypeError, match="recorded with True for an argument that is False"):
+    with pytest.raises(TypeError, match=r"(?s)recorded for .*\[True\]\), and is given .*\[False\]"):
         layers(drawn(3, 4), bias=drawn(3, 4), twice=False)
     with pytest.raises(TypeError, match="recorded for arguments of the form"):
         layers(drawn(3, 4))
@@ -318,7 +331,7 @@ def test_all_keys_are_the_models_and_the_layers_describe_themselves():
     assert {layers.keys(key) for key in layers.state_dict()} == model.state_dict().keys()
     assert layers.sample[0].is_meta
     text = layers.describe()
-    assert "takes idx: int64 (2, 9), 144 bytes from the model's inputs" in text
+    assert "takes idx: torch.int64 (2, 9), 144 bytes from the model's inputs" in text
     assert "= self.lm_head(" in text
 
 
