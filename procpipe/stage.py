@@ -682,7 +682,6 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        buffers = self._tied.versions() if self._cut.ties else []
         if self._cut.ties and order.keeps_graph:
             self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
@@ -693,8 +692,6 @@ class Stage(LocalLayers):
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
-        if buffers:
-            self._tied.check_unchanged(buffers)
 
     def _run_backward(
         self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
@@ -724,11 +721,8 @@ class Stage(LocalLayers):
                 gradients = [[_times(one, share) for one in of_part] for of_part in gradients]
             batch.output_gradients, batch.is_backward = gradients, True
             batch.reduces = order.reduces
-            buffers = self._tied.versions() if self._cut.ties else []
             pipeline.run(order, batch)
             coordinator.meet()
-            if buffers:
-                self._tied.check_unchanged(buffers)
             batch.send_back()
 
     # -- building -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from procpipe import Stage
 from procpipe.batchnorm import DeferredBatchNorm
-from procpipe.compute.recompute import recomputing
+from procpipe.compute.recompute import phase
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
@@ -125,10 +125,10 @@ def test_recomputation_is_not_counted() -> None:
     deferred.begin()
     with torch.no_grad():
         output = deferred(batch)
-    with recomputing():
+    with phase("recomputing"):
         assert torch.equal(deferred(batch), output)
     deferred.commit()
-    with recomputing():  # after the commit, as with fill and drain
+    with phase("recomputing"):  # after the commit, as with fill and drain
         deferred(batch)
     deferred.commit()
     assert_same_state(deferred, plain)

@@ -34,8 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, run_each
-from procpipe.compute.sizes import num_bytes
-from procpipe.compute.split.splitter import suited
+from procpipe.compute.split import suited
 from procpipe.model.ties import find_ties
 from procpipe.planner.layers import Layer, Skip, Table, Tie
 from procpipe.skip.skippable import declared
@@ -117,8 +116,8 @@ def profile_layers(
         loss=layers[-1] if loss_fn is not None else None,
         skips=counts.skips(),
         ties=_ties_of(module),
-        input_bytes=num_bytes(inputs.tensors),
-        target_bytes=num_bytes(flatten(target)[0]),
+        input_bytes=_num_bytes(inputs.tensors),
+        target_bytes=_num_bytes(flatten(target)[0]),
     )
 
 
@@ -312,17 +311,17 @@ class _Counts:
         now = layer.cut.waiting()
         for key in stashes:
             lonely = _Memories(now.get(key, ())).beyond(entered | left)
-            self._skips[key] = k, num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
+            self._skips[key] = k, _num_bytes(now.get(key, ())), lonely.num_bytes_within(saved)
         return {
-            "output_bytes": num_bytes(outputs),
+            "output_bytes": _num_bytes(outputs),
             "held_bytes": (saved | made).beyond(before).num_bytes(),
             "kept_bytes": saved.beyond(before | made).num_bytes(),
             "kept_input_bytes": saved.num_bytes_within(entered),
             "kept_output_bytes": saved.num_bytes_within(left),
             "put_off_bytes": put_off.num_bytes(),
             "is_in_place": entered.num_bytes_within(left) > 0,
-            "parameter_bytes": num_bytes(chain(module.parameters(), module.buffers())),
-            "trained_bytes": num_bytes(p for p in module.parameters() if p.requires_grad),
+            "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
+            "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
         }
 
     def count_flops(self, layer: LayerAlone) -> tuple[dict[str, Any], int]:
@@ -343,6 +342,11 @@ class _Counts:
             for key, (source, num_bytes, kept) in self._skips.items()
             if key in self._pops
         )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    # Not nbytes, which sparse tensors do not have.
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.compute.graph import Enter
+from procpipe.compute.segment import Enter
 from procpipe.data.mean_loss import MeanLoss
 from procpipe.data.microbatch import gather
 from procpipe.tree import Flat, cut, flatten, map_tensors, unflatten
@@ -182,6 +182,6 @@ class _Output(Enter):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        run, counts = ctx.entry
+        run, counts = ctx.caught
         run(cut(gradients, counts))
         return (None,) * (2 + len(gradients))
