@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from procpipe import Stage
 from procpipe.batchnorm import DeferredBatchNorm
@@ -195,34 +194,10 @@ def test_convert_keeps_everything_but_the_class() -> None:
     assert model[3] is instance
 
 
-@KINDS
-def test_convert_a_norm_itself(kind: Any) -> None:
-    norm: _BatchNorm = kind(3)
-    converted = DeferredBatchNorm.convert_deferred_batch_norm(norm)
-    assert type(converted) is DeferredBatchNorm
-    assert converted.weight is norm.weight
-
-
 def test_convert_leaves_sync_batch_norm() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(3))
     DeferredBatchNorm.convert_deferred_batch_norm(model)
     assert type(model[0]) is nn.SyncBatchNorm
-
-
-def test_training_with_convolutions_ends_with_the_plain_models_state() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
-    deferred: Any = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain))
-    models = (plain, deferred)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for batch in batches((10, 3, 5, 5), num=4):
-        deferred[1].begin()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-        deferred[1].commit()
-    assert_same_state(deferred, plain)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

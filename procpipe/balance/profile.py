@@ -345,8 +345,7 @@ class _Counts:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    # Not nbytes, which sparse tensors do not have.
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(each.numel() * each.element_size() for each in tensors)  # sparse: no nbytes
 
 
 def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:

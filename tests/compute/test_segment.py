@@ -14,7 +14,7 @@ from procpipe.compute.segment import Segment
 from procpipe.data.microbatch import NoChunk
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.job.board import Board
-from procpipe.tree import Flat, flatten, is_plain
+from procpipe.tree import Flat, is_plain
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
@@ -148,18 +148,6 @@ def test_a_change_between_forward_and_recomputation_is_an_error(is_between):
         segment.recompute(4)
 
 
-def test_views_of_one_tensor_do_not_count_as_changed_by_each_other():
-    segment = segment_of(nn.Linear(2, 2), is_first=True)
-    whole = torch.ones(6, 2)
-    parts = [Flat(*flatten((part,)), (True,)) for part in whole.chunk(3)]
-    for i, part in enumerate(parts):
-        forward(segment, i, part, keep=True, recompute=i < 2)
-    backward(segment, 2, [torch.ones(2, 2)])
-    for i in (1, 0):
-        segment.recompute(i)
-        assert backward(segment, i, [torch.ones(2, 2)]) != [None]
-
-
 def test_a_recomputation_with_another_path_is_an_error():
     calls: list[int] = []
 
@@ -286,16 +274,6 @@ def test_a_long_name_of_a_layer_is_cut_on_the_board_only():
     board.close()
 
 
-def test_freezing_and_unfreezing_takes_effect_at_the_next_mini_batch():
-    layer = nn.Linear(2, 2)
-    segment = segment_of(layer)
-    for flags in ((True,), (False,), (True,)):
-        layer.requires_grad_(*flags)
-        segment.begin()
-        inputs = received(torch.ones(2, 2), requires_grad=False)
-        assert forward(segment, 0, inputs, keep=True, recompute=True).requires_grad == flags
-
-
 # -- changes from outside, and outputs that cannot be sent ----------------------------------------
 
 
@@ -374,22 +352,6 @@ def test_a_tensor_of_another_class_is_not_sent():
     segment = Segment(Layers(layers, CPU, is_first=False, is_last=False))
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
         forward(segment, 0, received(torch.randn(2, 3)), keep=False, recompute=False)
-
-
-def test_a_parameter_is_sent_as_a_tensor():
-    segment = Segment(Layers({"0": ReturnsWeight()}, CPU, is_first=False, is_last=False))
-    output = forward(segment, 0, received(torch.randn(2, 3)), keep=True, recompute=False)
-    assert type(output.tensors[0]) is Tensor
-    assert output.requires_grad == (True,)
-
-
-class ReturnsWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return self.weight
 
 
 class CountsLater(nn.Module):
