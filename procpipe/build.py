@@ -124,7 +124,7 @@ def _tied_of(
                 if layer in layers:
                     module, _, key = path.rpartition(".")
                     places[name] = layers[layer].get_submodule(module), key
-            copies[tie.is_parameter].append(Copy(tie.name, tie.all_names, stages, places))
+            copies[tie.is_parameter].append(Copy(tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
 
 

@@ -600,7 +600,6 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        buffers = self._tied.versions()
         if self._cut.ties and order.keeps_graph:
             self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
@@ -611,7 +610,6 @@ class Stage(LocalLayers):
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
-        self._tied.check_unchanged(buffers)
 
     def _run_backward(
         self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
@@ -639,10 +637,8 @@ class Stage(LocalLayers):
                 share = order.counted / sum(pipeline.coordinator.meet())
                 gradients = [[g if g is None else g * share for g in one] for one in gradients]
             batch.output_gradients = gradients
-            buffers = self._tied.versions()
             pipeline.run(order, batch)
             pipeline.coordinator.meet()
-            self._tied.check_unchanged(buffers)
             batch.send_back()
 
     # -- building -------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from procpipe.batchnorm import DeferredBatchNorm
-from procpipe.compute.recompute import recomputing
+from procpipe.compute.recompute import phase
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
@@ -123,10 +122,10 @@ def test_recomputation_is_not_counted() -> None:
     deferred.begin()
     with torch.no_grad():
         output = deferred(batch)
-    with recomputing():
+    with phase("recomputing"):
         assert torch.equal(deferred(batch), output)
     deferred.commit()
-    with recomputing():  # after the commit, as with fill and drain
+    with phase("recomputing"):  # after the commit, as with fill and drain
         deferred(batch)
     deferred.commit()
     assert_same_state(deferred, plain)
@@ -191,14 +190,6 @@ def test_convert_keeps_everything_but_the_class() -> None:
     assert model[1].training
     assert model[2] is deferred
     assert model[3] is instance
-
-
-@KINDS
-def test_convert_a_norm_itself(kind: Any) -> None:
-    norm: _BatchNorm = kind(3)
-    converted = DeferredBatchNorm.convert_deferred_batch_norm(norm)
-    assert type(converted) is DeferredBatchNorm
-    assert converted.weight is norm.weight
 
 
 def test_convert_leaves_sync_batch_norm() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from procpipe import torch_internals
-from procpipe.compute.split import splitter
+from procpipe.compute import split
 from procpipe.torch_versions import RELEASE, TESTED
 
 ROOT = Path(__file__).parents[1]
@@ -165,8 +165,8 @@ def test_gradients_are_right_without_the_engines_function(monkeypatch):
 def test_without_a_function_of_autograd_nothing_is_put_off(monkeypatch):
     layer = nn.Linear(2, 2)
     for name in ("stays", "are_functions_transformed"):
-        monkeypatch.setattr(splitter, name, None, raising=False)
-        layers = splitter.suited([layer])
+        monkeypatch.setattr(split, name, None, raising=False)
+        layers = split.suited([layer])
         assert layers == ([layer] if name == "stays" else [])
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.generators import RandomStates, generators
-from procpipe.compute.graph import Enter, Entry
+from procpipe.compute.segment import Enter
 from procpipe.skip.tracker import SkipKey, Tracker, tracking
 from procpipe.torch_internals import without_values
 from procpipe.tree import Flat, flatten
@@ -220,8 +220,11 @@ def _surroundings(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Enable gradients, whatever the caller's mode, and restore the random number generators."""
     drawn_on = torch.device("cpu") if device.type == "meta" else device
     states = RandomStates(generators(drawn_on))
-    with states.restored(), torch.inference_mode(False), torch.enable_grad():
-        yield
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        states.put()
 
 
 def _enter(flat: Flat) -> Any:
@@ -231,6 +234,6 @@ def _enter(flat: Flat) -> Any:
     entered: Iterator[Tensor] = iter(())
     if entering:
         anchor = torch.empty(0, device=entering[0].device, requires_grad=True)
-        entered = iter(Enter.apply(Entry(), anchor, *entering))  # type: ignore[no-untyped-call]
+        entered = iter(Enter.apply([], anchor, *entering))  # type: ignore[no-untyped-call]
     tensors = [next(entered) if requires_grad else tensor.data for tensor, requires_grad in given]
     return Flat(tensors, flat.structure, flat.requires_grad).value

@@ -34,8 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, num_samples, run_each
-from procpipe.compute.sizes import num_bytes
-from procpipe.compute.split.splitter import suited
+from procpipe.compute.split import suited
 from procpipe.model.ties import find_ties
 from procpipe.planner.layers import Layer, Skip, Table, Tie
 from procpipe.skip.skippable import declared
@@ -121,8 +120,8 @@ def profile_layers(
         loss=layers[-1] if loss_fn is not None else None,
         skips=counts.skips(),
         ties=_ties_of(module),
-        input_bytes=num_bytes(inputs.tensors),
-        target_bytes=num_bytes(flatten(target)[0]),
+        input_bytes=_num_bytes(inputs.tensors),
+        target_bytes=_num_bytes(flatten(target)[0]),
     )
 
 
@@ -295,17 +294,17 @@ class _Counts:
         now = layer.cut.waiting()
         for key in stashes:
             lonely = _beyond(_memories(now.get(key, ())), entered | left)
-            self._skips[key] = k, num_bytes(now.get(key, ())), _within(lonely, saved)
+            self._skips[key] = k, _num_bytes(now.get(key, ())), _within(lonely, saved)
         return {
-            "output_bytes": num_bytes(outputs),
+            "output_bytes": _num_bytes(outputs),
             "held_bytes": _added(_beyond(saved | made, before)),
             "kept_bytes": _added(_beyond(saved, before | made)),
             "kept_input_bytes": _within(saved, entered),
             "kept_output_bytes": _within(saved, left),
             "put_off_bytes": _added(put_off),
             "is_in_place": _within(entered, left) > 0,
-            "parameter_bytes": num_bytes(chain(module.parameters(), module.buffers())),
-            "trained_bytes": num_bytes(p for p in module.parameters() if p.requires_grad),
+            "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
+            "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
         }
 
     def count_flops(self, layer: LayerAlone) -> tuple[dict[str, Any], int]:
@@ -326,6 +325,10 @@ class _Counts:
             for key, (source, num_bytes, kept) in self._skips.items()
             if key in self._pops
         )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)  # sparse: no nbytes
 
 
 def _leaves(outputs: list[Tensor]) -> Iterator[Tensor]:

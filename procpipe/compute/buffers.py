@@ -1,4 +1,4 @@
-"""Buffers that a layer changes in its forward (running statistics) under recomputation.
+"""What layers' forwards change, under recomputation: buffers, such as running statistics.
 
 The first forward changes them, as in the plain model. Recomputation starts from the same values and
 must not change them again, so it runs on copies, lent to the modules for the time:
@@ -8,17 +8,15 @@ must not change them again, so it runs on copies, lent to the modules for the ti
 
 Old values are not written back: autograd may have saved the buffer, and refuses a backward pass
 through a tensor that was written to. The first forward shows which buffers change; running
-statistics always count, since batch normalisation's kernels do not raise their version.
+statistics always count, since batch normalisation's kernels do not raise their version. Everything
+else, the parameters included, must not change before it is recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
-
-from procpipe.compute.recompute import NOTHING
 
 #: Where a buffer is: the module, and its name there. It may be None until a forward sets it.
 BufferPlace = tuple[nn.Module, str]
@@ -28,95 +26,96 @@ BufferCopies = dict[BufferPlace, Tensor | None]
 
 
 class Buffers:
-    """The buffers of a partition's layers, which are given by their names in the full model.
-
-    Attributes:
-        places: where there were buffers, in the order of the layers' modules.
-    """
+    """The buffers and parameters of a partition's layers, which are given by their names."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self.places: list[BufferPlace] = []
-        self._names: dict[BufferPlace, str] = {}
+        self._layers = layers
+        self._places: list[BufferPlace] = []
+        self._parameters: list[nn.Parameter] = []
+        self._is_known = False  # what a forward changes
         self._changing: set[BufferPlace] = set()
+        self._changes_parameters = False  # whether a forward does, as nn.Embedding(max_norm=…)
+        #: What must not change: the other buffers, each with its version; that of all parameters.
         self._steady: dict[BufferPlace, tuple[Tensor | None, int]] = {}
-        for layer_name, layer in layers.items():
-            for module_name, module in layer.named_modules(prefix=layer_name):
-                for name in module._buffers:
-                    self.places.append((module, name))
-                    self._names[module, name] = f"{module_name}.{name}"
-                    if "running_mean" in module._buffers:
-                        self._changing.add((module, name))
-        self._is_known = not self._names
+        self._version = 0
+
+    def read(self, modules: Iterable[nn.Module]) -> None:
+        """Find what the modules in the layers have now."""
+        modules = list(modules)
+        # A parameter that several modules have is there several times.
+        self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        places = [(module, name) for module in modules for name in module._buffers]
+        if places != self._places:
+            self._places, self._is_known = places, False
+            self._changing = {place for place in places if "running_mean" in place[0]._buffers}
+
+    def note(self) -> None:
+        """Note what no forward is known to change, as it is now."""
+        steady = (place for place in self._places if place not in self._changing)
+        self._steady = {place: _state(place) for place in steady}
+        self._version = self._version_now()
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
-        return _copies(self._changing if self._is_known else self._names)
+        return _copies(self._changing if self._is_known else self._places)
 
     def after_forward(self, copies: BufferCopies) -> None:
         """Find what the very first forward has changed, given the copies made before it."""
         if not self._is_known:
             self._is_known = True
-            self._changing.update(
-                place
-                for place in self._steady
-                if self._has_changed(place) or not _same(copies[place], _buffer(place))
-            )
-            self.note_steady()
+            self._changes_parameters = self._version != self._version_now()
+            for place, (buffer, _) in self._steady.items():
+                copy = copies[place]
+                is_same = copy is None or buffer is None or copy.equal(buffer)
+                if not is_same or self._has_changed(place):
+                    self._changing.add(place)
+            self.note()
 
-    def note_steady(self) -> None:
-        """Note the buffers that no forward is known to change, as they are now."""
-        self._steady = {
-            place: (_buffer(place), _version(place))
-            for place in self._names
-            if place not in self._changing
-        }
+    def changed(self, *, by_forward: bool) -> str:
+        """Name what has changed since it was noted, "" if nothing has.
 
-    def changed(self) -> list[str]:
-        """Return the names of the buffers that have changed since they were noted as steady."""
-        return [self._names[place] for place in self._steady if self._has_changed(place)]
+        ``by_forward``: whether a forward may have done it.
+        """
+        for module, name in filter(self._has_changed, self._steady):
+            for layer_name, layer in self._layers.items():
+                for module_name, each in layer.named_modules(prefix=layer_name):
+                    if each is module:
+                        return f"the buffer '{module_name}.{name}'"
+        is_free = by_forward and self._changes_parameters
+        return "" if is_free or self._version == self._version_now() else "a parameter"
 
     def _has_changed(self, place: BufferPlace) -> bool:
-        buffer, version = self._steady[place]
-        return _buffer(place) is not buffer or _version(place) != version
+        (before, version), (now, version_now) = self._steady[place], _state(place)
+        return now is not before or version_now != version
 
-    def lent(self, copies: BufferCopies) -> AbstractContextManager[None]:
-        """Let the modules work on copies for a while."""
-        return _lent(copies) if copies else NOTHING
+    def _version_now(self) -> int:
+        """Return a number that rises with each change in place of a parameter.
 
-
-@contextmanager
-def _lent(copies: BufferCopies) -> Iterator[None]:
-    owned = {place: _buffer(place) for place in copies}
-    for (module, name), copy in copies.items():
-        module._buffers[name] = copy
-    try:
-        yield
-    finally:
-        for (module, name), buffer in owned.items():
-            module._buffers[name] = buffer
+        A change past autograd (``weight.data``, the fused optimizers of torch 2.13) raises none.
+        """
+        return sum(each._version for each in self._parameters if not each.is_inference())
 
 
-def _buffer(place: BufferPlace) -> Tensor | None:
+def put(buffers: BufferCopies) -> BufferCopies:
+    """Let modules work on other buffers; return those that they had."""
+    before = {place: _state(place)[0] for place in buffers}
+    for (module, name), buffer in buffers.items():
+        module._buffers[name] = buffer
+    return before
+
+
+def _state(place: BufferPlace) -> tuple[Tensor | None, int]:
+    """Return a buffer, and its version, which rises when it is changed in place."""
     module, name = place
-    return module._buffers[name]
-
-
-def _version(place: BufferPlace) -> int:
-    buffer = _buffer(place)
-    return -1 if buffer is None else buffer._version
+    buffer = module._buffers[name]
+    return buffer, -1 if buffer is None else buffer._version
 
 
 def _copies(places: Iterable[BufferPlace]) -> BufferCopies:
     """Copy buffers; one that is in several places has one copy."""
     copies: dict[Tensor | None, Tensor | None] = {None: None}
-    for place in places:
-        buffer = _buffer(place)
+    buffers = {place: _state(place)[0] for place in places}
+    for buffer in buffers.values():
         if buffer is not None and buffer not in copies:
             copies[buffer] = buffer.clone()
-    return {place: copies[_buffer(place)] for place in places}
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+    return {place: copies[buffer] for place, buffer in buffers.items()}

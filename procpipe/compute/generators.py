@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from procpipe.compute.recompute import NOTHING
-from procpipe.errors import RecomputeError
-
-_NUMPY = "numpy.random"
-
-#: The place of NumPy's global generator before its first number: loaded, and seeded.
-_UNUSED = (623, 624)
 
 
 class Generator(NamedTuple):
@@ -45,40 +36,16 @@ def generators(device: torch.device) -> list[Generator]:
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
         found.append(Generator(get, partial(torch.cuda.set_rng_state, device=device)))
-    if draws := sys.modules.get(_NUMPY):
+    if draws := sys.modules.get("numpy.random"):
         found.append(Generator(partial(draws.get_state, legacy=False), draws.set_state))
     return found
 
 
-def check_numpy(known: Sequence[Generator]) -> None:
-    """Check, after a forward, that it has not both loaded NumPy's generator and drawn from it.
-
-    Its first state is then not that of a ``known`` one, so that it cannot be repeated.
-
-    Raises:
-        RecomputeError: it has.
-    """
-    draws = sys.modules.get(_NUMPY)
-    if draws is None or known[-1].set is draws.set_state:
-        return
-    state = draws.get_state(legacy=False)
-    if state["has_gauss"] or state["state"].get("pos") not in _UNUSED:
-        raise RecomputeError(
-            "a layer loaded numpy.random in its first forward and drew from it, so recomputation "
-            "cannot repeat its numbers: import numpy.random before the first call of the stage"
-        )
-
-
 class RandomStates:
-    """The states of generators at one moment."""
-
-    __slots__ = ("_states",)
+    """The states of generators before a forward."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._states = [(each, each.get()) for each in generators]
-
-    def __len__(self) -> int:
-        return len(self._states)
 
     def forget_undrawn(self, later: RandomStates) -> None:
         """Forget the states of generators that a forward has not drawn from.
@@ -91,26 +58,23 @@ class RandomStates:
         pairs = zip(self._states, later._states, strict=True)
         self._states = [was for was, now in pairs if not _are_equal(was[1], now[1])]
 
-    def restored(self) -> AbstractContextManager[None]:
-        """Restore these states for a while; afterwards everything is as before."""
-        return self._restored() if self._states else NOTHING
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        present = [(generator, generator.get()) for generator, _ in self._states]
-        try:
-            for generator, state in self._states:
-                generator.set(state)
-            yield
-        finally:
-            for generator, state in present:
-                generator.set(state)
+    def put(self) -> RandomStates:
+        """Set the generators; return the states that they had."""
+        before = RandomStates([generator for generator, _ in self._states])
+        for generator, state in self._states:
+            generator.set(state)
+        return before
 
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Compare two states of a generator; NumPy's are dicts of arrays, numbers and dicts."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
+    if isinstance(one, tuple):
+        # Python's: 624 words that change together, of which a seed does not change the first, the
+        # place of the next one, and a stored normal number.
+        (_, words, rest), (_, other_words, other_rest) = one, other
+        return (words[1], words[-1], rest) == (other_words[1], other_words[-1], other_rest)
     if isinstance(one, dict):
         return all(_are_equal(value, other.get(key)) for key, value in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

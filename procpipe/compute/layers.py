@@ -9,12 +9,15 @@ whether autograd records what runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from procpipe.compute.digests import Digest, digest_of
+from procpipe.compute.recompute import NOTHING
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.skippable import declared
@@ -55,10 +58,13 @@ class Layers:
         skips: SkipPorts | None = None,
     ) -> None:
         self.named = dict(layers)
-        self.places = [
-            *(f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()),
-            "loss_fn",
-        ]
+        self.places = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()]
+        self._calls: list[Callable[[Any], Any]] = [*layers.values()]
+        if is_first and not layers:  # the model has none
+            self.places, self._calls = ["no layer"], [_passed_on]
+        if is_first:
+            self._calls[0] = partial(_spread, self._calls[0])
+        self.places.append("loss_fn")
         self.shown = [place[:_MAX_SHOWN] for place in self.places]
         self.board: Any = SimpleNamespace(page=SimpleNamespace(layer=""))
         self.changes_input = bool(layers) and any(
@@ -66,7 +72,6 @@ class Layers:
         )
         self.device = device
         self.is_first = is_first
-        self._calls: list[Callable[[Any], Any]] = [*layers.values()]
         self._current = -1
         self._is_last = is_last
         self._skips = skips or SkipPorts({}, 0)
@@ -75,7 +80,11 @@ class Layers:
         )
 
     def run(
-        self, values: Sequence[Any], finish: Finish | None, watched: Sequence[Tensor] = ()
+        self,
+        values: Sequence[Any],
+        finish: Finish | None,
+        watched: Sequence[Tensor] = (),
+        digests: list[Digest] | None = None,
     ) -> list[Leaving]:
         """Run the layers.
 
@@ -84,21 +93,17 @@ class Layers:
                 tensors of each source.
             finish: called last, with the output.
             watched: tensors that no layer may change in place.
+            digests: where to add one of the output, before ``finish``.
 
         Returns:
             The output, then the skip tensors for each destination.
         """
         value, *entered = values
-        made: list[Any] = []
-        if self._has_skips:
-            tracker = self._skips.tracker(entered)
-            with tracking(tracker):
-                value = self._run_layers(value, finish, watched)
-            self._skips.check(tracker)
-            made += self._skips.messages(tracker)
-        else:
-            value = self._run_layers(value, finish, watched)
-        leaving = [flatten(each) for each in (value, *made)]
+        tracker = self._skips.tracker(entered) if self._has_skips else None
+        with NOTHING if tracker is None else tracking(tracker):
+            value = self._run_layers(value, finish, watched, digests)
+        made = [value] if tracker is None else [value, *self._skips.messages(tracker)]
+        leaving = [flatten(each) for each in made]
         for tensors, (containers, _) in leaving:
             if '"procpipe.NoChunk"' in containers:
                 raise BoundaryError(
@@ -111,32 +116,34 @@ class Layers:
         self.board.page.layer = ""
         return leaving
 
-    def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
+    def _run_layers(
+        self,
+        value: Any,
+        finish: Finish | None,
+        watched: Sequence[Tensor],
+        digests: list[Digest] | None,
+    ) -> Any:
         versions = versions_of(watched)
-        spread = self.is_first
-        if spread and not self.named:  # passes its inputs on
-            value, spread = _passed_on(value), False
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
+            if digests is not None and call is finish:
+                digests.append(digest_of(value))
             self._current = k
             self.board.page.layer = self.shown[k]
             try:
-                value = _called(call, value) if spread else call(value)
+                value = call(value)
             except Exception as error:
-                if call is not finish:
-                    error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
+                error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
-            spread = False
             if watched and versions != versions_of(watched):
-                self.refuse_change(self.where())
+                raise RecomputeError(
+                    f"{self.where()} changed its partition's input in place, so recomputing it "
+                    "would start from the wrong values: make the change out of place (x = x + 1 "
+                    "for x.add_(1)), let the partition begin at another layer, or use "
+                    "checkpoint='never'"
+                )
+        if digests is not None and finish is None:
+            digests.append(digest_of(value))
         return value
-
-    def refuse_change(self, where: str) -> None:
-        """Raise the error for an input that a layer has changed in place."""
-        raise RecomputeError(
-            f"{where} changed its partition's input in place, so recomputing it would start from "
-            "the wrong values: make the change out of place (x = x + 1 for x.add_(1)), let the "
-            "partition begin at another layer, or use checkpoint='never'"
-        )
 
     def _check_can_leave(self, output: Tensor) -> None:
         if not (self._is_last or is_plain(output)):
@@ -165,19 +172,14 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def _passed_on(inputs: Any) -> Any:
-    """Return the model's inputs as the first partition passes them on without a layer."""
-    if isinstance(inputs, dict):
-        raise ValueError(
-            "named values go to the model's first layer, and the first partition has no layer: "
-            "give it one (balance), or give the values by position"
-        )
-    return inputs[0] if len(inputs) == 1 else inputs
-
-
-def _called(layer: Callable[..., Any], inputs: Any) -> Any:
+def _spread(layer: Callable[..., Any], inputs: Any) -> Any:
     """Call the model's first layer with its inputs: positional, or a dict by position and name."""
     if isinstance(inputs, tuple):
         return layer(*inputs)
     positional = [value for key, value in inputs.items() if isinstance(key, int)]
     return layer(*positional, **{k: value for k, value in inputs.items() if isinstance(k, str)})
+
+
+def _passed_on(*inputs: Any) -> Any:
+    """Stand in for the layers of a model that has none."""
+    return inputs[0] if len(inputs) == 1 else inputs

@@ -13,10 +13,11 @@ graph through a node that catches its gradient; what goes out is detached and ke
 (1) makes received tensors look as they do in the plain model: results of an earlier layer, which a
 layer may change in place, and not leaves, which it may not.
 
-A micro-batch that is recomputed runs (2) first without a graph, keeps its inputs, buffers and
-random numbers, and goes through (1), (2) and (3) in its recompute task. What no layer changes is
-noted once a mini-batch: modes and autocast, which a backward pass restores; parameters and other
-buffers, which are compared at the end of a program.
+A micro-batch that is recomputed goes through (1), (2) and (3) twice. The first forward keeps its
+inputs, buffers and random numbers, and drops its graph, which is there so that layers go the same
+way both times, and to show which outputs require gradients. That takes no more memory than the
+recomputation will. What no layer changes is noted once a mini-batch: modes and autocast, parameters
+and other buffers.
 
 B may be two tasks, I and W: then ``compute.split`` has layers of (2) put off weight gradients.
 
@@ -25,7 +26,6 @@ Independent of other partitions and of the order of tasks, which the runner take
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -35,16 +35,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.buffers import BufferCopies, Buffers
-from procpipe.compute.digests import MINI_BATCHES, REPEATED, Digest, difference, digest_of
-from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
-from procpipe.compute.graph import Enter, Entry, check_shapes
+from procpipe.compute.buffers import BufferCopies, Buffers, put
+from procpipe.compute.digests import MINI_BATCHES, Digest, difference
+from procpipe.compute.generators import Generator, RandomStates, generators
 from procpipe.compute.layers import Finish, Layers, Leaving, versions_of
-from procpipe.compute.recompute import NOTHING, Surroundings, checkpointing, recomputing
-from procpipe.compute.split.splitter import PutOff, Splitter
+from procpipe.compute.recompute import NOTHING, Autocast, phase
+from procpipe.compute.split import PutOff, Splitter
 from procpipe.compute.wrappers import check_sharded_before
 from procpipe.errors import RecomputeError
-from procpipe.torch_internals import is_compiled, pytree, run_backward
+from procpipe.torch_internals import run_backward
 from procpipe.tree import Flat, unflatten
 
 #: What comes in: from the partition before, or the model's inputs; then the skip tensors of each
@@ -53,6 +52,28 @@ Inputs = Sequence[Flat]
 
 #: Of each output, which of its tensors require a gradient.
 Flags = list[tuple[bool, ...]]
+
+
+class Enter(torch.autograd.Function):
+    """Received tensors become results of this node, which catches their gradients.
+
+    ``detach`` makes aliases that are not views, so that layers may change them in place as in the
+    plain model. They share their version with the received tensors, so that this is detected.
+    (``mark_dirty`` would count as such a change itself.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, caught: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Pass the tensors on; ``anchor`` requires a gradient, so that they do."""
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Put the gradients into the list ``caught``."""
+        ctx.caught[:] = gradients
+        return (None,) * (2 + len(gradients))
 
 
 @dataclass(slots=True)
@@ -66,12 +87,13 @@ class _Pass:
     wants: tuple[bool, ...]  # which of them require a gradient
     flags: Flags = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
-    entry: Entry = field(default_factory=Entry)
+    caught: list[Tensor | None] = field(default_factory=list)  # gradients of inputs
     # If it is recomputed:
     random: RandomStates | None = None
     buffers: BufferCopies = field(default_factory=dict)
     digests: list[Digest] | None = None  # where they are compared: of F, then of R
     versions: list[int] = field(default_factory=list)  # of the inputs
+    forms: list[tuple[tuple[int, ...], bool]] = field(default_factory=list)  # of the outputs
 
 
 class Segment:
@@ -79,22 +101,15 @@ class Segment:
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
-        self.is_compiled = False
         self.device = layers.device
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
-        self._parameters: list[nn.Parameter] = []
-        self._trainable: tuple[bool, ...] = ()
         self._splitter = Splitter(layers.named.values(), self._anchor)
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._num_recomputed = 0  # mini-batches so far in which anything was recomputed
         self._generators: list[Generator] = []
         self._types: list[type] = []
-        self._changes_parameters = False  # whether a forward does, as nn.Embedding(max_norm=…)
-        #: What a first forward with a graph has shown for all inputs of the same form: the form of
-        #: the output, and which of its tensors require a gradient.
-        self._learned: dict[tuple[Any, ...], tuple[list[Any], Flags]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -104,24 +119,14 @@ class Segment:
         self._recomputes = False  # whether anything of this mini-batch is recomputed
         self._newest: RandomStates | None = None  # of the newest micro-batch to be recomputed
         # Read again, since a user may replace modules and parameters.
-        modules = [module for layer in self.layers.named.values() for module in layer.modules()]
-        types = list(map(type, modules))
+        self._modules = [m for layer in self.layers.named.values() for m in layer.modules()]
+        types = list(map(type, self._modules))
         if types != self._types:
             check_sharded_before(self._types or types, types)
             self._types = types
-        if self.is_compiled != any(map(is_compiled, modules)):
-            self.is_compiled = not self.is_compiled
-            self._splitter = Splitter(self.layers.named.values(), self._anchor)
-        places = [(module, name) for module in modules for name in module._buffers]
-        if places != self._buffers.places:
-            self._buffers = Buffers(self.layers.named)
-        # A parameter that several modules have is there several times.
-        self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._learned.clear()
-        self._surroundings = self._first = Surroundings.now(modules, self.device)
+        self._buffers.read(self._modules)
+        self._modes: list[bool] = []
+        self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
         """Begin the backward tasks of a mini-batch whose forward tasks were in another program.
@@ -129,9 +134,13 @@ class Segment:
         Raises:
             RecomputeError: what is needed to recompute it has changed since.
         """
-        now = Surroundings.now(self._first.modules, self.device)
-        self._surroundings = self._first if now == self._first else now
-        self._check_unchanged("after the first forward of this mini-batch and before its")
+        now = Autocast(self.device)
+        self._autocast = now if now.settings != self._first_autocast.settings else self._autocast
+        if self._recomputes:
+            what = self._buffers.changed(by_forward=False)
+            if not what and self._modes != _modes_of(self._modules):
+                what = "the mode of a module (train(), eval())"
+            _check_unchanged(what, "after the first forward of this mini-batch and before its")
 
     def end(self) -> None:
         """Check, at the end of a program, that it has changed nothing that is to be recomputed.
@@ -139,9 +148,11 @@ class Segment:
         Raises:
             RecomputeError: it has.
         """
-        self._check_unchanged("by a hook, or for the first time by a layer, before a", is_own=True)
         if self._recomputes:
-            self._note_unchanged()
+            what = self._buffers.changed(by_forward=True)
+            _check_unchanged(what, "by a hook, or for the first time by a layer, before a")
+            self._buffers.note()
+            self._modes = _modes_of(self._modules)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the layers, as they are now."""
@@ -164,7 +175,6 @@ class Segment:
         recompute: bool,
         finish: Finish | None = None,
         split: bool = False,
-        is_left_out: bool = False,
     ) -> list[Flat]:
         """Run micro-batch ``i`` through the layers.
 
@@ -176,8 +186,6 @@ class Segment:
             recompute: whether a recompute task will come before that; then no graph is kept now.
             finish: applied to the output, as a last layer.
             split: whether the backward pass will be two tasks, I and W.
-            is_left_out: whether ``finish`` gives a loss of 0 whatever the output, so that other
-                tensors may require a gradient than in other micro-batches.
 
         Returns:
             The output, then the skip tensors for each destination, detached.
@@ -191,18 +199,22 @@ class Segment:
             tensors, wants = tensors + flat.tensors, wants + flat.requires_grad
         this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None, tensors, wants)
         if recompute:
-            made = self._forward_without_graph(this, is_left_out)
+            made = self._forward_to_repeat(this)
         else:
             with self._split(this):
-                made = self._run_with_graph(this)
-            this.flags = _flags(made)
+                made = self._run(this)
+        this.flags = [tuple([tensor.requires_grad for tensor in tensors]) for tensors, _ in made]
         return [
             Flat([tensor.detach() for tensor in tensors], form, flags)
             for (tensors, form), flags in zip(made, this.flags, strict=True)
         ]
 
     def recompute(self, i: int) -> None:
-        """Run micro-batch ``i`` again, with a graph."""
+        """Run micro-batch ``i`` again, with a graph that is kept.
+
+        Raises:
+            RecomputeError: the layers go another way this time, or start from another input.
+        """
         this = self._passes[i]
         assert this.random is not None, "not to be recomputed"
         if not any(map(any, this.flags)):
@@ -216,31 +228,32 @@ class Segment:
         if this.random is self._newest:
             this.random.forget_undrawn(RandomStates(self._generators))
             self._newest = None
-        with (
-            recomputing(),
-            self._in_first_surroundings(),
-            this.random.restored(),
-            self._buffers.lent(this.buffers),
-            self._split(this),
-        ):
-            made = self._run_with_graph(this)
+        random, buffers = this.random.put(), put(this.buffers)
+        try:
+            with torch.enable_grad(), phase("recomputing"), self._split(this), self._repeated():
+                self._run(this)
+        finally:
+            random.put()
+            put(buffers)
+        expected, found = this.forms, _forms_of(this.roots)
+        if found != expected:
+            raise RecomputeError(
+                f"recomputing micro-batch {i} gave outputs of (shape, requires gradient) {found}, "
+                f"but its first forward gave {expected}: a layer takes another way the second time "
+                "(see is_recomputing()); use checkpoint='never'"
+            )
         if this.digests is not None:
-            is_coarse = self._first.is_autocast or self.device.type != "cpu"
+            is_coarse = self._first_autocast.is_on or self.device.type != "cpu"
             if how := difference(*this.digests, is_coarse=is_coarse):
                 raise RecomputeError(
                     f"the layers gave {how} when micro-batch {i} was recomputed, so gradients "
-                    f"would be wrong: one depends on what recomputation does not repeat. {REPEATED}"
+                    "would be wrong: one depends on what recomputation does not repeat. Repeated "
+                    "are the global generators of torch, random and numpy.random (if it was "
+                    "imported before), and buffers (register_buffer, for a counter): use these, "
+                    "or checkpoint='never'"
                 )
         this.random = this.digests = None
         this.buffers = {}
-        flags, expected = sum(_flags(made), ()), sum(this.flags, ())
-        if len(flags) != len(expected) or any(map(operator.gt, flags, expected)):
-            raise RecomputeError(
-                f"recomputing micro-batch {i} gave outputs that require gradients {flags}, but its "
-                f"first forward was taken to give {expected}: either a layer takes another way the "
-                "second time (see is_recomputing()), or which outputs require gradients differs "
-                "between micro-batches of one form; use checkpoint='never'"
-            )
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Run the backward pass of micro-batch ``i`` and add to the parameters' gradients.
@@ -250,19 +263,21 @@ class Segment:
         that of each of its tensors that requires one, None where it had no influence.
         """
         this = self._passes.pop(i)
-        if this.put_off is None:
-            self._backward(i, this, gradients)
-        else:
-            with self._splitter.into(this.put_off, is_backward=True):
-                self._backward(i, this, gradients)
+        roots = [root for root in this.roots if root.requires_grad]
+        pairs = zip(roots, gradients, strict=True)
+        given = [(root, gradient) for root, gradient in pairs if gradient is not None]
+        if given:
+            with self._split(this, is_backward=True), self._autocast.off():
+                run_backward(*zip(*given, strict=True))
+        if this.put_off is not None:
             self._put_off[i] = this.put_off
-        made = iter(this.entry.gradients or (None,) * sum(this.wants))
-        return [[next(made) for wants in flat.requires_grad if wants] for flat in this.inputs]
+        caught = iter(this.caught or (None,) * sum(this.wants))
+        return [[next(caught) for wants in flat.requires_grad if wants] for flat in this.inputs]
 
     def backward_weight(self, i: int) -> None:
         """Run task W of a split micro-batch: add the weight gradients that task I put off."""
         put_off = self._put_off[i]
-        with self._without_autocast():
+        with self._autocast.off():
             put_off.run()
         del self._put_off[i]
 
@@ -272,42 +287,18 @@ class Segment:
 
     def may_require_gradient(self, i: int) -> bool:
         """Return whether any input of micro-batch ``i``, or parameter, requires a gradient."""
-        return any(self._trainable) or any(self._passes[i].wants)
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        return is_trained or any(self._passes[i].wants)
 
     # -- running the layers ---------------------------------------------------------------------
 
-    def _backward(self, i: int, this: _Pass, gradients: Sequence[Tensor | None]) -> None:
-        # Without any it may not have been recomputed, and have no roots.
-        flags = sum(this.flags, ())
-        wanting = (
-            [r for r, wants in zip(this.roots, flags, strict=True) if wants] if gradients else []
-        )
-        # A root that was predicted to require a gradient may not when it is recomputed.
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(wanting, gradients, strict=True)
-            if gradient is not None and root.requires_grad
-        ]
-        if pairs:
-            roots, given = zip(*pairs, strict=True)
-            if self._recomputes:
-                check_shapes(i, roots, given)
-            with self._without_autocast():
-                run_backward(roots, given)
-
-    def _forward_without_graph(self, this: _Pass, is_left_out: bool) -> list[Leaving]:
-        """Run a first forward that will be recomputed.
-
-        Which outputs require a gradient is known only with a graph. So the first forward of each
-        form of input builds one and drops it, and compiled layers always do, or torch would compile
-        them once more for no graph. The first also compares the input with a copy: a change through
-        ``x.data`` or NumPy raises no version.
-        """
+    def _forward_to_repeat(self, this: _Pass) -> list[Leaving]:
+        """Run the first forward of a micro-batch that is recomputed."""
         if not self._recomputes:  # the first of a mini-batch
             self._recomputes = True
             self._num_recomputed += 1
             self._generators = generators(self.device)
-            self._note_unchanged()
+            self._buffers.note()
         this.digests = [] if self._num_recomputed in MINI_BATCHES else None
         random = this.random = RandomStates(self._generators)
         if self._newest is not None:
@@ -315,99 +306,41 @@ class Segment:
         self._newest = random
         this.versions = self._versions(this)
         this.buffers = self._buffers.before_forward()
-        forms = [(flat.structure, flat.requires_grad) for flat in this.inputs]
-        kind = (*forms, this.finish is None, is_left_out)
-        learned = self._learned.get(kind)
-        with checkpointing():
-            if learned is None or self.is_compiled or self._may_begin_to_train(this, learned[1]):
-                made = self._learn(this, is_first=learned is None)
-                learned = self._learned[kind] = _form(made), _flags(made)
-            else:
-                made = self._run(this, self._unshared(this.tensors))
-        check_numpy(self._generators)
-        if this.versions != self._versions(this):
-            self.layers.refuse_change("a layer")
+        with phase("checkpointing"):
+            made = self._run(this, this.tensors if this.versions else ())
         self._buffers.after_forward(this.buffers)
-        form, this.flags = learned
-        if form != _form(made):  # the output's form depends on the data
-            trains = any(map(any, this.flags))
-            this.flags = [tuple(trains and t.is_floating_point() for t in ts) for ts, _ in made]
+        this.forms, this.roots = _forms_of(this.roots), []
         return made
 
-    def _may_begin_to_train(self, this: _Pass, flags: Flags) -> bool:
-        """Return whether layers that keep gradients from all their outputs may no longer do so.
-
-        Nothing is recomputed for such outputs, so only a graph can show it.
-        """
-        return not any(map(any, flags)) and (any(self._trainable) or any(this.wants))
-
-    def _learn(self, this: _Pass, *, is_first: bool) -> list[Leaving]:
-        before = [tensor.clone() for tensor in this.tensors] if is_first else []
-        version = self._version()
-        with torch.enable_grad():
-            made = self._run_with_graph(this, this.tensors if this.versions else ())
-        if not all(map(_are_same, before, this.tensors)):
-            raise RecomputeError(
-                "a layer changed its partition's input past autograd (through x.data or "
-                "NumPy), so recomputing it would start from the wrong values: change a "
-                "copy, or use checkpoint='never'"
-            )
-        if version != self._version():
-            self._changes_parameters = True
-        this.roots, this.entry = [], Entry()
-        return made
-
-    def _run_with_graph(self, this: _Pass, watched: Sequence[Tensor] = ()) -> list[Leaving]:
-        # The model's input is one tensor for all micro-batches, and so is its version.
+    def _run(self, this: _Pass, watched: Sequence[Tensor] = ()) -> list[Leaving]:
+        """Go through (1), (2) and (3)."""
+        # The first layer may change inputs that are kept. The model's input is one tensor for all
+        # micro-batches, and so is its version.
         is_kept = this.random is not None or self.layers.is_first
-        tensors = self._unshared(this.tensors) if is_kept else list(this.tensors)
+        is_copied = is_kept and self.layers.changes_input
+        tensors = [t.clone() for t in this.tensors] if is_copied else list(this.tensors)
         entering = [k for k, wants in enumerate(this.wants) if wants]
         if entering:
             entered = Enter.apply(  # type: ignore[no-untyped-call]
-                this.entry, self._anchor, *(tensors[k] for k in entering)
+                this.caught, self._anchor, *(tensors[k] for k in entering)
             )
             for k, tensor in zip(entering, entered, strict=True):
                 tensors[k] = tensor
-        made = self._run(this, tensors, watched)
+        given = iter(tensors)
+        values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
+        made = self.layers.run(values, this.finish, watched, this.digests)
         this.roots = [tensor for tensors, _ in made for tensor in tensors]
         return made
 
-    def _run(
-        self, this: _Pass, tensors: list[Tensor], watched: Sequence[Tensor] = ()
-    ) -> list[Leaving]:
-        """Run the layers, and keep a digest of their output, of the last ones before the loss."""
-        given = iter(tensors)
-        values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
-        digests, finish = this.digests, this.finish
-        if digests is None:
-            return self.layers.run(values, finish, watched)
-        if finish is None:
-            made = self.layers.run(values, None, watched)
-            digests.append(digest_of(tensor for tensors, _ in made for tensor in tensors))
-            return made
+    def _split(self, this: _Pass, *, is_backward: bool = False) -> AbstractContextManager[None]:
+        if this.put_off is None:
+            return NOTHING
+        return self._splitter.into(this.put_off, is_backward=is_backward)
 
-        def noted(value: Any) -> Any:
-            leaves = pytree.tree_leaves(value)
-            digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-            return finish(value)
-
-        return self.layers.run(values, noted, watched)
-
-    def _unshared(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return inputs that the first layer may change although they are kept."""
-        return [t.clone() for t in tensors] if self.layers.changes_input else list(tensors)
-
-    def _split(self, this: _Pass) -> AbstractContextManager[None]:
-        return NOTHING if this.put_off is None else self._splitter.into(this.put_off)
-
-    def _without_autocast(self) -> AbstractContextManager[object]:
-        now = self._surroundings
-        return now.without_autocast() if now.is_autocast else NOTHING
-
-    def _in_first_surroundings(self) -> AbstractContextManager[None]:
-        return NOTHING if self._surroundings is self._first else self._first.restored()
-
-    # -- what no layer may change ---------------------------------------------------------------
+    def _repeated(self) -> AbstractContextManager[object]:
+        """Return autocast as in the first forward."""
+        is_same = self._autocast is self._first_autocast
+        return NOTHING if is_same else self._first_autocast.restored()
 
     def _versions(self, this: _Pass) -> list[int]:
         """Return what rises when an input of a micro-batch that is recomputed is changed in place.
@@ -416,45 +349,26 @@ class Segment:
         """
         return [] if self.layers.changes_input else versions_of(this.tensors)
 
-    def _version(self) -> int:
-        """Return a number that rises with each change in place of a parameter.
 
-        A change past autograd (``weight.data``, the fused optimizers of torch 2.13) raises none.
-        """
-        return sum(each._version for each in self._parameters if not each.is_inference())
-
-    def _note_unchanged(self) -> None:
-        self._noted = self._version()
-        self._buffers.note_steady()
-
-    def _check_unchanged(self, when: str, *, is_own: bool = False) -> None:
-        """Check that what recomputation uses is as it was noted; ``is_own``: in a program.
-
-        Without recomputation autograd refuses such a backward pass; with it, the gradients would be
-        those of another function.
-        """
-        if not self._recomputes:
-            return
-        buffers = self._buffers.changed()
-        may_change = is_own and self._changes_parameters
-        if buffers or not (may_change or self._noted == self._version()):
-            what = f"the buffer {buffers[0]!r}" if buffers else "a parameter"
-            raise RecomputeError(
-                f"{what} was changed {when} recomputation, whose gradients would be wrong: change "
-                "parameters and buffers after backward() is over (optimizer.step(), "
-                "load_state_dict()), a layer's own buffers in every forward or in none, or use "
-                "checkpoint='never'"
-            )
+def _modes_of(modules: Sequence[nn.Module]) -> list[bool]:
+    return [module.training for module in modules]
 
 
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors hold the same values; NaN equals NaN here."""
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return of each tensor its shape, and whether it requires a gradient."""
+    return [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
 
 
-def _flags(made: Sequence[Leaving]) -> Flags:
-    return [tuple([tensor.requires_grad for tensor in tensors]) for tensors, _ in made]
+def _check_unchanged(what: str, when: str) -> None:
+    """Raise an error if anything was changed that recomputation uses.
 
-
-def _form(made: Sequence[Leaving]) -> list[Any]:
-    return [(form, [tensor.dtype for tensor in tensors]) for tensors, form in made]
+    Without recomputation autograd refuses such a backward pass; with it, the gradients would be
+    those of another function.
+    """
+    if what:
+        raise RecomputeError(
+            f"{what} was changed {when} recomputation, whose gradients would be wrong: change "
+            "modes, parameters and buffers after backward() is over (optimizer.step(), "
+            "load_state_dict()), a layer's own buffers in every forward or in none, or use "
+            "checkpoint='never'"
+        )

@@ -38,63 +38,28 @@ class SkipPorts:
         self._num_pops_elsewhere: Counter[SkipKey] = Counter()
         for num_pops in self._leaving:
             self._num_pops_elsewhere.update(num_pops)
-        #: Skip tensors popped here of which a later partition has a copy of its own.
-        self._needed_later = {
-            key: b
-            for (a, b), keys in layout.items()
-            for key in keys
-            if b > partition and a in self.sources and key in layout[a, partition]
-        }
 
-    def tracker(self, messages: Iterable[Sequence[Any]]) -> StageTracker:
+    def tracker(self, messages: Iterable[Sequence[Any]]) -> PartitionTracker:
         """Make the tracker of one run of the layers, from the values of each source's message."""
-        tracker = StageTracker(self._num_pops_elsewhere)
+        tracker = PartitionTracker(self._num_pops_elsewhere)
         for keys, values in zip(self._entering, messages, strict=True):
             for (key, num_pops), value in zip(keys.items(), values, strict=True):
                 if not isinstance(value, str):
-                    tracker.enter(key, value, num_pops, is_needed_later=key in self._needed_later)
+                    tracker.stash(key, value, num_pops)
         return tracker
 
-    def messages(self, tracker: StageTracker) -> list[tuple[Any, ...]]:
+    def messages(self, tracker: PartitionTracker) -> list[tuple[Any, ...]]:
         """Return the value of each destination's message once the layers have run."""
         return [tuple(tracker.leaving.get(key, _ABSENT) for key in keys) for keys in self._leaving]
 
-    def check(self, tracker: StageTracker) -> None:
-        """Check, once the layers have run, that they did not change what later partitions need.
 
-        Raises:
-            RuntimeError: a skip tensor that a later one pops too was changed in place.
-        """
-        for key, (tensor, version) in tracker.needed_later.items():
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"skip tensor {key} was changed in place by a layer that popped it, but "
-                    f"partition {self._needed_later[key]} pops it too, and has it as it was: "
-                    "change a copy (skip = skip + 1 for skip.add_(1))"
-                )
-
-
-class StageTracker(Tracker):
-    """A tracker that also holds what comes from, and goes to, other partitions.
-
-    Attributes:
-        leaving: what later partitions will pop.
-        needed_later: what later partitions pop too, and its version when it entered.
-    """
+class PartitionTracker(Tracker):
+    """A tracker that also holds what later partitions will pop, in ``leaving``."""
 
     def __init__(self, num_pops_elsewhere: Counter[SkipKey]) -> None:
         super().__init__()
         self.leaving: dict[SkipKey, Tensor | None] = {}
         self._num_pops_elsewhere = num_pops_elsewhere
-        self.needed_later: dict[SkipKey, tuple[Tensor, int]] = {}
-
-    def enter(
-        self, key: SkipKey, tensor: Tensor | None, num_pops: int, *, is_needed_later: bool
-    ) -> None:
-        """Keep a tensor that came from an earlier partition for the layers that will pop it."""
-        super().stash(key, tensor, num_pops)
-        if is_needed_later and tensor is not None and not tensor.is_inference():
-            self.needed_later[key] = tensor, tensor._version
 
     def stash(self, key: SkipKey, tensor: Tensor | None, num_pops: int) -> None:
         """Keep a tensor for the layers of this partition that will pop it, and for later ones."""

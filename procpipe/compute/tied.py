@@ -18,6 +18,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -31,17 +32,24 @@ Part = Tensor | bool | None
 
 _FROZEN = False
 
+#: How errors begin to name a buffer.
+_BUFFER = "the buffer "
+
 
 @dataclass(frozen=True)
 class Copy:
     """This stage's copy of a parameter or buffer that other stages have, too."""
 
-    name: str  # its first name in the full model
-    all_names: tuple[str, ...]  # all its names there, in order
+    all_names: tuple[str, ...]  # all its names in the full model, in order
     stages: tuple[int, ...]  # all that have it, ascending
     #: Where this stage has it: by its name in the full model, the module and its name there; at
     #: least one.
     places: Mapping[str, tuple[nn.Module, str]]
+
+    @property
+    def name(self) -> str:
+        """Its first name in the full model."""
+        return self.all_names[0]
 
     @property
     def tensor(self) -> Any:
@@ -53,12 +61,15 @@ class Copy:
         """All stages that have it, in words."""
         return f"stages {' and '.join(map(str, self.stages))}"
 
+    @property
+    def part(self) -> Part:
+        """What this stage contributes to its gradient."""
+        gradient: Tensor | None = self.tensor.grad
+        return gradient if self.tensor.requires_grad else _FROZEN
+
 
 class Tied:
-    """This stage's copies of parameters and buffers, in an order that all stages share.
-
-    No layer may change the buffers.
-    """
+    """This stage's copies of parameters and buffers, in an order that all stages share."""
 
     def __init__(
         self, stage: int, parameters: Sequence[Copy] = (), buffers: Sequence[Copy] = ()
@@ -86,17 +97,15 @@ class Tied:
     ) -> None:
         """Give all copies the values of the first stage that has one; all stages call it."""
         copies = self.parameters + self._buffers
-        others = sorted({stage for copy in copies for stage in copy.stages} - {self._stage})
-        for other in others:
-            theirs = [copy for copy in copies if copy.stages[0] == other]
-            if theirs:  # of a stage before this one
+        for other in sorted({stage for copy in copies for stage in copy.stages} - {self._stage}):
+            first = min(other, self._stage)
+            ours = [c.tensor for c in copies if c.stages[0] == first and other in c.stages]
+            if ours and first == self._stage:  # after all takes, which are of stages before
+                send(other, ours)
+            elif ours:
                 with torch.no_grad():
-                    for copy, value in zip(theirs, take(other), strict=True):
-                        copy.tensor.copy_(value)
-        for other in others:
-            ours = [c for c in copies if c.stages[0] == self._stage and other in c.stages]
-            if ours:
-                send(other, [copy.tensor for copy in ours])
+                    for tensor, value in zip(ours, take(other), strict=True):
+                        tensor.copy_(value)
 
     def all_names(self) -> list[tuple[str, ...]]:
         """Return, for each copy, all its names in the full model, in order."""
@@ -121,7 +130,7 @@ class Tied:
         """Check the copies here, and compare all; all stages call it before each training call.
 
         ``always`` compares each time, and raises; else this is before the calls 2, 4, 8, …, with a
-        warning on stage 0. ``agree`` is that of ``Coordinator``, in this call.
+        warning on stage 0 if parameters differ. ``agree`` is that of ``Coordinator``, in this call.
 
         Raises:
             RuntimeError: they differ; on every stage. Or :meth:`_check_parameters` raises it, here.
@@ -131,14 +140,16 @@ class Tied:
         is_due = self._num_calls > 1 and self._num_calls.bit_count() == 1
         if not (always or is_due):
             return
-        hashes = {copy.name: _hash_of(copy.tensor) for copy in self.parameters + self._buffers}
+        hashes = {copy.name: _hash_of(copy.tensor) for copy in self.parameters}
+        hashes |= {f"{_BUFFER}{copy.name}": _hash_of(copy.tensor) for copy in self._buffers}
         if not (faults := agree(hashes, _differences)):
             return
         message = (
             f"copies of one tensor differ: {'; '.join(faults)}: all its stages must have the same "
-            "optimizer with the same options for it, and write into it alike, or not at all"
+            "optimizer with the same options for it, and write into it alike, or not at all; a "
+            "buffer that layers change must be on one stage (balance), or each layer's own"
         )
-        if always:
+        if always or any(fault.startswith(_BUFFER) for fault in faults):
             raise RuntimeError(message)
         if self._stage == 0:
             warn(f"{message} (check_tied=True makes this an error)")
@@ -165,24 +176,6 @@ class Tied:
                     "it, and the gradient there is only a part until the call returns: remove the "
                     "hook and do its work after step() or backward(), or choose a balance that "
                     "puts the layers that use it on one stage"
-                )
-
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """Return the buffers and how often each was changed, for :meth:`check_unchanged`."""
-        return [(copy.tensor, copy.tensor._version) for copy in self._buffers]
-
-    def check_unchanged(self, before: list[tuple[Tensor, int]]) -> None:
-        """Check that no layer has changed a buffer.
-
-        Raises:
-            RuntimeError: one has, so that the copies differ.
-        """
-        for copy, (tensor, version) in zip(self._buffers, before, strict=True):
-            if copy.tensor is not tensor or tensor._version != version:
-                raise RuntimeError(
-                    f"a layer on stage {self._stage} has changed the buffer {copy.name}, of which "
-                    f"{copy.holders} each have a copy, so that the copies differ: choose a "
-                    "balance that puts the layers that use it on one stage, or give each its own"
                 )
 
     # -- gradients ------------------------------------------------------------------------------
@@ -231,16 +224,14 @@ class Tied:
             TypeError: one is sparse.
         """
         shared = [copy for copy in self.parameters if stage in copy.stages]
-        gradients = [copy.tensor.grad for copy in shared]
-        for copy, gradient in zip(shared, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
+        for copy in shared:
+            if copy.tensor.grad is not None and copy.tensor.grad.layout != torch.strided:
                 raise TypeError(
                     f"the gradient of {copy.name}, which stages {self._stage} and {stage} share, "
                     "is sparse, so it cannot be sent: use a dense one (sparse=False), or choose a "
                     "balance that puts the layers that use it on one stage"
                 )
-        flags = [copy.tensor.requires_grad for copy in shared]
-        return [g if is_free else _FROZEN for g, is_free in zip(gradients, flags, strict=True)]
+        return [copy.part for copy in shared]
 
     def add_up(self, received: Mapping[int, Sequence[Part]]) -> None:
         """Set the sums as gradients; ``received`` has what each other stage contributes.
@@ -248,33 +239,24 @@ class Tied:
         Raises:
             RuntimeError: a parameter requires a gradient on some of its stages only.
         """
-        others = {stage: iter(gradients) for stage, gradients in received.items()}
-        sums = [self._sum_of(copy, others) for copy in self.parameters]
-        for copy, total in zip(self.parameters, sums, strict=True):
-            copy.tensor.grad = total
-
-    def _sum_of(self, copy: Copy, others: Mapping[int, Iterator[Part]]) -> Tensor | None:
-        own = copy.tensor.grad
-        is_free = copy.tensor.requires_grad
-        total: Tensor | None = None
-        is_fresh = False
-        for stage in copy.stages:
-            part = own if stage == self._stage else next(others[stage])
-            if stage != self._stage and is_free == (part is _FROZEN):
-                without, having = (stage, self._stage) if is_free else (self._stage, stage)
+        others = {stage: iter(parts) for stage, parts in received.items()}
+        for copy in self.parameters:
+            parts = {
+                stage: copy.part if stage == self._stage else next(others[stage])
+                for stage in copy.stages
+            }
+            frozen = [stage for stage, part in parts.items() if part is _FROZEN]
+            free = [stage for stage in copy.stages if stage not in frozen]
+            if frozen and free:
                 raise RuntimeError(
                     f"the parameter {copy.name}, also named {', '.join(copy.all_names[1:])}, "
-                    f"requires a gradient on stage {having} but not on stage {without}: freeze it, "
-                    "or set it free, on all its stages; it has another name on each"
+                    f"requires a gradient on stage {free[0]} but not on stage {frozen[0]}: freeze "
+                    "it, or set it free, on all its stages; it has another name on each"
                 )
-            if not isinstance(part, Tensor):
-                continue
-            if total is None:
-                total = part
-            else:  # not in place at first: ours may still be read by a transfer
-                total = total.add_(part) if is_fresh else total + part
-                is_fresh = True
-        return total if is_fresh or total is own or total is None else total.clone()
+            gradients = [part for part in parts.values() if isinstance(part, Tensor)]
+            if len(gradients) == 1:  # received ones are not ours to keep
+                gradients[0] = gradients[0].clone()
+            copy.tensor.grad = reduce(torch.add, gradients) if gradients else None
 
 
 def _differences(of_stages: Sequence[Mapping[str, str]]) -> list[str]:

@@ -23,16 +23,16 @@ _WRAPPERS = {
 }
 
 
-def check_not_data_parallel(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Check that no module of named layers is data parallel.
+def check_not_data_parallel(model: nn.Module) -> None:
+    """Check that neither a model nor any module in it is data parallel.
 
     Raises:
         TypeError: one is.
     """
-    for name, layer in layers:
-        for module in layer.modules():
-            if is_data_parallel(type(module)):
-                refuse_data_parallel(f"layer {name!r} is, or holds, a {type(module).__name__}")
+    for name, module in model.named_modules():
+        if _is_data_parallel(type(module)):
+            place = f"layer {name!r}" if name else "the model"
+            refuse_data_parallel(f"{place} is a {type(module).__name__}")
 
 
 def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:
@@ -45,7 +45,7 @@ def refuse_wrappers_of(stage: nn.Module) -> RemovableHandle:
 
     def check(wrapper: nn.Module, _: str, module: nn.Module) -> None:
         stage = reference()
-        if stage is None or not is_data_parallel(type(wrapper)):
+        if stage is None or not _is_data_parallel(type(wrapper)):
             return
         if not set(stage.modules()).isdisjoint(module.modules()):
             name = type(wrapper).__name__
@@ -66,8 +66,7 @@ def refuse_data_parallel(what: str) -> NoReturn:
     )
 
 
-def is_data_parallel(of: type) -> bool:
-    """Return whether modules of a class wrap others in data parallelism."""
+def _is_data_parallel(of: type) -> bool:
     bases = (base for base in of.__mro__ if base.__module__.startswith("torch."))
     return any(base.__name__ in _WRAPPERS for base in bases)
 

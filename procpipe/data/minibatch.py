@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from procpipe.compute.graph import Enter
+from procpipe.compute.segment import Enter
 from procpipe.data.loss import MeanLoss
 from procpipe.data.microbatch import gather
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
@@ -152,7 +152,7 @@ class _Output(Enter):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        run, counts = ctx.entry
+        run, counts = ctx.caught
         rest = iter(gradients)
         run([list(islice(rest, count)) for count in counts])
         return (None,) * (2 + len(gradients))

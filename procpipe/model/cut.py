@@ -15,11 +15,7 @@ from itertools import islice
 
 from torch import nn
 
-from procpipe.compute.wrappers import (
-    check_not_data_parallel,
-    is_data_parallel,
-    refuse_data_parallel,
-)
+from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BalanceError
 
 
@@ -30,15 +26,14 @@ def check_model(module: nn.Module) -> None:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
         ValueError: it holds the same layer twice.
     """
-    if is_data_parallel(type(module)):
-        refuse_data_parallel(f"the model is a {type(module).__name__}")
+    if isinstance(module, nn.Module):
+        check_not_data_parallel(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
             "be divided among the stages. procpipe.sequential(model, sample) makes one of an "
             "ordinary module and a sample of its inputs: see docs/any_module.md"
         )
-    check_not_data_parallel(_layers(module))
     names: dict[nn.Module, str] = {}
     twice = [
         f"layers '{names[layer]}' and '{name}' are one {type(layer).__qualname__}"

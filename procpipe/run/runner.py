@@ -277,7 +277,6 @@ class Runner:
                 recompute=step.is_recomputed,
                 finish=None if loss is None else partial(loss.of, i),
                 split=step.is_split,
-                is_left_out=loss is not None and loss.is_left_out(i),
             )
             log.end_task(task)
             if is_last:

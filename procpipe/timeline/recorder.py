@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from procpipe.compute.sizes import num_bytes
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
 from procpipe.run.log import Log
@@ -85,12 +84,12 @@ class Recorder(Log):
         """Keep a message that was taken, and the wait for it."""
         now_ns = time.perf_counter_ns()
         super().took(transfer, tensors, start_ns)
-        self._takes.append([*transfer, num_bytes(tensors), start_ns, now_ns])
+        self._takes.append([*transfer, sum(each.nbytes for each in tensors), start_ns, now_ns])
 
     def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
         """Keep a message that was sent."""
         now_ns = time.perf_counter_ns()
-        self._sends.append([*transfer, num_bytes(tensors), start_ns, now_ns])
+        self._sends.append([*transfer, sum(each.nbytes for each in tensors), start_ns, now_ns])
 
     def begin_sum(self, what: str) -> None:
         """Mark where a sum begins."""

@@ -1,4 +1,4 @@
-"""Recomputation has the modes and autocast of the first forward; layers can detect it."""
+"""Recomputation has the autocast of the first forward; layers can detect it."""
 
 from __future__ import annotations
 
@@ -6,45 +6,31 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
-from procpipe.compute.recompute import (
-    Surroundings,
-    checkpointing,
-    is_checkpointing,
-    is_recomputing,
-    recomputing,
-)
+from procpipe.compute.recompute import Autocast, is_checkpointing, is_recomputing, phase
 from tests.cases import for_each
 
 CPU = torch.device("cpu")
 
 
 def phases():
-    return is_checkpointing(), is_recomputing(), torch.is_grad_enabled()
+    return is_checkpointing(), is_recomputing()
 
 
 def test_a_layer_can_detect_its_phase():
-    assert phases() == (False, False, True)
-    with checkpointing():
-        assert phases() == (True, False, False)
-    with torch.no_grad(), recomputing():
-        assert phases() == (False, True, True)
-    with checkpointing(), recomputing():
-        assert phases() == (False, True, True)
-    assert phases() == (False, False, True)
-
-
-def test_the_phase_ends_with_an_exception():
-    for phase in (checkpointing(), recomputing()):
-        with pytest.raises(ZeroDivisionError), phase:
-            raise ZeroDivisionError
-        assert phases() == (False, False, True)
+    assert phases() == (False, False)
+    with phase("checkpointing"):
+        assert phases() == (True, False)
+        with phase("recomputing"):
+            assert phases() == (False, True)
+    with pytest.raises(ZeroDivisionError), phase("recomputing"):
+        raise ZeroDivisionError
+    assert phases() == (False, False)
 
 
 def test_other_threads_have_phases_of_their_own():
     seen = []
-    with checkpointing():
+    with phase("checkpointing"):
         thread = threading.Thread(target=lambda: seen.append(is_checkpointing()))
         thread.start()
         thread.join()
@@ -63,15 +49,16 @@ def autocast_now():
 @for_each("inside", [None, False, torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_restored(inside, outside):
     with autocast(inside, cache_enabled=False):
-        expected, surroundings = autocast_now(), Surroundings.now([], CPU)
+        expected, first = autocast_now(), Autocast(CPU)
+    assert first.is_on == expected[0]
     with autocast(outside):
         before = autocast_now()
-        with surroundings.restored():
+        with first.restored():
             assert autocast_now()[0] == expected[0]
             if expected[0]:
                 assert autocast_now() == expected
-            product = torch.ones(2, 2) @ torch.ones(2, 2)
-            assert product.dtype == (expected[1] if expected[0] else torch.float32)
+        with Autocast(CPU).off():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
         assert autocast_now() == before
 
 
@@ -82,27 +69,3 @@ def autocast(dtype, cache_enabled=True):
     if dtype is False:
         return torch.autocast("cpu", enabled=False)
     return torch.autocast("cpu", dtype=dtype, cache_enabled=cache_enabled)
-
-
-def test_modes_are_restored():
-    modules = [nn.Dropout(), nn.Dropout().eval()]
-    surroundings = Surroundings.now(modules, CPU)
-    modules[0].eval()
-
-    def fail():
-        with surroundings.restored():
-            assert [module.training for module in modules] == [True, False]
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert [module.training for module in modules] == [False, False]
-
-
-def test_without_autocast():
-    with Surroundings.now([], CPU).without_autocast():
-        assert not torch.is_autocast_enabled("cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with Surroundings.now([], CPU).without_autocast():
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-        assert torch.is_autocast_enabled("cpu")

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -287,18 +286,6 @@ def test_convolutions(name, requires_grad, dtype):
     check(layer, ramp(*shape, dtype=dtype), put_off=put_off, requires_grad=requires_grad)
 
 
-@FLOATS
-@pytest.mark.parametrize("is_weight_too", [True, False])
-def test_channels_last(is_weight_too, dtype):
-    model = nn.Sequential(
-        nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3, bias=False)
-    ).to(dtype)
-    if is_weight_too:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x = ramp(2, 4, 9, 8, dtype=dtype).to(memory_format=torch.channels_last)
-    check(model, x, put_off=3)
-
-
 # -- models --------------------------------------------------------------------------------------
 
 
@@ -308,16 +295,6 @@ def test_weight_gradients_that_are_not_put_off_are_in_the_first_task(recompute):
         nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.0), Own(8, 8), nn.Conv1d(5, 5, 3, padding=1)
     )
     check(model, ramp(3, 5, 6), put_off=4, recompute=recompute)
-
-
-@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6), (6,)])
-def test_the_output_may_be_changed_in_place(shape):
-    def forward(first, second, x):
-        y = first(x)
-        y[..., 0] += 1
-        return second(y.relu_())
-
-    check(Do(forward, nn.Linear(6, 8), nn.Linear(8, 6)), ramp(*shape), put_off=4)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
@@ -339,14 +316,6 @@ def received(x: Tensor) -> Flat:
     return Flat([x], Flat.of(x).structure, (True,))
 
 
-@BOTH
-def test_a_layer_called_three_times(recompute):
-    model = nn.Sequential(
-        Do(lambda layer, x: layer(layer(layer(x).tanh()).tanh()), nn.Linear(6, 6))
-    )
-    check(model, ramp(4, 6), put_off=2, recompute=recompute)
-
-
 def test_a_weight_that_is_an_embedding_too_is_not_put_off():
     def forward(embedding, head, x):
         return head(x + embedding(torch.arange(4)))
@@ -354,26 +323,6 @@ def test_a_weight_that_is_an_embedding_too_is_not_put_off():
     embedding, head = nn.Embedding(9, 6), nn.Linear(6, 9)
     head.weight = embedding.weight
     check(nn.Sequential(nn.Linear(6, 6), Do(forward, embedding, head)), ramp(4, 6), put_off=2)
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize(
-    "parametrized", [parametrizations.weight_norm, nn.utils.weight_norm], ids=["new", "old"]
-)
-@BOTH
-def test_weights_that_are_computed_from_parameters(parametrized, recompute):
-    model = nn.Sequential(parametrized(nn.Linear(6, 8)), nn.Tanh(), parametrized(nn.Linear(8, 3)))
-    x = ramp(4, 6)
-    if parametrized is nn.utils.weight_norm:  # its weights cannot be copied
-        model(x)
-        with torch.no_grad():
-            model(x)
-    check(model, x, put_off=0, recompute=recompute)
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, functools.partial(nn.Conv1d, kernel_size=2)])
-def test_a_weight_that_changes_at_each_computation_is_computed_once(kind):
-    check(parametrizations.spectral_norm(kind(8, 32)), ramp(5, 8, 8), put_off=0)
 
 
 def test_a_weight_that_another_layer_computes_is_not_put_off():
@@ -510,16 +459,6 @@ def test_hooks_run_once_a_micro_batch(linear):
         calls.clear()
 
 
-def test_hooks_run_in_the_order_of_the_backward_pass():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-    calls: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda _, name=name: calls.append(name))
-    for _ in run_split(partition_of(model), ramp(3, 6)):
-        pass
-    assert calls == [f"{n}.{what}" for n in (2, 1, 0) for what in ("weight", "bias")]
-
-
 # -- layers that are not changed -----------------------------------------------------------------
 
 
@@ -632,18 +571,6 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     partition.backward_weight(0)
     assert alive == set()
     assert partition.num_held == 0
-
-
-def test_a_new_mini_batch_drops_unfinished_tasks():
-    alive: set[str] = set()
-    partition = partition_of(recorded_model(alive))
-    for i in range(2):
-        forward(partition, i, received(ramp(3, 6)), keep=True, recompute=False, split=True)
-    backward(partition, 0, [torch.ones(3, 5)])
-    assert partition.num_held == 2
-    partition.begin()
-    assert partition.num_held == 0
-    assert alive == set()
 
 
 class Workspace(nn.Module):
