@@ -133,8 +133,9 @@ class Stage(LocalLayers):
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
-            the calls 2, 4, 8, … with a warning on rank 0. They differ if stages' optimizers have
-            different options for them, or if your code writes into one. Give it on every rank.
+            the calls 2, 4, 8, … with a warning on rank 0, or an error if buffers differ. They
+            differ if stages' optimizers have different options for them, or if your code, or a
+            layer, writes into one. Give it on every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where each rank writes what it does, after each step: ``"run.json"`` gives
