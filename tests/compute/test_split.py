@@ -461,6 +461,13 @@ def test_hooks_run_once_a_micro_batch(linear):
 # -- layers that are not changed -----------------------------------------------------------------
 
 
+def test_no_forward_is_replaced_before_the_first_split_task(linear):
+    partition = partition_of(nn.Sequential(linear))
+    output = forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False)
+    backward(partition, 0, [torch.ones_like(output.tensors[0])])
+    assert "forward" not in linear.__dict__
+
+
 def test_a_layer_whose_forward_was_replaced(linear):
     linear.forward = lambda x: F.linear(x, linear.weight) * 3
     partition = partition_of(nn.Sequential(linear))
