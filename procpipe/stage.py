@@ -119,7 +119,8 @@ class Stage(LocalLayers):
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
-            the calls 2, 4, 8, … with a warning on rank 0. Give it on every rank.
+            the calls 2, 4, 8, … with a warning on rank 0, or an error if buffers differ. Give it on
+            every rank.
         timeout_s: how long a wait for another rank may last before it is an error.
         stall_timeout_s: how long a wait lasts before it is reported on standard error.
         trace: where each rank writes what it does in the first and the latest steps, after each

@@ -104,7 +104,7 @@ class Segment:
         self.device = layers.device
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
-        self._splitter = Splitter(layers.named.values(), self._anchor)
+        self._splitter: Splitter | None = None  # from the first split task on
         self._passes: dict[int, _Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._num_recomputed = 0  # mini-batches so far in which anything was recomputed
@@ -335,6 +335,8 @@ class Segment:
     def _split(self, this: _Pass, *, is_backward: bool = False) -> AbstractContextManager[None]:
         if this.put_off is None:
             return NOTHING
+        if self._splitter is None:
+            self._splitter = Splitter(self.layers.named.values(), self._anchor)
         return self._splitter.into(this.put_off, is_backward=is_backward)
 
     def _repeated(self) -> AbstractContextManager[object]:

@@ -88,6 +88,8 @@ class PutOff:
 class Splitter:
     """Makes a partition's layers put off their weight gradients while a split task runs.
 
+    Building it replaces their forward.
+
     Attributes:
         anchor: a leaf that requires a gradient and gets none.
         put_off: where layers put their weight gradients off to; None for nowhere.

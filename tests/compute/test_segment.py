@@ -101,6 +101,19 @@ def test_outputs_require_gradients_if_parameters_or_inputs_do(recompute):
     assert case(Do(lambda t: torch.ones(2, requires_grad=True)), x) == ((True,), [False])
 
 
+@BOTH
+def test_a_layer_may_differentiate_in_its_forward(recompute):
+    def slope(t: Tensor) -> Tensor:
+        t = t * 1
+        return torch.autograd.grad(t.pow(3).sum(), t, create_graph=True)[0]
+
+    _, (gradient,) = run(
+        segment_of(Do(slope)), received(torch.tensor([1.0, 2.0])), recompute=recompute
+    )
+    assert gradient is not None
+    assert gradient.tolist() == [6.0, 12.0]
+
+
 def test_what_is_frozen_is_not_recomputed():
     phases = []
     layer = Do(lambda t: t * 2)

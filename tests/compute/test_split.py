@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,6 @@ from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
 from procpipe.tree import TENSOR, Flat
 from tests.cases import for_each, pairs
-from tests.compute.sizes import put_off_bytes
 
 CPU = torch.device("cpu")
 
@@ -462,6 +461,13 @@ def test_hooks_run_once_a_micro_batch(linear):
 # -- layers that are not changed -----------------------------------------------------------------
 
 
+def test_no_forward_is_replaced_before_the_first_split_task(linear):
+    partition = partition_of(nn.Sequential(linear))
+    output = forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False)
+    backward(partition, 0, [torch.ones_like(output.tensors[0])])
+    assert "forward" not in linear.__dict__
+
+
 def test_a_layer_whose_forward_was_replaced(linear):
     linear.forward = lambda x: F.linear(x, linear.weight) * 3
     partition = partition_of(nn.Sequential(linear))
@@ -519,57 +525,36 @@ def test_layers_can_be_copied_and_pickled_after_a_split_task(linear):
 # -- memory --------------------------------------------------------------------------------------
 
 
-class _Owned:
-    """An object that ends with its owner."""
-
-
-class Seen(torch.autograd.Function):
-    """Copies a tensor, and its gradient, into memory whose end is recorded."""
-
-    @staticmethod
-    def forward(ctx, name, alive, x):
-        ctx.name, ctx.alive = name, alive
-        ctx.owned = _Owned()
-        alive.add(f"node of {name}")
-        weakref.finalize(ctx.owned, alive.discard, f"node of {name}")
-        return seen(name, alive, x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, None, seen(f"gradient of {ctx.name}", ctx.alive, gradient)
-
-
-def seen(name: str, alive: set[str], x: Tensor) -> Tensor:
-    memory = x.numpy().copy()
-    alive.add(name)
-    weakref.finalize(memory, alive.discard, name)
-    return torch.from_numpy(memory)
-
-
-def recorded_model(alive: set[str]) -> nn.Sequential:
-    def forward(layer, x):
-        x = Seen.apply("x", alive, x.sin())
-        y = Seen.apply("y", alive, layer(x))
-        z = Seen.apply("z", alive, y.sin()).cos()
-        return Seen.apply("output", alive, z)
-
-    return nn.Sequential(Do(forward, nn.Linear(6, 5)))
-
-
 def test_between_the_tasks_only_two_tensors_a_layer_are_held():
-    alive: set[str] = set()
-    partition = partition_of(recorded_model(alive))
-    inputs = received(seen("input", alive, ramp(3, 6)))
-    output = forward(partition, 0, inputs, keep=True, recompute=False, split=True)
-    names = {"x", "y", "z", "output"}
-    assert alive == names | {f"node of {name}" for name in names} | {"input"}
-    del inputs, output
+    notes: dict[str, StorageWeakRef] = {}
+
+    def note(name: str, tensor: Tensor) -> None:
+        notes[name] = StorageWeakRef(tensor.untyped_storage())
+
+    def forward_noted(layer, x):
+        x = x.sin()
+        y = layer(x)
+        z = y.sin()
+        y.register_hook(functools.partial(note, "gradient of y"))
+        for name, tensor in {"x": x, "y": y, "z": z}.items():
+            note(name, tensor)
+        return z.cos()
+
+    def alive() -> set[str]:
+        return {name for name, reference in notes.items() if not reference.expired()}
+
+    partition = partition_of(nn.Sequential(Do(forward_noted, nn.Linear(6, 5))))
+    forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    assert alive() == {"x", "y", "z"}
     backward(partition, 0, [torch.ones(3, 5)])
-    assert alive == {"x", "gradient of y"}
-    assert put_off_bytes(partition, 0) == 3 * 6 * 4 + 3 * 5 * 4
+    assert alive() == {"x", "gradient of y"}
     assert partition.num_held == 1
     partition.backward_weight(0)
-    assert alive == set()
+    assert alive() == set()
+    assert partition.num_held == 0
+    forward(partition, 1, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    partition.begin()  # drops what is unfinished
+    assert alive() == set()
     assert partition.num_held == 0
 
 
