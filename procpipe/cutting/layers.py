@@ -275,6 +275,7 @@ class _Part:
 def _part_of(module: nn.Module, twin: nn.Module) -> nn.Module:
     """Return an opened module without what it holds; ``twin`` is its copy on the meta device."""
     part = copy.copy(module)
+    vars(part).update({k: copy.copy(v) for k, v in vars(part).items() if isinstance(v, dict)})
     vars(part).update(_modules={}, _parameters={}, _buffers={}, _whole=(twin,))
     part.__class__ = type(type(module).__name__, (_Part, type(module)), {})
     return part

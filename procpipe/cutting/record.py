@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
         leaves, tree = pytree.tree_flatten(result)
         is_leaf = len(leaves) == 1 and leaves[0] is result
         if not is_leaf:
-            node = self.graph.call_function(leaves_of, (node, len(leaves), line()))
+            node = self.graph.call_function(Leaves(tree, line()), (node,))
         for k, leaf in enumerate(leaves):
             part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
             if isinstance(leaf, Tensor):
@@ -345,11 +345,19 @@ class Within:
             return self.function(*args, **kwargs)
 
 
-def leaves_of(result: Any, number: int, where: str) -> list[Any]:
-    """Return the tensors and plain values that a function returns; as many as for the sample."""
-    leaves: list[Any] = pytree.tree_leaves(result)
-    check(len(leaves), number, where)
-    return leaves
+@dataclass(frozen=True)
+class Leaves(Nested):
+    """Takes apart what a function returns, which has to be nested as for the sample."""
+
+    where: str
+    __name__ = "leaves"
+
+    def __call__(self, result: Any) -> list[Any]:
+        """Return the tensors and plain values."""
+        leaves, tree = pytree.tree_flatten(result)
+        check(len(leaves), self.tree.num_leaves, self.where)
+        check(tree, self.tree, self.where)
+        return leaves
 
 
 # -- small ----------------------------------------------------------------------------------------
