@@ -134,7 +134,7 @@ class Layers:
             except Exception as error:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
-            if watched and versions != versions_of(watched):
+            if watched and versions != [tensor._version for tensor in watched]:
                 raise RecomputeError(
                     f"{self.where()} changed its partition's input in place, so recomputing it "
                     "would start from the wrong values: make the change out of place (x = x + 1 "

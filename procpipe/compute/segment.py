@@ -93,7 +93,7 @@ class _Pass:
     buffers: BufferCopies = field(default_factory=dict)
     digests: list[Digest] | None = None  # where they are compared: of F, then of R
     versions: list[int] = field(default_factory=list)  # of the inputs
-    forms: list[tuple[tuple[int, ...], bool]] = field(default_factory=list)  # of the outputs
+    forms: list[tuple[torch.Size, bool]] = field(default_factory=list)  # of the outputs
 
 
 class Segment:
@@ -235,8 +235,11 @@ class Segment:
         finally:
             random.put()
             put(buffers)
-        expected, found = this.forms, _forms_of(this.roots)
-        if found != expected:
+        if this.forms != _forms_of(this.roots):
+            expected, found = (
+                [(tuple(shape), requires_grad) for shape, requires_grad in forms]
+                for forms in (this.forms, _forms_of(this.roots))
+            )
             raise RecomputeError(
                 f"recomputing micro-batch {i} gave outputs of (shape, requires gradient) {found}, "
                 f"but its first forward gave {expected}: a layer takes another way the second time "
@@ -356,9 +359,9 @@ def _modes_of(modules: Sequence[nn.Module]) -> list[bool]:
     return [module.training for module in modules]
 
 
-def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], bool]]:
+def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, bool]]:
     """Return of each tensor its shape, and whether it requires a gradient."""
-    return [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+    return [(tensor.shape, tensor.requires_grad) for tensor in tensors]
 
 
 def _check_unchanged(what: str, when: str) -> None:
