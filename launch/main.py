@@ -23,6 +23,13 @@ COMMANDS = {
 }
 
 
+def positive(text: str) -> int:
+    """Read a whole number of at least 1 from a command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of at least 1")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of ``argv``, by default this process's; return its code, 130 after Ctrl-C."""
     for stream in ("stdin", "stdout", "stderr"):  # one that was closed (2>&-), in this order

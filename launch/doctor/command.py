@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from procpipe.job.pin import cores_of_host
-from procpipe.launch.console import positive
 from procpipe.launch.doctor.checks import (
     CHECKS,
     FAILURE,
@@ -25,6 +24,7 @@ from procpipe.launch.doctor.checks import (
     check_channels,
 )
 from procpipe.launch.doctor.gpus import find_gpus
+from procpipe.launch.main import positive
 from procpipe.launch.start_ranks import start_ranks
 
 _PROBE = ("-m", "procpipe.launch.doctor.probe")

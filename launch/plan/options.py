@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from procpipe.launch.console import positive
+from procpipe.launch.main import positive
 from procpipe.launch.plan.subject import MistakeError
 
 #: Bytes that an optimizer keeps for each byte of the parameters that it trains.

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig
 
 from procpipe.job.pin import cores_of_host, shares
-from procpipe.launch.console import positive
+from procpipe.launch.main import positive
 from procpipe.launch.run.launcher import Launcher
 
 #: How long ranks may take to end after a signal, in seconds; torch's own variable.
