@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from tests.dist.forks import fork_server
 from tests.dist.jobs import TIMEOUT_S, Job
 from tests.dist.pool import job_environment
-from tests.launch.started import RUN, free_port, started
+from tests.launch.started import free_port, started
 
 pytestmark = pytest.mark.dist
 
@@ -205,13 +204,22 @@ def test_ctrl_c_twice_kills_all_processes():
     assert ended.out.splitlines()[-1].startswith("procpipe: ended by SIGINT after ")
 
 
+NOHUP = """
+import signal, sys
+from procpipe.launch.main import main
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.exit(main())
+"""
+
+
 def test_a_host_that_waits_for_another_ignores_what_nohup_ignores_and_ends_at_ctrl_c():
     """torch waits for the store of the first host in C++, where no handler of Python's runs."""
     endpoint = f"127.0.0.1:{free_port()}"
     options = ["-n", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=0"]
     with Job() as job:
         job.write("script.py", "")
-        run = job.start(["nohup", sys.executable, *RUN, *options, "script.py"])
+        job.write("nohup.py", NOHUP)
+        run = job.start(["nohup.py", "run", *options, "script.py"])
         run.wait_until(lambda: f"waits for hosts at {endpoint}" in run.output)
         run.popen.send_signal(signal.SIGHUP)
         run.popen.send_signal(signal.SIGINT)
