@@ -413,6 +413,11 @@ class Stage(LocalLayers):
         """
         is_remote, is_tensor = isinstance(value, Remote), isinstance(value, Tensor)
         number = None if is_remote else value.item() if is_tensor else value
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not (is_remote or is_number):  # the sum of two True in a tensor of bool would be True
+            raise TypeError(
+                f"sum_over_replicas() takes a number, or a tensor of one real number, not {value!r}"
+            )
         with self._shared_call("sum_over_replicas", number) as pipeline:
             numbers = pipeline.coordinator.meet()
         if is_remote:

@@ -127,6 +127,12 @@ def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):
         stage.step(*batch())
 
 
+@pytest.mark.parametrize("value", [True, torch.tensor(True), "1", None, [1], 1j])
+def test_a_sum_over_replicas_is_one_of_numbers(stage_of, value):
+    with pytest.raises(TypeError, match=r"sum_over_replicas\(\) takes a number"):
+        stage_of(make_model(), [4]).sum_over_replicas(value)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [

@@ -90,8 +90,9 @@ class Batches:
     def read(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader)
-        names = ", ".join(number.name for number in sorted(map(signal.Signals, stop_on)))
-        with self.stops.handling(stop_on):
+        numbers = sorted({*map(signal.Signals, stop_on)})
+        names = ", ".join(number.name for number in numbers)
+        with self.stops.handling(numbers):
             while True:
                 with self._calls.together("batches") as pipeline:
                     here = self._is_training(), torch.is_grad_enabled()
