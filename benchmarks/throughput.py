@@ -43,8 +43,8 @@ DEVICES = ("cpu", "cuda")
 #: Micro-batches: the host's cost of a task differs most with their number.
 _NUM_MICRO_BATCHES = {"tiny": [16, 64]}
 
-#: Steps a turn: about a second, so that a turn's start and end do not count.
-_NUM_STEPS = {"tiny": 20}
+#: Micro-batches a turn: at least half a second, so that a turn's start and end do not count.
+_NUM_IN_A_TURN = {"tiny": 320}
 
 #: The limit is measured beside every result, and all is compared with one process.
 _ALWAYS = (PROCPIPE, ONE_PROCESS, COPIES)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> Report:
                 m=m,
                 names=[name for name in names if absent[name] is None],
                 num_rounds=options.rounds,
-                num_steps=max(1, _NUM_STEPS.get(workload, 1) * 16 // m),
+                num_steps=max(1, _NUM_IN_A_TURN.get(workload, m) // m),
                 sizes=options.sizes,
                 transport=options.transport,
             )

@@ -32,9 +32,8 @@ class Layer(nn.Module):
     """
 
     text: str
-    run: Callable[
-        ..., tuple[Any, ...]
-    ]  # from the model and what comes in to what is given, stashed
+    #: From the model and what comes in to what the next layer gets, and what is stashed.
+    run: Callable[..., tuple[Any, ...]]
     arguments: Callable[..., list[Tensor]] | None  # of the first layer
     pops: list[str]
     stashes: dict[str, int]
