@@ -37,6 +37,9 @@ _M_OF_SIZES, _M_OF_TENSORS = 4, 8
 
 _FLOATS_A_TENSOR = 64
 
+#: Of which there are ratios on the page.
+_SHOWN_KIB, _SHOWN_TENSORS = (1, 64, 1 << 10, 1 << 16), (2, 64)
+
 #: Messages in a turn, or bytes if they are large: so many that its start and end hardly count.
 _A_TURN, _A_TURN_BYTES = 80, 64 << 20
 
@@ -57,8 +60,9 @@ def run(options: argparse.Namespace) -> Report:
     by_number = launched("measure_tensors", numbers) if numbers else {}
     tables = [tabulate_sizes(by_size)]
     tables += [tabulate_tensors(by_number)] if by_number else []
-    ratios = {f"messages of {size_text(kib)}": ratios_of(t) for kib, t in by_size.items()}
-    ratios |= {f"messages of {k} tensors": ratios_of(t) for k, t in by_number.items() if k > 1}
+    shown = [(size_text(kib), times) for kib, times in by_size.items() if kib in _SHOWN_KIB]
+    shown += [(f"{k} tensors", times) for k, times in by_number.items() if k in _SHOWN_TENSORS]
+    ratios = {f"messages of {what}": ratios_of(times) for what, times in shown}
     return Report(
         "boundary",
         tables,

@@ -160,7 +160,7 @@ WORKLOADS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--launches", type=int, default=2)
+    parser.add_argument("--launches", type=int, default=1)
 
 
 def run(options: argparse.Namespace) -> Report:
