@@ -26,7 +26,7 @@ def call_as_forks(command, *, env, cwd):
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # a busy machine
 def test_a_part_runs_and_writes_its_ratios(tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(throughput._NUM_STEPS, "tiny", 1)
+    monkeypatch.setitem(throughput._NUM_IN_A_TURN, "tiny", 2)
     monkeypatch.setattr(rounds, "call", call_as_forks)
     words = ["throughput", "--sizes", "tiny", "--workloads", "tiny", "--micro-batches", "2"]
     words += ["--contenders", "torch GPipe", "bare gloo", "--rounds", "1", "--out", str(tmp_path)]
