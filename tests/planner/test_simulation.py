@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -151,11 +150,10 @@ def test_a_second_computation_agrees_also_with_skips(
 
 
 @pytest.mark.slow
-def test_a_thousand_stages_are_simulated_in_seconds() -> None:
+@pytest.mark.timeout(60)  # it takes 0.25 s; what looks at all pairs of tasks, for ever
+def test_a_thousand_stages_are_simulated() -> None:
     m, n = 64, 1024
-    start_s = time.process_time()
     timeline = simulate(gpipe(m, n), Costs.uniform(n, output_bytes=1))
     assert timeline.total_s == 3 * (m + n - 1)
     assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)
     assert timeline.peak_bytes(n - 1) == 2 * m
-    assert time.process_time() - start_s < 1  # 0.25 s on a quiet machine
