@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from procpipe.optional import needed
 if TYPE_CHECKING:
     from procpipe.channel.store import MeshStore
 
-_Added = TypeVar("_Added", bound="Transport | DeviceTransfers")
+_Added = TypeVar("_Added", bound="Opened")
 
 #: How long a leaving rank waits for the others to leave, too. Until then it keeps what they may
 #: still receive by NCCL, and memory that they have open.
@@ -99,6 +99,13 @@ def _check_shared(offers: Sequence[Offer]) -> None:
             )
 
 
+class Opened(Protocol):
+    """What a rank has open to others: a transport, or a group of torch's."""
+
+    def close(self) -> None:
+        """Drop it, without waiting for other ranks."""
+
+
 class Transports:
     """The open transports between this rank and others.
 
@@ -111,7 +118,7 @@ class Transports:
 
     def __init__(self, mesh: Mesh, device: torch.device, memory: int) -> None:
         self.memory_of: dict[int, int] = {}
-        self.opened: list[Transport | DeviceTransfers] = []
+        self.opened: list[Opened] = []
         self._mesh = mesh
         self._device = device
         self._memory = memory
@@ -203,9 +210,10 @@ class Transports:
         self._mesh.leave(_PART_TIMEOUT_S if of_device else 0.0)
         self._mesh.close()
         has_failed = self._mesh.monitor.failure is not None
-        if of_device and (has_failed or not all(each.are_over() for each in of_device)):
-            keep_for_ever(self.opened)  # close() or their destructors would wait for the device
+        stay = of_device and (has_failed or not all(each.are_over() for each in of_device))
+        if stay:
+            keep_for_ever(of_device)  # close() or their destructors would wait for the device
             _left_behind.extend(of_device)
-            return
-        for transport in reversed(self.opened):
-            transport.close()
+        for each in reversed(self.opened):
+            if not (stay and each in of_device):
+                each.close()

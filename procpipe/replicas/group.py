@@ -61,6 +61,8 @@ class Operation:
 class Group:
     """One process's end of the group that runs its stage; building it waits for the others.
 
+    ``Transports`` closes what it opens, also where the pipeline is not built to its end.
+
     ``grid`` is this process's place among stages and replicas; ``choice`` says which transport is
     between which ranks; from ``mesh`` failures are learned.
     """
@@ -77,9 +79,8 @@ class Group:
             self._nccl = NcclGroup(ranks, grid.rank, world.device)
             world.transports.add(self._nccl)
             self._nccl.connect(store)
-        self._gloo = GlooGroup(
-            store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address
-        )
+        gloo = GlooGroup(store, ranks.index(mesh.rank), len(ranks), mesh.timeout_s, world.address)
+        self._gloo = world.transports.add(gloo)
 
     def begin_sum(self, tensor: Tensor) -> Operation:
         """Begin to replace a contiguous tensor by its sum over all replicas, in place."""
@@ -112,10 +113,6 @@ class Group:
             for tensor, one in zip(own, whole, strict=True):
                 if one.data_ptr() != tensor.data_ptr() and not torch.equal(one, tensor):
                     tensor.copy_(one)
-
-    def close(self) -> None:
-        """Drop the group. The communicator is closed by who opened it, ``Transports``."""
-        self._gloo.close()
 
     def _begin(
         self, given: Tensor, out: Tensor, operate: Callable[[Any, Tensor, Tensor], Any]

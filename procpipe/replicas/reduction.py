@@ -62,11 +62,6 @@ class Reduction(Replicas):
         self._buckets: list[Bucket] = []
         self._num_begun = 0
 
-    def close(self) -> None:
-        """Drop the sums that are under way, and the connections."""
-        self._buckets = []
-        self._group.close()
-
     # -- values ---------------------------------------------------------------------------------
 
     def make_equal(self, layers: Iterable[nn.Module]) -> None:

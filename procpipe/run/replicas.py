@@ -64,6 +64,3 @@ class Replicas:
 
     def end_forward(self, layers: Iterable[nn.Module]) -> None:
         """Join what layers have noted of a mini-batch in training, such as running statistics."""
-
-    def close(self) -> None:
-        """Drop the connections."""

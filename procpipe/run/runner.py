@@ -416,7 +416,6 @@ class Runner:
 
     def abandon(self) -> None:
         """Disconnect without waiting for any rank."""
-        self.replicas.close()
         self.wires.close()
         self._world.close()
 

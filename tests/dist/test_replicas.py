@@ -7,6 +7,7 @@ they may differ in their last digits; between replicas every bit is the same.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import time
 import warnings
@@ -25,6 +26,7 @@ from procpipe import (
     Stage,
 )
 from procpipe.losses import MaskedCrossEntropy
+from procpipe.replicas.group import Group
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import merged
@@ -436,6 +438,42 @@ def test_a_sum_under_way_delays_no_failure(ranks):
 
     assert [kind for kind, _ in outcomes] == [ZeroDivisionError, RemoteStageError]
     assert all(took_s < 10.0 for _, took_s in outcomes), outcomes
+
+
+KEPT: list[Any] = []
+
+
+def fail_while_values_are_copied(bare):
+    """Fail on rank 0, which keeps its connections, as rank 1 waits for its values: in call 1."""
+
+    def fail(group: Any, tensors: Any) -> None:
+        KEPT.append(group._gloo.torchs)
+        raise ZeroDivisionError
+
+    def step() -> None:
+        layers, options = nn.Sequential(nn.Linear(3, 2)), {"replicas": 2, "timeout_s": 20.0}
+        with stage_of(bare, "copy", layers, [1], loss_fn=F.mse_loss, **options) as stage:
+            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+
+    started_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if bare.rank == 0:
+            patch.setattr(Group, "copy_first", fail)
+        with pytest.raises((ZeroDivisionError, RemoteStageError)):
+            step()
+    gc.collect()
+    return time.monotonic() - started_s
+
+
+@pytest.mark.only_on_cpus
+def test_a_failure_while_replicas_connect_delays_nothing(ranks):
+    """Symptom: the group was not closed, and Python's garbage collector waited in its destructor.
+
+    That took all of ``timeout_s``, wherever the process was by then (torch 2.13).
+    """
+    assert all(
+        took_s < 10.0 for took_s in ranks(2).run(fail_while_values_are_copied, world=False).values()
+    )
 
 
 def check_different_start(bare):
