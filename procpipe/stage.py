@@ -380,8 +380,9 @@ class Stage(LocalLayers):
             RemoteStageError: another rank failed, in reading the loader for instance.
             CallMismatchError: ``stop_on`` or the mode is not the same on all ranks; or replicas
                 have read the same.
-            ValueError: ``stop_on`` has what is no signal, or is given with ``mesh`` or in another
-                thread than the main one.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
+            RuntimeError: ``stop_on`` in another thread than the main one.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(

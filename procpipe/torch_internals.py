@@ -187,12 +187,6 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def hold_as(module: nn.Module, other: nn.Module) -> None:
-    """Have a module hold what another one does, now and later: its modules and tensors."""
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        vars(module)[name] = getattr(other, name)
-
-
 #: By operator, functions from shapes to FLOPs that ``FlopCounterMode`` lacks.
 FLOPS: dict[Any, Callable[..., int]] = {}
 if _attention := getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None):

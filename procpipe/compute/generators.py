@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from procpipe.errors import RecomputeError
+
+_NUMPY = "numpy.random"
+
+#: The place of NumPy's global generator before its first number: loaded, and seeded.
+_UNUSED = (623, 624)
+
 
 class Generator(NamedTuple):
     """One generator, by how its state is read and set."""
@@ -36,9 +43,28 @@ def generators(device: torch.device) -> list[Generator]:
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
         found.append(Generator(get, partial(torch.cuda.set_rng_state, device=device)))
-    if draws := sys.modules.get("numpy.random"):
+    if draws := sys.modules.get(_NUMPY):
         found.append(Generator(partial(draws.get_state, legacy=False), draws.set_state))
     return found
+
+
+def check_numpy(known: Sequence[Generator]) -> None:
+    """Check, after a forward, that it has not both loaded NumPy's generator and drawn from it.
+
+    Its first state is then not that of a ``known`` one, so that it cannot be repeated.
+
+    Raises:
+        RecomputeError: it has.
+    """
+    draws = sys.modules.get(_NUMPY)
+    if draws is None or known[-1].set is draws.set_state:
+        return
+    state = draws.get_state(legacy=False)
+    if state["has_gauss"] or state["state"].get("pos") not in _UNUSED:
+        raise RecomputeError(
+            "a layer loaded numpy.random in its first forward and drew from it, so recomputation "
+            "cannot repeat its numbers: import numpy.random before the first call of the stage"
+        )
 
 
 class RandomStates:

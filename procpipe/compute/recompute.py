@@ -1,4 +1,4 @@
-"""What a recomputed forward has to have in common with the first one, and how layers can tell.
+"""What a recomputed forward has to have in common with the first; how layers see which it is.
 
 A forward depends on more than inputs and parameters: on autocast, which is noted once a mini-batch
 (``Autocast``), on random number generators (``generators.py``), and on buffers (``buffers.py``).

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers, put
 from procpipe.compute.digests import MINI_BATCHES, Digest, difference
-from procpipe.compute.generators import Generator, RandomStates, generators
+from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
 from procpipe.compute.layers import Finish, Layers, Leaving, versions_of
 from procpipe.compute.recompute import NOTHING, Autocast, phase
 from procpipe.compute.split import PutOff, Splitter
@@ -311,6 +311,7 @@ class Segment:
         this.buffers = self._buffers.before_forward()
         with phase("checkpointing"):
             made = self._run(this, this.tensors if this.versions else ())
+        check_numpy(self._generators)
         self._buffers.after_forward(this.buffers)
         this.forms, this.roots = _forms_of(this.roots), []
         return made

@@ -144,7 +144,7 @@ def _pieces(graph: fx.Graph) -> list[_Piece]:
     for k, piece in enumerate(pieces):
         called = next((str(n.target) for n in piece.own if n.op == "call_module"), "functions")
         piece.name = f"{k}_{called.replace('.', '_')}"
-        if not any("tensor" in node.meta for node in piece.incoming):  # which tells the device
+        if not any("tensor" in node.meta for node in piece.incoming):  # whose device is the piece's
             before = pieces[k - 1].incoming + pieces[k - 1].own
             piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
     return pieces

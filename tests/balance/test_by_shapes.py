@@ -20,12 +20,12 @@ from procpipe.skip import pop, skippable, stash
 
 def balance_of(module: nn.Sequential, num_partitions: int = 2, sample: Any = None) -> list[int]:
     """Return the balance, which must not depend on the device of the model."""
-    found, told = estimated_balance(num_partitions, module, sample)
+    found, basis = estimated_balance(num_partitions, module, sample)
     with torch.device("meta"):
         on_meta = copy.deepcopy(module).to("meta")
     on_meta.__dict__.update(module.__dict__ | {"_modules": on_meta._modules})
-    assert estimated_balance(num_partitions, on_meta, sample) == (found, told)
-    assert "by parameters and estimated work" in told
+    assert estimated_balance(num_partitions, on_meta, sample) == (found, basis)
+    assert "by parameters and estimated work" in basis
     return found
 
 
@@ -126,10 +126,10 @@ def test_parameters_alone_where_no_input_is_known_or_none_runs() -> None:
             r"cannot run on the meta device \(\w+ while layer '1' \(Fails\) was profiled on meta: ",
         ),
     ):
-        found, told = estimated_balance(2, model, sample)
+        found, basis = estimated_balance(2, model, sample)
         assert found == balance
-        assert re.search(f"^balance .*, by parameters alone, as .*{reason}", told), told
-        assert "\n" not in told
+        assert re.search(f"^balance .*, by parameters alone, as .*{reason}", basis), basis
+        assert "\n" not in basis
 
 
 class Draws(nn.Linear):
@@ -154,8 +154,8 @@ def test_nothing_of_the_model_changes() -> None:
     model.eval()
     before = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), first.generator.get_state(), random.getstate()
-    found, told = estimated_balance(2, model)
-    assert (found, "by parameters and estimated work" in told) == ([1, 2], True)
+    found, basis = estimated_balance(2, model)
+    assert (found, "by parameters and estimated work" in basis) == ([1, 2], True)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(first.generator.get_state(), states[1])
     assert random.getstate() == states[2]

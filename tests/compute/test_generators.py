@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from procpipe import Stage
 from procpipe.compute.generators import RandomStates, generators
 from tests.cases import for_each
+from tests.forked import in_child
 
 CPU = torch.device("cpu")
 
@@ -68,3 +72,35 @@ def test_a_bit_generator_set_in_numpy_repeats(bits):
         check_repeats(GLOBAL["numpy"])
     finally:
         numpy_random.set_bit_generator(own)
+
+
+class Late(nn.Module):
+    """Loads numpy's generator in its first forward; draws from it then, or only later."""
+
+    def __init__(self, draws):
+        super().__init__()
+        self.draws, self.factors = draws, []
+
+    def forward(self, x):
+        import numpy.random
+
+        self.factors.append(numpy.random.rand() if self.draws else 1.0)
+        return x * self.factors[-1]
+
+
+def train_late(draws):
+    np.random.seed(0)
+    del sys.modules["numpy.random"]
+    late = Late(draws)
+    model = nn.Sequential(late, nn.Linear(2, 1))
+    stage = Stage(model, chunks=1, checkpoint="always", loss_fn=lambda y: y.sum())
+    stage.step(torch.ones(1, 2))
+    late.draws = True
+    stage.step(torch.ones(1, 2))
+    return len(late.factors), late.factors[2] == late.factors[3] != 1
+
+
+def test_a_forward_that_loads_numpys_generator():
+    """Its numbers are repeated from the next mini-batch on; it may not draw before."""
+    assert "import numpy.random before" in in_child(lambda: train_late(draws=True))
+    assert in_child(lambda: train_late(draws=False)) == "(4, True)"

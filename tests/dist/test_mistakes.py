@@ -5,6 +5,7 @@ What one process finds alone: tests/test_stage_single.py.
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,10 @@ def step_of(**more):
 def step_by_position(stage, batch):
     """Give three values without a name on the first rank, and fewer on the last."""
     stage.step(*[*batch.values()][: 3 - stage.rank])
+
+
+def loop_until(*stop_on):
+    return lambda stage, batch: list(stage.batches([batch], stop_on=stop_on))
 
 
 COUNTED: dict[str, Any] = {"loss_fn": masked_cross_entropy}
@@ -74,6 +79,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], Any]] = {
         COUNTED,
         step_of(accumulate=4, total_weight=8),
     ),
+    "stop_on is 'SIGTERM', .*must be a tuple of signals": (
+        {},
+        lambda stage, batch: list(stage.batches([batch], stop_on="SIGTERM")),
+    ),
+    r"stop_on is \(True,\), .*must be a tuple of signals": ({}, loop_until(True)),
+    r"stop_on is \(9999,\), .*must be a tuple of signals": ({}, loop_until(9999)),
+    "stop_on has SIGKILL": ({}, loop_until(signal.SIGKILL)),
 }
 
 
