@@ -31,7 +31,6 @@ from procpipe.errors import (
     StageClosedError,
     WaitTimeoutError,
 )
-from procpipe.optional import needed
 from procpipe.run.statistics import StageStatistics
 from procpipe.stage import Stage
 from procpipe.version import __version__
@@ -71,6 +70,6 @@ def __getattr__(name: str) -> Any:
     """Import what is optional where it is used."""
     if name != "sequential":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed("procpipe.cutting", "procpipe.sequential"):
-        from procpipe.cutting import sequential
+    from procpipe.cutting import sequential
+
     return sequential

@@ -28,7 +28,6 @@ from procpipe.model.cut import check_balance, cut, layer_facts
 from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_ties
 from procpipe.notes import write_note
-from procpipe.optional import needed
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule
@@ -146,8 +145,8 @@ def _found_balance(
     num_partitions = schedule.count(grid.num_stages)
     if name is None and (not world.is_launched or num_partitions == 1):
         return [len(module)] if len(module) else []
-    with needed("procpipe.balance", "finding a balance"):
-        from procpipe.balance.balances import agreed_balance, estimated_balance
+    from procpipe.balance.balances import agreed_balance, estimated_balance
+
     if name is not None:
         return agreed_balance(
             name, module, sample, chunks, world, coordinator.agree, num_partitions
@@ -206,8 +205,8 @@ def connect(
     if trace is None:
         log = Log(world.board, world.device)
     else:
-        with needed("procpipe.timeline", "trace=…"):
-            from procpipe.timeline.recorder import Recorder
+        from procpipe.timeline.recorder import Recorder
+
         log = Recorder(trace, grid.rank, facts, world.board, world.device)
     replicas = _connect_replicas(world, cut, wires, layers, log, coordinator.meet)
     runner = Runner(world, wires, coordinator, segments, cut.placement, cut.tied, replicas, log)
@@ -249,8 +248,8 @@ def _connect_replicas(
                 "parallelize_module): shard none, or give mesh= instead of replicas=, as "
                 "docs/replicas.md shows"
             )
-        with needed("procpipe.sharded", "sharding layers (fully_shard, parallelize_module)"):
-            from procpipe.sharded.layers import Sharded
+        from procpipe.sharded.layers import Sharded
+
         # Those of one partition may still be shared, if a module of several layers is sharded.
         now = {
             key: parameter
@@ -262,8 +261,8 @@ def _connect_replicas(
         return Sharded(cut.layers, layers, shared)
     if grid.num_replicas == 1:
         return Replicas()
-    with needed("procpipe.replicas", "replicas"):
-        from procpipe.replicas.group import Group
-        from procpipe.replicas.reduction import Reduction
+    from procpipe.replicas.group import Group
+    from procpipe.replicas.reduction import Reduction
+
     group = Group(world, grid, wires.choice, wires.mesh)
     return Reduction(group, world.device, log, meet)

@@ -14,7 +14,7 @@ scaler.update    torch's own: from equal results it makes equal scales, without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from procpipe.data.remote import Remote
@@ -36,8 +36,8 @@ _Norm = tuple[str, float]
 
 def clip_together(
     agree: Agree,
-    by_partition: Mapping[int, Sequence[Tensor]],
-    copies: Sequence[Tensor],
+    partitions: Mapping[int, nn.Module],
+    elsewhere: Collection[Tensor],
     max_norm: float,
     norm_type: float,
     *,
@@ -46,9 +46,16 @@ def clip_together(
 ) -> Tensor:
     """Clip the gradients of all ranks by their common norm, and return the norm.
 
-    ``agree`` brings values of all ranks together. Another rank counts the norms of ``copies``.
+    ``agree`` brings values of all ranks together; ``partitions`` are this rank's. Another rank
+    counts the norms of parameters ``elsewhere``.
     """
-    each = [(j, _norms(of_part, norm_type)) for j, of_part in by_partition.items()]
+    found: dict[Tensor, Tensor] = {}  # gradients by parameter, each once
+    each = []
+    for j, partition in partitions.items():
+        new = {p: p.grad for p in partition.parameters() if p.grad is not None and p not in found}
+        counted = [gradient for parameter, gradient in new.items() if parameter not in elsewhere]
+        each.append((j, _norms(counted, norm_type)))
+        found |= new
     norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -56,7 +63,7 @@ def clip_together(
             "the layer that makes it so, or leave error_if_nonfinite off"
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in chain(*by_partition.values(), copies):
+    for gradient in found.values():
         gradient.mul_(coefficient.to(gradient.device))
     return norm
 

@@ -23,7 +23,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.local_layers import LocalLayers
 from procpipe.model.arguments import checked_chunks, checked_replicas, ranks_of
 from procpipe.model.cut import check_model
-from procpipe.optional import needed
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import schedule_of
 from procpipe.plan.task import Plan
@@ -60,7 +58,7 @@ from procpipe.run.faults import note_full_device
 from procpipe.run.intake import Intake
 from procpipe.run.order import Order
 from procpipe.run.runner import Runner
-from procpipe.run.statistics import StageStatistics, table
+from procpipe.run.statistics import StageStatistics
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
 from procpipe.tree import map_tensors
@@ -226,8 +224,8 @@ class Stage(LocalLayers):
             )
             self._trace: Path | None = None
             if trace is not None:
-                with needed("procpipe.timeline", "trace=…"):
-                    from procpipe.timeline.chrome import rank_path
+                from procpipe.timeline.chrome import rank_path
+
                 self._trace = rank_path(trace, self._grid.job_rank)
             self._guard = refuse_wrappers_of(self)
         except BaseException as error:
@@ -474,14 +472,10 @@ class Stage(LocalLayers):
         Source: ``torch.nn.utils.clip_grad_norm_``.
         """
         with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
-            by_partition, copies = self._tied.gradients(self._by_partition())
-            if self.replica > 0:  # replica 0 counts them
-                copies = [*chain(*by_partition.values()), *copies]
-                by_partition = {}
             return clip_together(
                 agree,
-                by_partition,
-                copies,
+                self._by_partition(),
+                self._tied.elsewhere if self.replica == 0 else {*self.parameters()},
                 max_norm,
                 norm_type,
                 error_if_nonfinite=error_if_nonfinite,
@@ -541,8 +535,9 @@ class Stage(LocalLayers):
         on: busy, and idle because of the plan (bubble), of unequal stages (imbalance) and of
         communication.
         """
-        with needed("procpipe.timeline", "report()"):
-            from procpipe.timeline.report import report_of_all
+        from procpipe.timeline.report import report_of_all
+        from procpipe.timeline.tables import table
+
         with self._shared_call("report") as pipeline:
             pipeline.coordinator.meet()
             statistics = report_of_all(pipeline)

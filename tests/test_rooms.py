@@ -61,7 +61,7 @@ def assert_lacks(what, call):
     try:
         call()
     except ModuleNotFoundError as error:
-        assert f"{what}, which this installation of procpipe lacks" in str(error), error
+        assert what in str(error), error
     else:
         raise AssertionError(f"no error without {what}")
 
@@ -73,7 +73,7 @@ def run_step(rank, port):
     stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
     assert all(parameter.grad.any() for parameter in stage.parameters())
-    assert_lacks("report() needs procpipe.timeline", stage.report)
+    assert_lacks("procpipe.timeline", stage.report)
     stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
     stage.close()
 
@@ -82,12 +82,12 @@ def build_with(**options):
 
 def ask_for_what_is_gone(port):
     by_time = build_with(balance="time", sample=torch.ones(2, 1))
-    assert_lacks(" needs procpipe.balance", by_time)
-    assert_lacks(" needs procpipe.timeline", build_with(balance=[1], trace="run.json"))
+    assert_lacks("procpipe.balance", by_time)
+    assert_lacks("procpipe.timeline", build_with(balance=[1], trace="run.json"))
     cut = lambda: procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
-    assert_lacks("procpipe.sequential needs procpipe.cutting", cut)
+    assert_lacks("procpipe.cutting", cut)
     set_rank(0, "1", port)
-    assert_lacks(" needs procpipe.balance", build_with(schedule="zb-v"))  # two partitions
+    assert_lacks("procpipe.balance", build_with(schedule="zb-v"))  # two partitions
 
 def plan_a_folder():
     from procpipe.launch.main import main
@@ -97,7 +97,7 @@ def plan_a_folder():
         main(["plan", "--hf", tree, "-n", "2"])
     except SystemExit as error:
         message = str(error.__cause__)
-        assert "procpipe plan --hf needs procpipe.hf, which this installation" in message, message
+        assert "No module named 'procpipe.hf'" in message, message
     else:
         raise AssertionError("a folder was planned without hf")
 

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from procpipe.balance import Inputs
 from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
 from procpipe.losses import masked_cross_entropy
-from procpipe.optional import needed
 
 _LENGTH = 1024
 
@@ -51,9 +50,9 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
             "save_pretrained() has written, or that holds config.json"
         )
     try:
-        with needed("procpipe.hf", "procpipe plan --hf"):
-            import procpipe.hf as hf  # "from procpipe" would not say what is missing
         import transformers
+
+        import procpipe.hf as hf  # "from procpipe" would not say what is missing
     except ModuleNotFoundError as error:
         lacks = "" if error.name != "transformers" else ": pip install 'procpipe[hf]'"
         raise MistakeError(f"{error}{lacks}") from error

@@ -6,8 +6,7 @@ Each stage has a copy. In each call with a backward pass
     B, W tasks       add what this stage's layers contribute
     message          goes to each other stage that has a copy, after the last of these tasks
     add_up           sums the contributions in the order of the stages, which is the same
-                     everywhere, so that all copies get equal bits
-    end_gradients    adds what was set aside
+                     everywhere, so that all copies get equal bits; adds what was set aside
 
 So equal optimizers keep the copies equal. Partitions of one stage use the tensor itself.
 """
@@ -75,11 +74,13 @@ class Tied:
         self, stage: int, parameters: Sequence[Copy] = (), buffers: Sequence[Copy] = ()
     ) -> None:
         self.parameters = tuple(parameters)
-        self._buffers = tuple(buffers)
+        self.buffers = tuple(buffers)
+        #: Parameters whose gradients another stage counts, as in a norm.
+        self.elsewhere = {copy.tensor for copy in parameters if copy.stages[0] != stage}
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
         self._num_calls = 0
-        self._set_aside: dict[nn.Parameter, Tensor | None] = {}  # of earlier calls, during one
+        self._set_aside: list[Tensor | None] = []  # gradients of earlier calls, during one
 
     def renamed(
         self, named: Iterable[tuple[str, nn.Parameter]], prefix: str
@@ -96,7 +97,7 @@ class Tied:
         self, send: Callable[[int, list[Tensor]], None], take: Callable[[int], list[Tensor]]
     ) -> None:
         """Give all copies the values of the first stage that has one; all stages call it."""
-        copies = self.parameters + self._buffers
+        copies = self.parameters + self.buffers
         for other in sorted({stage for copy in copies for stage in copy.stages} - {self._stage}):
             first = min(other, self._stage)
             ours = [c.tensor for c in copies if c.stages[0] == first and other in c.stages]
@@ -107,17 +108,13 @@ class Tied:
                     for tensor, value in zip(ours, take(other), strict=True):
                         tensor.copy_(value)
 
-    def all_names(self) -> list[tuple[str, ...]]:
-        """Return, for each copy, all its names in the full model, in order."""
-        return [copy.all_names for copy in self.parameters + self._buffers]
-
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load each copy under the last of its names there, which may be one on another stage.
 
         Plain PyTorch would leave that value in it; so all copies get the same, also where names are
         missing or have different values.
         """
-        for copy in self.parameters + self._buffers:
+        for copy in self.parameters + self.buffers:
             last = next((name for name in reversed(copy.all_names) if name in state_dict), None)
             value = None if last is None else state_dict[last]
             if isinstance(value, Tensor) and value.shape == copy.tensor.shape:
@@ -141,7 +138,7 @@ class Tied:
         if not (always or is_due):
             return
         hashes = {copy.name: _hash_of(copy.tensor) for copy in self.parameters}
-        hashes |= {f"{_BUFFER}{copy.name}": _hash_of(copy.tensor) for copy in self._buffers}
+        hashes |= {f"{_BUFFER}{copy.name}": _hash_of(copy.tensor) for copy in self.buffers}
         if not (faults := agree(hashes, _differences)):
             return
         message = (
@@ -180,42 +177,11 @@ class Tied:
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def gradients(
-        self, partitions: Mapping[int, nn.Module]
-    ) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-        """Return each gradient once: by partition; and those that another stage counts."""
-        copies = {copy.tensor for copy in self.parameters if copy.stages[0] != self._stage}
-        by_partition: dict[int, list[Tensor]] = {}
-        counted_elsewhere: list[Tensor] = []
-        seen: set[Tensor] = set()
-        for j, partition in partitions.items():
-            by_partition[j] = []
-            for parameter in partition.parameters():
-                if parameter.grad is not None and parameter not in seen:
-                    seen.add(parameter)
-                    found = counted_elsewhere if parameter in copies else by_partition[j]
-                    found.append(parameter.grad)
-        return by_partition, counted_elsewhere
-
     def begin_gradients(self) -> None:
         """Set aside the gradients of earlier calls, once a call."""
+        self._set_aside = [copy.tensor.grad for copy in self.parameters]
         for copy in self.parameters:
-            self._set_aside[copy.tensor] = copy.tensor.grad
             copy.tensor.grad = None
-
-    def end_gradients(self) -> None:
-        """Add this call's gradients to those of earlier calls."""
-        for parameter, before in self._set_aside.items():
-            if before is not None:
-                gradient = parameter.grad
-                parameter.grad = before if gradient is None else before.add_(gradient)
-        self._set_aside.clear()
-
-    def abandon_gradients(self) -> None:
-        """Put back what was set aside, if a call has failed."""
-        for parameter, before in self._set_aside.items():
-            parameter.grad = before
-        self._set_aside.clear()
 
     def gradients_for(self, stage: int) -> list[Part]:
         """Return what this stage contributes to the parameters that another has, too.
@@ -234,13 +200,13 @@ class Tied:
         return [copy.part for copy in shared]
 
     def add_up(self, received: Mapping[int, Sequence[Part]]) -> None:
-        """Set the sums as gradients; ``received`` has what each other stage contributes.
+        """Add the sums to what was set aside; ``received`` has what other stages contribute.
 
         Raises:
             RuntimeError: a parameter requires a gradient on some of its stages only.
         """
         others = {stage: iter(parts) for stage, parts in received.items()}
-        for copy in self.parameters:
+        for copy, before in zip(self.parameters, self._set_aside, strict=True):
             parts = {
                 stage: copy.part if stage == self._stage else next(others[stage])
                 for stage in copy.stages
@@ -256,7 +222,11 @@ class Tied:
             gradients = [part for part in parts.values() if isinstance(part, Tensor)]
             if len(gradients) == 1:  # received ones are not ours to keep
                 gradients[0] = gradients[0].clone()
-            copy.tensor.grad = reduce(torch.add, gradients) if gradients else None
+            gradient = reduce(torch.add, gradients) if gradients else None
+            if before is not None and gradient is not None:
+                gradient = before.add_(gradient)
+            copy.tensor.grad = before if gradient is None else gradient
+        self._set_aside = []
 
 
 def _differences(of_stages: Sequence[Mapping[str, str]]) -> list[str]:

@@ -23,7 +23,6 @@ from procpipe.channel.mesh import Mesh
 from procpipe.errors import StageClosedError
 from procpipe.forks import keep_for_ever
 from procpipe.job.devices import HOW_TO_SHARE
-from procpipe.optional import needed
 
 if TYPE_CHECKING:
     from procpipe.channel.store import MeshStore
@@ -155,13 +154,11 @@ class Transports:
 
             return self.add(ShmTransport(self._memory, self.memory_of))
         if name == "cuda_ipc":
-            with needed("procpipe.channel.cuda_ipc", "exchanging tensors on one GPU"):
-                from procpipe.channel.cuda_ipc import CudaIpcTransport
+            from procpipe.channel.cuda_ipc import CudaIpcTransport
             from procpipe.channel.gpu import Gpu
 
             return self.add(CudaIpcTransport(Gpu(self._device), self._memory, self.memory_of))
-        with needed("procpipe.channel.nccl", "exchanging tensors between GPUs"):
-            from procpipe.channel.nccl import NcclTransport
+        from procpipe.channel.nccl import NcclTransport
 
         nccl = self.add(NcclTransport(self._mesh.rank, self._device))
         nccl.connect(self.store, channels)

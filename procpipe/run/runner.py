@@ -131,7 +131,6 @@ class Runner:
                 step()
             self._finish(batch)
         except BaseException as error:
-            self._tied.abandon_gradients()
             if self.current_task is not None and not isinstance(error, RemoteStageError):
                 where = self._grid.name_of(self._grid.rank)
                 note_where(error, self.current_task, where, self.segments)
@@ -185,7 +184,6 @@ class Runner:
                 for stage, (_, into) in tied.items()
             }
         )
-        self._tied.end_gradients()
 
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""

@@ -119,6 +119,6 @@ def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, tuple[str, 
             of_tensor.setdefault(id(value), []).append(key)
     names = {key: tuple(keys) for keys in of_tensor.values() if len(keys) > 1 for key in keys}
     if isinstance(module, Stage):  # and those on other stages
-        for all_names in module._tied.all_names():
-            names |= dict.fromkeys(all_names, all_names)
+        for copy in (*module._tied.parameters, *module._tied.buffers):
+            names |= dict.fromkeys(copy.all_names, copy.all_names)
     return names

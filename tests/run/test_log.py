@@ -13,8 +13,9 @@ from procpipe.job.board import Board
 from procpipe.plan.task import Task
 from procpipe.run.log import Log
 from procpipe.run.order import Order
-from procpipe.run.statistics import StageStatistics, table
+from procpipe.run.statistics import StageStatistics
 from procpipe.timeline.report import statistics_of, with_splits
+from procpipe.timeline.tables import table
 
 ORDER = Order("step")
 

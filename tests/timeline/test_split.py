@@ -10,8 +10,9 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Task
 from procpipe.planner.costs import Costs
 from procpipe.planner.simulation import simulate
-from procpipe.run.statistics import Split, split_table
+from procpipe.run.statistics import Split
 from procpipe.timeline.split import replay, split
+from procpipe.timeline.tables import split_table
 from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 
