@@ -141,9 +141,7 @@ def test_low_precision_is_added_up_in_float32(dtype: torch.dtype, is_module_low:
         deferred.to(dtype)
     deferred.begin()
     outputs = [deferred(micro_batch) for micro_batch in low.split(2)]
-    moments = deferred._moments
-    assert moments is not None
-    assert {tensor.dtype for tensor in moments[1:]} == {torch.float32}
+    assert deferred.moments().dtype == torch.float64
     deferred.commit()
     torch.cat(outputs).sum().backward()
     plain(low.detach().float())
@@ -192,7 +190,19 @@ def test_convert_keeps_everything_but_the_class() -> None:
     assert model[3] is instance
 
 
-def test_convert_leaves_sync_batch_norm() -> None:
-    model = nn.Sequential(nn.SyncBatchNorm(3))
+class Activated(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_convert_leaves_forwards_of_their_own() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(3), Activated(3))
     DeferredBatchNorm.convert_deferred_batch_norm(model)
-    assert type(model[0]) is nn.SyncBatchNorm
+    assert [type(layer) for layer in model] == [nn.SyncBatchNorm, Activated]
+
+
+def test_convert_keeps_hooks() -> None:
+    norm, seen = nn.BatchNorm1d(3), list[Any]()
+    norm.register_forward_hook(lambda *given: seen.append(given))
+    DeferredBatchNorm.convert_deferred_batch_norm(norm)(torch.ones(2, 3))
+    assert len(seen) == 1
