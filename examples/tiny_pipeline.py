@@ -20,7 +20,7 @@ computed, but not the result.
 
 What is left out, and where procpipe does it (docs/architecture.md continues from here):
 
-    data read by one process; tuples, masks   procpipe/run/intake.py, procpipe/data/
+    data read by one process; tuples, masks   procpipe/data/, procpipe/run/batches.py
     a balance; a model too big to be built    procpipe/balance/, procpipe/model/materialize.py
     other schedules, each proved to end       procpipe/plan/
     shared memory, GPUs, any dtype            procpipe/channel/

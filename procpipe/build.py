@@ -27,7 +27,6 @@ from procpipe.job.world import World
 from procpipe.model.cut import check_balance, cut, layer_facts
 from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_ties
-from procpipe.notes import write_note
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import Schedule
@@ -50,9 +49,7 @@ class Cut:
     layers: dict[int, dict[str, nn.Module]]
     elsewhere: set[str]  # the names of all other layers
     skips: SkipLayout  # which skip tensors cross partitions
-    ties: list[Tie]  # the parameters and buffers that several partitions use
-    #: The names of each parameter that several layers of one partition use.
-    shared: list[tuple[str, ...]]
+    ties: list[Tie]  # the parameters and buffers that several layers use
     tied: Tied  # this stage's copies of those that other stages have, too
     facts: list[str]  # a line about each layer of the full model
     keys: Any  # the model's attribute ``keys``, a map of its keys to those in files, or None
@@ -74,15 +71,20 @@ def cut_model(
     Every rank calls it, and waits for rank 0 if that finds the balance.
     """
     grid = world.grid
-    if balance is None or isinstance(balance, str):
-        balance = _found_balance(balance, module, sample, chunks, schedule, world, coordinator)
+    num_partitions = schedule.count(grid.num_stages)
+    if balance is None and (not world.is_launched or num_partitions == 1):
+        balance = [len(module)] if len(module) else []
+    elif balance is None or isinstance(balance, str):
+        from procpipe.balance.balances import found_balance
+
+        agree = coordinator.agree
+        balance = found_balance(balance, module, sample, chunks, world, agree, num_partitions)
     entries = check_balance(balance, len(module))
     if not world.is_launched:
         entries = [len(module)]  # one stage, whatever the balance
     placement = schedule.place(len(entries), grid.num_stages)
     facts, parts = layer_facts(module), cut(module, entries)
-    found = find_ties(parts)
-    ties = [tie for tie in found if len(tie.partitions) > 1]
+    ties = find_ties(parts)
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
     all_layers = dict(module.named_children())
     names = [name for part in ours.values() for name in part]
@@ -98,7 +100,6 @@ def cut_model(
         elsewhere=all_layers.keys() - names,
         skips=layout_of(parts),
         ties=ties,
-        shared=[tie.all_names for tie in found if tie.is_parameter and tie not in ties],
         tied=_tied_of(ties, placement, ours, grid.stage),
         facts=facts,
         keys=getattr(module, "keys", None),
@@ -125,36 +126,6 @@ def _tied_of(
                     places[name] = layers[layer].get_submodule(module), key
             copies[tie.is_parameter].append(Copy(tie.all_names, stages, places))
     return Tied(stage, copies[True], copies[False])
-
-
-def _found_balance(
-    name: str | None,
-    module: nn.Sequential,
-    sample: Any,
-    chunks: int,
-    schedule: Schedule,
-    world: World,
-    coordinator: Coordinator,
-) -> list[int]:
-    """Find a balance.
-
-    By name on rank 0: every rank calls it, and waits. Without a name each rank finds the same from
-    the model's shapes, and rank 0 prints it; one partition has all layers.
-    """
-    grid = world.grid
-    num_partitions = schedule.count(grid.num_stages)
-    if name is None and (not world.is_launched or num_partitions == 1):
-        return [len(module)] if len(module) else []
-    from procpipe.balance.balances import agreed_balance, estimated_balance
-
-    if name is not None:
-        return agreed_balance(
-            name, module, sample, chunks, world, coordinator.agree, num_partitions
-        )
-    balance, basis = estimated_balance(num_partitions, module, sample)
-    if world.rank == 0:
-        write_note(f"procpipe: {basis}")
-    return balance
 
 
 def connect(
@@ -184,7 +155,7 @@ def connect(
         "the type of devices": world.device.type,
         "trace": trace is not None,
         "layers": cut.facts,
-        "shared by partitions": [str(tie) for tie in cut.ties],
+        "shared by partitions": [str(tie) for tie in cut.ties if len(tie.partitions) > 1],
     }
     segments = {
         j: Segment(
@@ -256,8 +227,11 @@ def _connect_replicas(
             for name, layer in layers.items()
             for key, parameter in layer.named_parameters(name, remove_duplicate=False)
         }
-        apart = [names for names in cut.shared if len({now.get(name) for name in names}) > 1]
-        shared = [*(tie.all_names for tie in cut.ties), *apart]
+        shared = [
+            tie.all_names
+            for tie in cut.ties
+            if len(tie.partitions) > 1 or len({now.get(name) for name in tie.all_names}) > 1
+        ]
         return Sharded(cut.layers, layers, shared)
     if grid.num_replicas == 1:
         return Replicas()

@@ -52,7 +52,9 @@ def clip_together(
     found: dict[Tensor, Tensor] = {}  # gradients by parameter, each once
     each = []
     for j, partition in partitions.items():
-        new = {p: p.grad for p in partition.parameters() if p.grad is not None and p not in found}
+        new: dict[Tensor, Tensor] = {
+            p: p.grad for p in partition.parameters() if p.grad is not None and p not in found
+        }
         counted = [gradient for parameter, gradient in new.items() if parameter not in elsewhere]
         each.append((j, _norms(counted, norm_type)))
         found |= new

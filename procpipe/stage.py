@@ -19,6 +19,7 @@ cannot be used again.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ from torch.amp import GradScaler
 
 from procpipe import build
 from procpipe.compute.wrappers import check_not_sharded, refuse_wrappers_of
-from procpipe.data.loss import Loss
+from procpipe.data.loss import Loss, MeanLoss, divisors
+from procpipe.data.microbatch import scatter, scatter_like
 from procpipe.data.minibatch import (
     UNSET,
     Inputs,
@@ -40,6 +42,7 @@ from procpipe.data.minibatch import (
     inputs_and_target,
     inputs_of,
     join_outputs,
+    on_device,
 )
 from procpipe.data.remote import Remote, check_held, holder_of
 from procpipe.errors import StageClosedError
@@ -55,9 +58,9 @@ from procpipe.run.batches import Batches, Loader
 from procpipe.run.calls import Calls
 from procpipe.run.coordinator import Agree, Coordinator
 from procpipe.run.faults import note_full_device
-from procpipe.run.intake import Intake
-from procpipe.run.order import Order
+from procpipe.run.order import LOCAL, SENT, Order
 from procpipe.run.runner import Runner
+from procpipe.run.same_input import check_same
 from procpipe.run.statistics import StageStatistics
 from procpipe.run.stops import Signals
 from procpipe.skip.skippable import verify_skippables
@@ -219,9 +222,7 @@ class Stage(LocalLayers):
                 self._output_rank,
                 self.device,
             )
-            self._intake = Intake(
-                self._loss, self._batches, self._grid, self.placement[-1], self.device
-            )
+            self._num_forwards = 0  # calls of ``stage(input)`` whose inputs may be compared
             self._trace: Path | None = None
             if trace is not None:
                 from procpipe.timeline.chrome import rank_path
@@ -280,9 +281,23 @@ class Stage(LocalLayers):
         """
         with self._calls.together("step") as pipeline:
             self._loss.check()
-            given, target = inputs_and_target(inputs, named, target, is_read=self._grid.stage == 0)
-            of_step = {"total_weight": total_weight, "accumulate": accumulate}
-            order, batch = self._begin(pipeline, "step", given, target=target, **of_step)
+            is_first, is_last = self._grid.stage == 0, self.rank == self._output_rank
+            given, target = inputs_and_target(inputs, named, target, is_read=is_first)
+            batch, decided = self._scattered(given)
+            if is_first:
+                decided |= divisors(total_weight, accumulate)
+            if is_first and not is_last and target is not None:
+                place = self._batches.delivered(target) or SENT
+                weights = self._loss.weights(target, decided["sizes"])
+                decided |= {"target": place, "weights": weights}
+            order = self._begin_call("step", **decided)
+            if is_first and order.target == SENT:
+                pipeline.wires.send_target(target)
+            count = order.counted
+            if is_last:
+                batch.loss = self._mean_loss(pipeline, order, target)
+                count = math.fsum(batch.loss.weights)
+            pipeline.coordinator.announce(order, count)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             is_for_all = self.replica == 0 or not order.is_shared
@@ -331,7 +346,13 @@ class Stage(LocalLayers):
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            order, batch = self._begin(pipeline, "forward", given)
+            batch, decided = self._scattered(given)
+            order = self._begin_call("forward", **decided)
+            pipeline.coordinator.announce(order, order.counted)
+            if order.is_shared or self.replicas == 1:
+                self._num_forwards += 1
+                agree = pipeline.coordinator.agree_in_call
+                check_same(given, self._num_forwards, self._grid, agree)
             self._run_mini_batch(pipeline, order, batch)
         self._open_pass = batch if order.is_kept else None
         outputs, batch.outputs = batch.outputs, {}  # which the caller may drop
@@ -378,9 +399,8 @@ class Stage(LocalLayers):
             RemoteStageError: another rank failed, in reading the loader for instance.
             CallMismatchError: ``stop_on`` or the mode is not the same on all ranks; or replicas
                 have read the same.
-            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
-                is given with ``mesh``.
-            RuntimeError: ``stop_on`` in another thread than the main one.
+            TypeError, ValueError, OSError: ``stop_on`` is no collection of signals that Python can
+                handle, is given in another thread than the main one, or with ``mesh``.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(
@@ -584,19 +604,30 @@ class Stage(LocalLayers):
                 pipeline.replicas.check_added_up(call)
             yield pipeline.coordinator.agree_in_call
 
-    def _begin(
-        self, pipeline: Runner, call: str, given: Inputs, **of_step: Any
-    ) -> tuple[Order, MiniBatch]:
-        """Begin a mini-batch with the user's current settings."""
-        return self._intake.begin(
-            pipeline,
-            call,
-            given,
-            **of_step,
-            chunks=checked_chunks(self.chunks) if self._grid.stage == 0 else 1,
-            checkpoint=self.checkpoint,
-            is_training=self.training,
-            reduces=not self._keeps_own,
+    def _scattered(self, inputs: Inputs) -> tuple[MiniBatch, dict[str, Any]]:
+        """Return a mini-batch, on the first rank scattered, and what that decides of the call."""
+        batch = MiniBatch()
+        if self._grid.stage != 0:
+            return batch, {}
+        parts, sizes = scatter(inputs, checked_chunks(self.chunks))  # step 1
+        batch.add_inputs(parts, self.device)
+        keeps = self.training and torch.is_grad_enabled()
+        again = tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else ()
+        return batch, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
+
+    def _mean_loss(self, pipeline: Runner, order: Order, target: Any) -> MeanLoss:
+        """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""
+        if order.target == SENT:
+            target = pipeline.wires.take_target()
+        elif order.target != LOCAL:
+            target = self._batches.target_of(*order.target)
+        return MeanLoss(
+            self._loss,
+            scatter_like(on_device(target, self.device), order.sizes),
+            order.weights or self._loss.weights(self._batches.as_read(target), order.sizes),
+            lambda: math.fsum(pipeline.coordinator.meet()),  # of all replicas
+            order.total_weight,
+            order.accumulate,
         )
 
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:

@@ -25,6 +25,7 @@ from procpipe.balance.profile import check_model, count_bytes, device_of, profil
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
+from procpipe.notes import write_note
 from procpipe.planner.divide import check_num_partitions, divide
 from procpipe.run.coordinator import Agree
 
@@ -143,8 +144,8 @@ def _first_micro_batch(sample: Any, module: nn.Sequential, chunks: int) -> Input
 # -- on every rank of a job -----------------------------------------------------------------------
 
 
-def agreed_balance(
-    kind: str,
+def found_balance(
+    kind: str | None,
     module: nn.Sequential,
     sample: Any,
     chunks: int,
@@ -154,8 +155,10 @@ def agreed_balance(
 ) -> list[int]:
     """Find a balance on rank 0; every rank calls it, and the others wait.
 
+    Without a kind each rank finds the same from the model's shapes, and rank 0 prints it.
+
     Args:
-        kind: "time" or "size".
+        kind: "time" or "size"; None to estimate.
         module: the full model.
         sample: on rank 0, a mini-batch of the size that training will have: the model's input,
             ``balance.Inputs`` of several, or a dict of its named ones.
@@ -167,6 +170,11 @@ def agreed_balance(
     Raises:
         BalanceError: another kind, no sample on rank 0, or fewer layers than partitions.
     """
+    if kind is None:
+        balance, basis = estimated_balance(num_partitions, module, sample)
+        if world.rank == 0:
+            write_note(f"procpipe: {basis}")
+        return balance
     if kind not in ("time", "size"):
         raise BalanceError(
             f"balance is {kind!r}: give the number of layers in each stage, or 'time' or 'size' to "

@@ -76,16 +76,6 @@ def is_sharded(layer: nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in layer.parameters())
 
 
-def ranks_of_shards(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return the ranks, in torch's default process group, that hold shards of these parameters.
-
-    Only where others than this one do.
-    """
-    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
-    ranks = {rank for mesh in meshes if mesh is not None for rank in mesh.mesh.flatten().tolist()}
-    return sorted(ranks) if len(ranks) > 1 else []
-
-
 def check_sharded_before(first: Iterable[type], now: Iterable[type]) -> None:
     """Check the classes of a partition's modules, in the stage's first call and now.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from procpipe.channel.meta import memory_of
 from procpipe.data.remote import Remote
-from procpipe.errors import CallMismatchError
+from procpipe.errors import CallMismatchError, DisagreementError
 from procpipe.job.grid import Grid
+from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
 from procpipe.tree import in_words, is_plain
 
@@ -50,11 +52,20 @@ def _has_bits(tensor: Tensor) -> bool:
     return is_dense and is_plain(tensor) and tensor.numel() > 0
 
 
-def differences(of_all: Sequence[Any], grid: Grid, num_calls: int) -> list[str]:
-    """Say whose input is another one than that of the first rank of its replica.
+def check_same(inputs: Any, num_calls: int, grid: Grid, agree: Agree) -> None:
+    """Compare the inputs of ``stage(input)``; every rank waits in calls 1, 2, 4, 8, ….
 
-    ``of_all`` has what :func:`described` returned on each rank.
+    Raises:
+        DisagreementError: a rank's is another than its replica's first; raised on every rank.
     """
+    if grid.num_stages == 1 or num_calls.bit_count() != 1:
+        return
+    if faults := agree(described(inputs), partial(_differences, grid, num_calls)):
+        raise DisagreementError(faults)
+
+
+def _differences(grid: Grid, num_calls: int, of_all: Sequence[Any]) -> list[str]:
+    """Say whose input is another than its replica's first; ``of_all`` has each ``described``."""
     faults = []
     for rank, theirs in enumerate(of_all):
         first = rank - rank % grid.num_stages

@@ -22,7 +22,7 @@ from functools import partial
 from torch import nn
 
 from procpipe.compute.segment import Segment
-from procpipe.compute.wrappers import is_sharded, ranks_of_shards
+from procpipe.compute.wrappers import is_sharded
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Around, Parameters, Replicas
@@ -56,7 +56,7 @@ class Sharded(Replicas):
         self._units = [
             unit for roots in self._roots.values() for root in roots for unit in units_of(root)
         ]
-        self._ranks = ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
+        self._ranks = _ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
         self._to_reduce: list[int] = []
         self._reduces = True
         self._holds_own = False
@@ -131,6 +131,16 @@ class Sharded(Replicas):
             root.set_reshard_after_backward(True)
             root.set_is_last_backward(True)
             finish_backward(root)
+
+
+def _ranks_of_shards(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Return the ranks, in torch's default process group, that hold shards of these parameters.
+
+    Only where others than this one do.
+    """
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    ranks = {rank for mesh in meshes if mesh is not None for rank in mesh.mesh.flatten().tolist()}
+    return sorted(ranks) if len(ranks) > 1 else []
 
 
 def _check_shared(shared: Sequence[tuple[str, ...]], layers: Mapping[str, nn.Module]) -> None:
