@@ -3,14 +3,14 @@
     cut_model       this rank's layers, out of the full model    when the Stage is built
     connect         wires, runner, log                           in the first call
 
-Balance profiles and recordings are optional: what they need is imported here,
-and only where the user asks for them.
+What is optional, and what few models need, is imported here, and only where it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
 from procpipe.job.world import World
 from procpipe.model.cut import check_balance, cut, layer_facts
-from procpipe.model.materialize import materialize
 from procpipe.model.ties import Tie, find_ties
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.routes import Routes
@@ -88,7 +87,12 @@ def cut_model(
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
     all_layers = dict(module.named_children())
     names = [name for part in ours.values() for name in part]
-    materialize(all_layers, names, world.device, seed=torch.initial_seed())
+    if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        from procpipe.model.materialize import materialize
+
+        materialize(all_layers, names, world.device, seed=torch.initial_seed())
+    for name in names:
+        all_layers[name].to(world.device)
     if defers_batch_norm:
         for layers in ours.values():
             for name, layer in layers.items():

@@ -36,7 +36,7 @@ _Norm = tuple[str, float]
 
 def clip_together(
     agree: Agree,
-    partitions: Mapping[int, nn.Module],
+    partitions: Mapping[int, Sequence[nn.Parameter]],
     elsewhere: Collection[Tensor],
     max_norm: float,
     norm_type: float,
@@ -46,14 +46,14 @@ def clip_together(
 ) -> Tensor:
     """Clip the gradients of all ranks by their common norm, and return the norm.
 
-    ``agree`` brings values of all ranks together; ``partitions`` are this rank's. Another rank
-    counts the norms of parameters ``elsewhere``.
+    ``agree`` brings values of all ranks together; ``partitions`` has the parameters of this rank's.
+    Another rank counts the norms of those ``elsewhere``.
     """
     found: dict[Tensor, Tensor] = {}  # gradients by parameter, each once
     each = []
-    for j, partition in partitions.items():
+    for j, parameters in partitions.items():
         new: dict[Tensor, Tensor] = {
-            p: p.grad for p in partition.parameters() if p.grad is not None and p not in found
+            p: p.grad for p in parameters if p.grad is not None and p not in found
         }
         counted = [gradient for parameter, gradient in new.items() if parameter not in elsewhere]
         each.append((j, _norms(counted, norm_type)))
@@ -111,10 +111,9 @@ def _checked(
     with call() as agree:
         of_devices = check().values()
         found = sum((value.to(zero.device) for value in of_devices), start=zero)
-        # As one number, as each copy to the host waits for the device.
-        both = complex(torch.complex(scaler.scale(torch.ones_like(zero)), found).item())
-        ours = [both.imag] if of_devices else []
-        differences, of_ranks = agree([both.real, ours], _combined)
+        # In one copy, as each waits for the device.
+        scale, found_inf = torch.stack([scaler.scale(torch.ones_like(zero)), found]).tolist()
+        differences, of_ranks = agree([scale, [found_inf] if of_devices else []], _combined)
         if differences:
             raise DisagreementError(differences)
     if not of_ranks:

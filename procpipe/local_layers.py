@@ -135,11 +135,10 @@ class LocalLayers(nn.Sequential):
                 f"that stash or pop skip tensors: {', '.join(left_out)}"
             )
 
-    def _by_partition(self) -> dict[int, nn.ModuleList]:
-        """Return this stage's layers, as they are now, by the indices of its partitions."""
+    def _parameters_by_partition(self) -> dict[int, list[nn.Parameter]]:
         return {
-            j: nn.ModuleList(self._modules[name] for name in layers)
-            for j, layers in self._cut.layers.items()
+            j: [each for name in names for each in self.get_submodule(name).parameters()]
+            for j, names in self._cut.layers.items()
         }
 
     # -- what is refused ------------------------------------------------------------------------

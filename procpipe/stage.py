@@ -141,6 +141,10 @@ class Stage(LocalLayers):
         schedule: the name of the schedule; ``"a function"`` for a plan of your own.
         chunks: as above; may be set between calls, on each replica's first rank.
         checkpoint: likewise.
+        last_weight: what the mini-batch of the newest ``step`` counts: its samples, or their
+            weights; of all replicas or of this one, as the loss is. 0-dim, float64, on every rank;
+            none before. So a loss over several mini-batches is the sum of ``loss *
+            stage.last_weight`` over the sum of ``stage.last_weight``.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
@@ -152,6 +156,8 @@ class Stage(LocalLayers):
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """
+
+    last_weight: Tensor
 
     def __init__(
         self,
@@ -300,25 +306,11 @@ class Stage(LocalLayers):
             pipeline.coordinator.announce(order, count)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
-            is_for_all = self.replica == 0 or not order.is_shared
-            self._loss.note(batch.weight, warns=is_for_all and batch.loss is not None)
+            if batch.loss is not None and (self.replica == 0 or not order.is_shared):
+                self._loss.note(batch.weight)
+            self.last_weight = torch.tensor(batch.weight, dtype=torch.float64)
             assert batch.mean is not None, "every step ends with a loss on every rank"
             return batch.mean  # step 10
-
-    @property
-    def last_weight(self) -> Tensor:
-        """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
-
-        Of all replicas or of this one, as the loss is. 0-dim, float64, on every rank; does not
-        communicate. So a loss over several mini-batches is the sum of ``loss * stage.last_weight``
-        over the sum of ``stage.last_weight``.
-
-        Raises:
-            RuntimeError: there was no ``step`` yet.
-        """
-        if self._loss.last_weight is None:
-            raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
-        return self._loss.last_weight
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
@@ -494,7 +486,7 @@ class Stage(LocalLayers):
         with self._agreement("clip_grad_norm_", of_gradients=True) as agree:
             return clip_together(
                 agree,
-                self._by_partition(),
+                self._parameters_by_partition(),
                 self._tied.elsewhere if self.replica == 0 else {*self.parameters()},
                 max_norm,
                 norm_type,

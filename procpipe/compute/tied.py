@@ -56,11 +56,6 @@ class Copy:
         return getattr(*next(iter(self.places.values())))
 
     @property
-    def holders(self) -> str:
-        """All stages that have it, in words."""
-        return f"stages {' and '.join(map(str, self.stages))}"
-
-    @property
     def part(self) -> Part:
         """What this stage contributes to its gradient."""
         gradient: Tensor | None = self.tensor.grad
@@ -158,18 +153,19 @@ class Tied:
             RuntimeError: your code has replaced it on this stage, or registered such a hook.
         """
         for copy, built in zip(self.parameters, self._built, strict=True):
+            holders = f"stages {' and '.join(map(str, copy.stages))}"
             for name, (owner, key) in copy.places.items():
                 if getattr(owner, key, None) is not built:
                     raise RuntimeError(
                         f"the parameter {name} on stage {self._stage} was replaced after the Stage "
-                        f"had been built, but {copy.holders} each have a copy of it: replace it "
+                        f"had been built, but {holders} each have a copy of it: replace it "
                         "in the model before Stage(model, …), or write other values into it, on "
                         "all its stages alike"
                     )
             if built.requires_grad and has_accumulation_hooks(built):
                 raise RuntimeError(
                     f"the parameter {copy.name} has a hook on stage {self._stage}, by "
-                    f"register_post_accumulate_grad_hook, but {copy.holders} each have a copy of "
+                    f"register_post_accumulate_grad_hook, but {holders} each have a copy of "
                     "it, and the gradient there is only a part until the call returns: remove the "
                     "hook and do its work after step() or backward(), or choose a balance that "
                     "puts the layers that use it on one stage"

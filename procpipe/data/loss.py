@@ -42,8 +42,6 @@ class Loss:
     must_be_finite: bool = False
     #: Multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
-    #: What the mini-batch of the newest step counts; 0-dim, float64.
-    last_weight: Tensor | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -126,14 +124,13 @@ class Loss:
             )
         return found
 
-    def note(self, weight: float, *, warns: bool) -> None:
-        """Keep what the mini-batch of a ``step`` counts; ``warns``: once, if that is nothing."""
-        if warns and weight == 0:
+    def note(self, weight: float) -> None:
+        """Warn, once, if the mini-batch of a ``step`` counts nothing."""
+        if weight == 0:
             self._warn(
                 "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
                 "gradients are 0"
             )
-        self.last_weight = torch.tensor(weight, dtype=torch.float64)
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 def materialize(
     layers: Mapping[str, nn.Module], ours: Collection[str], device: torch.device, *, seed: int
 ) -> None:
-    """Move some layers of a model to a device; allocate and initialise those on the meta device.
+    """Allocate and initialise those of some layers of a model that are on the meta device.
 
     Memory is initialised by its module's ``reset_parameters()`` and then by that of each module
     around it, with random numbers from ``seed`` and the layer's index. Tensors that have values are
@@ -67,8 +67,6 @@ def materialize(
                 setattr(place.owner, place.key, place.tensor)
                 memory.pop(place.tensor, None)
     _check_initialised(places, memory.values())
-    for name in ours:
-        layers[name].to(device)
 
 
 class _Place(NamedTuple):
