@@ -47,11 +47,9 @@ outputs ``y`` of 4, and no target:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
 
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.program import (
-    Fenced,
     Receive,
     Run,
     Send,
@@ -85,36 +83,16 @@ def message_bytes(transfer: Transfer, costs: Costs) -> int:
 
 def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
     """Return the most bytes that each stage holds at any step of its program."""
-    return tuple(
-        max(held_bytes(plan, costs, routes, stage, fenced))
-        for stage, fenced in enumerate(all_fenced(plan, routes))
-    )
+    return tuple(max(held_bytes(plan, costs, routes, stage)) for stage in range(plan.num_stages))
 
 
-def all_fenced(plan: Plan, routes: Routes) -> list[Fenced]:
-    """List what each stage sends and receives: for ``program`` of all stages."""
-    found: list[list[tuple[int, Transfer]]] = [[] for _ in range(plan.num_stages)]
-    for stage in range(plan.num_stages):
-        for fenced in routes.sent(plan, stage):
-            found[stage].append(fenced)
-            found[routes.placement[fenced[1].destination]].append(fenced)
-    for of_stage in found:
-        of_stage.sort(key=itemgetter(0))  # by cycle
-    return [*found]
-
-
-def held_bytes(
-    plan: Plan, costs: Costs, routes: Routes, stage: int, fenced: Fenced | None = None
-) -> Iterator[int]:
-    """Yield the bytes that a stage holds: before its program, during each step, after each task.
-
-    ``fenced`` is as in ``program``.
-    """
+def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
+    """Yield the bytes that a stage holds: before its program, during each step, after each task."""
     ledger = Holdings(plan, costs, routes, stage)
     held, at_end = ledger.before(), ledger.target()
     held += at_end
     yield held
-    for step in program(plan, routes, stage, fenced=fenced):
+    for step in program(plan, routes, stage):
         match step:
             case Receive(transfer):
                 held += message_bytes(transfer, costs)

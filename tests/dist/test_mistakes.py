@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from procpipe import RemoteStageError
-from procpipe.losses import causal_lm_loss, masked_cross_entropy
+from procpipe.hf.loss import causal_lm_loss
+from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import stage_of
 from tests.dist.test_tokens import ALL, make_batch, make_model, mean_of_tokens
 
