@@ -48,7 +48,9 @@ class Cut:
     layers: dict[int, dict[str, nn.Module]]
     elsewhere: set[str]  # the names of all other layers
     skips: SkipLayout  # which skip tensors cross partitions
-    ties: list[Tie]  # the parameters and buffers that several layers use
+    ties: list[Tie]  # the parameters and buffers that several partitions use
+    #: The names of each parameter that several layers of one partition use.
+    shared: list[tuple[str, ...]]
     tied: Tied  # this stage's copies of those that other stages have, too
     facts: list[str]  # a line about each layer of the full model
     keys: Any  # the model's attribute ``keys``, a map of its keys to those in files, or None
@@ -83,7 +85,8 @@ def cut_model(
         entries = [len(module)]  # one stage, whatever the balance
     placement = schedule.place(len(entries), grid.num_stages)
     facts, parts = layer_facts(module), cut(module, entries)
-    ties = find_ties(parts)
+    found = find_ties(parts)
+    ties = [tie for tie in found if len(tie.partitions) > 1]
     ours = {j: parts[j] for j in partitions_of(placement, grid.stage)}
     all_layers = dict(module.named_children())
     names = [name for part in ours.values() for name in part]
@@ -104,6 +107,7 @@ def cut_model(
         elsewhere=all_layers.keys() - names,
         skips=layout_of(parts),
         ties=ties,
+        shared=[tie.all_names for tie in found if tie.is_parameter and tie not in ties],
         tied=_tied_of(ties, placement, ours, grid.stage),
         facts=facts,
         keys=getattr(module, "keys", None),
@@ -159,7 +163,7 @@ def connect(
         "the type of devices": world.device.type,
         "trace": trace is not None,
         "layers": cut.facts,
-        "shared by partitions": [str(tie) for tie in cut.ties if len(tie.partitions) > 1],
+        "shared by partitions": [str(tie) for tie in cut.ties],
     }
     segments = {
         j: Segment(
@@ -231,12 +235,8 @@ def _connect_replicas(
             for name, layer in layers.items()
             for key, parameter in layer.named_parameters(name, remove_duplicate=False)
         }
-        shared = [
-            tie.all_names
-            for tie in cut.ties
-            if len(tie.partitions) > 1 or len({now.get(name) for name in tie.all_names}) > 1
-        ]
-        return Sharded(cut.layers, layers, shared)
+        apart = [names for names in cut.shared if len({now.get(name) for name in names}) > 1]
+        return Sharded(cut.layers, layers, [*(tie.all_names for tie in cut.ties), *apart])
     if grid.num_replicas == 1:
         return Replicas()
     from procpipe.replicas.group import Group

@@ -1,8 +1,6 @@
-"""How counts, seconds, bytes and tables are written for people: on screens, pages and in errors."""
+"""How counts, seconds and bytes are written for people: on screens, pages and in errors."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 
 def seconds_text(seconds: float) -> str:
@@ -28,25 +26,3 @@ def counted(number: int, noun: str) -> str:
     """Write a count with its noun: "1 stage", "4 micro-batches"."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
-
-
-def cpus_text(cpus: Iterable[int]) -> str:
-    """Write CPUs as the kernel does: 0, 1, 2 and 8 are "0-2,8"."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
-
-
-def text_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
-    """Lay out a table as lines: its first columns flush left, the others right."""
-    adjust = (str.ljust if k < num_left else str.rjust for k in range(len(rows[0])))
-    widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    columns = list(zip(adjust, widths, strict=True))
-    return [
-        "  ".join(to(cell, width) for cell, (to, width) in zip(row, columns, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from procpipe.words import bytes_text, counted, cpus_text, seconds_text
+from procpipe.words import bytes_text, counted, seconds_text
 from tests.cases import for_each
 
 
@@ -30,10 +30,3 @@ def test_a_count_has_its_noun_in_the_right_number() -> None:
     assert [counted(number, noun) for number, noun in cases] == [
         *("0 layers", "1 stage", "2 stages", "1 process", "2 processes", "3 batches")
     ]
-
-
-@for_each(
-    ("cpus", "expected"), [((0,), "0"), ((8, 2, 0, 1), "0-2,8"), ((), ""), ((3, 5, 6), "3,5-6")]
-)
-def test_cpus_are_written_as_the_kernel_does(cpus: tuple[int, ...], expected: str) -> None:
-    assert cpus_text(cpus) == expected

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from procpipe.launch.plan.best import Measured, arguments_of
 from procpipe.plan.task import KINDS
 from procpipe.planner.propose import Proposal
+from procpipe.timeline.tables import text_table
 from procpipe.timeline.text import KIND_NAMES
-from procpipe.words import bytes_text, seconds_text, text_table
+from procpipe.words import bytes_text, seconds_text
 
 
 def proposals_table(

@@ -57,9 +57,11 @@ class Copy:
 
     @property
     def part(self) -> Part:
-        """What this stage contributes to its gradient."""
+        """What this stage contributes to its gradient; of a sparse one all elements."""
         gradient: Tensor | None = self.tensor.grad
-        return gradient if self.tensor.requires_grad else _FROZEN
+        if not self.tensor.requires_grad:
+            return _FROZEN
+        return None if gradient is None else gradient.to_dense()
 
 
 class Tied:
@@ -180,20 +182,8 @@ class Tied:
             copy.tensor.grad = None
 
     def gradients_for(self, stage: int) -> list[Part]:
-        """Return what this stage contributes to the parameters that another has, too.
-
-        Raises:
-            TypeError: one is sparse.
-        """
-        shared = [copy for copy in self.parameters if stage in copy.stages]
-        for copy in shared:
-            if copy.tensor.grad is not None and copy.tensor.grad.layout != torch.strided:
-                raise TypeError(
-                    f"the gradient of {copy.name}, which stages {self._stage} and {stage} share, "
-                    "is sparse, so it cannot be sent: use a dense one (sparse=False), or choose a "
-                    "balance that puts the layers that use it on one stage"
-                )
-        return [copy.part for copy in shared]
+        """Return what this stage contributes to the parameters that another has, too."""
+        return [copy.part for copy in self.parameters if stage in copy.stages]
 
     def add_up(self, received: Mapping[int, Sequence[Part]]) -> None:
         """Add the sums to what was set aside; ``received`` has what other stages contribute.

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.words import cpus_text
 
 #: What a rank records of a step; see ``Log.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
@@ -168,7 +167,18 @@ class Recording:
 
     def kept_text(self) -> str:
         """Describe which steps were recorded: "steps 0-4,20-119 of 120"."""
-        return f"steps {cpus_text(step.number for step in self.steps)} of {self.num_steps}"
+        return f"steps {ranges_text(step.number for step in self.steps)} of {self.num_steps}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Write numbers as the kernel writes CPUs: 0, 1, 2 and 8 are "0-2,8"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
 
 
 def merged(traces: Sequence[Trace]) -> Recording:

@@ -1,4 +1,4 @@
-"""Statistics of stages as text tables.
+"""Text tables, and those of stages' statistics.
 
 PURE: no torch.
 """
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from procpipe.plan.task import KINDS
 from procpipe.run.statistics import Split, StageStatistics
-from procpipe.words import text_table
 
 
 def table(stages: Sequence[StageStatistics]) -> str:
@@ -52,3 +51,14 @@ def _stages_of(several: Sequence[StageStatistics | Split]) -> list[str]:
     """Name the stage of each; of several replicas "1 of replica 0"."""
     has_replicas = any(one.replica for one in several)
     return [f"{one.stage}" + f" of replica {one.replica}" * has_replicas for one in several]
+
+
+def text_table(rows: Sequence[Sequence[str]], num_left: int) -> list[str]:
+    """Lay out a table as lines: its first columns flush left, the others right."""
+    adjust = (str.ljust if k < num_left else str.rjust for k in range(len(rows[0])))
+    widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    columns = list(zip(adjust, widths, strict=True))
+    return [
+        "  ".join(to(cell, width) for cell, (to, width) in zip(row, columns, strict=True)).rstrip()
+        for row in rows
+    ]

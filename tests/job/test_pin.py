@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from procpipe.job.pin import cores_of_host, pin_this_process, shares
-from procpipe.words import cpus_text
+from procpipe.timeline.steps import ranges_text
 from tests.cases import for_each
 from tests.forked import in_child
 
@@ -31,11 +31,11 @@ def host(tmp_path, monkeypatch):
         placed = [(k, core) for k, cores in enumerate(cores_of_socket) for core in cores]
         for number, core in placed:
             for folder in (tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in core):
-                write(folder / "thread_siblings_list", cpus_text(core))
+                write(folder / "thread_siblings_list", ranges_text(core))
                 write(folder / "physical_package_id", str(number))
         for cpus, pcis in zip(cpus_of_socket, gpus_of_socket, strict=False):
             for pci in pcis:
-                write(tmp_path / f"sys/bus/pci/devices/{pci}/local_cpulist", cpus_text(cpus))
+                write(tmp_path / f"sys/bus/pci/devices/{pci}/local_cpulist", ranges_text(cpus))
         usable = set(allowed or itertools.chain(*cpus_of_socket))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
         return tmp_path

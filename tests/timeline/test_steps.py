@@ -15,7 +15,9 @@ from procpipe.timeline.steps import (
     early_hops_s,
     merged,
     merged_step,
+    ranges_text,
 )
+from tests.cases import for_each
 from tests.timeline.recordings import (
     CLOCKS,
     EQUAL,
@@ -127,3 +129,10 @@ def test_steps_with_the_same_work_are_without_the_first_of_a_run() -> None:
 
     assert [step.number for step in recording.like(steps[3])] == [1, 3]
     assert [step.number for step in recording.like(steps[2])] == [2]
+
+
+@for_each(
+    ("numbers", "expected"), [((0,), "0"), ((8, 2, 0, 1), "0-2,8"), ((), ""), ((3, 5, 6), "3,5-6")]
+)
+def test_numbers_are_written_as_ranges(numbers: tuple[int, ...], expected: str) -> None:
+    assert ranges_text(numbers) == expected
