@@ -75,6 +75,9 @@ def train(bare):
             expected = plain_step(plain, (input,), target, 4, F.mse_loss)
             assert_same(stage.step(input, target), expected, "loss", TOLERANCE)
             assert_same_gradients(stage, plain, f"step {seed}")
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert_same(stage.clip_grad_norm_(1.0), expected, "norm", TOLERANCE)
+        assert_same_gradients(stage, plain, "clipped")
         return stage.statistics().num_messages["tied gradient"]
 
 

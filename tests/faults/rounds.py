@@ -284,7 +284,9 @@ def expected_of(round_: Round) -> Expected:
     all_but_origin = frozenset(range(round_.num_ranks)) - {origin}
     cause = f"because rank {origin} "
     at_end = all_but_origin if round_.when == CLOSE else nobody  # they may have ended before
-    if what in ("nothing", "fork", "SIGTERM") or (what == "exit" and round_.when == CLOSE):
+    waits_for_save = round_.asynchronous and round_.where == "close"  # of all ranks
+    ends_well = what == "exit" and round_.when == CLOSE and not waits_for_save
+    if what in ("nothing", "fork", "SIGTERM") or ends_well:
         return Expected(True)
     if what == "stop":
         is_reported = round_.when not in (START, CLOSE) and round_.where not in ANY_MOMENT
