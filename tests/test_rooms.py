@@ -89,42 +89,26 @@ def ask_for_what_is_gone(port):
     set_rank(0, "1", port)
     assert_lacks("procpipe.balance", build_with(schedule="zb-v"))  # two partitions
 
-def plan_a_folder():
-    from procpipe.launch.main import main
-    with open(f"{tree}/config.json", "w") as file:
-        file.write("{}")
-    try:
-        main(["plan", "--hf", tree, "-n", "2"])
-    except SystemExit as error:
-        message = str(error.__cause__)
-        assert "No module named 'procpipe.hf'" in message, message
-    else:
-        raise AssertionError("a folder was planned without hf")
-
 procpipe = import_procpipe()
-parts = {"procpipe." + part.removesuffix(".py").replace("/", ".") for part in sys.argv[3:]}
+parts = {"procpipe." + part.removesuffix(".py").replace("/", ".") for part in sys.argv[2:]}
 assert parts.isdisjoint(sys.modules), parts.intersection(sys.modules)
-if sys.argv[2] == "hf":
-    plan_a_folder()
-else:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    check_exit_codes(*(forked(run_step, rank, port) for rank in range(2)))
-    check_exit_codes(forked(ask_for_what_is_gone, port))
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = str(probe.getsockname()[1])
+check_exit_codes(*(forked(run_step, rank, port) for rank in range(2)))
+check_exit_codes(forked(ask_for_what_is_gone, port))
 """
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("what", "gone"), [("all", OPTIONAL), ("hf", ["hf"])])
-def test_a_step_runs_without_optional_parts(tmp_path, what, gone):
-    """It needs none of them, and an import loads none; a command needs one."""
+def test_a_step_runs_without_optional_parts(tmp_path):
+    """It needs none of them, and an import loads none."""
     package = tmp_path / "procpipe"
     shutil.copytree(ROOT / "procpipe", package, ignore=shutil.ignore_patterns("launch"))
     shutil.copytree(ROOT / "launch", package / "launch")
-    for part in gone:
+    for part in OPTIONAL:
         path = package / part
         assert path.exists(), part
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    run_forked(SCRIPT, args=[str(tmp_path), what, *OPTIONAL]).check()
+    run_forked(SCRIPT, args=[str(tmp_path), *OPTIONAL]).check()

@@ -51,11 +51,10 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
         )
     try:
         import transformers
-
-        import procpipe.hf as hf  # "from procpipe" would not say what is missing
     except ModuleNotFoundError as error:
-        lacks = "" if error.name != "transformers" else ": pip install 'procpipe[hf]'"
-        raise MistakeError(f"{error}{lacks}") from error
+        raise MistakeError(f"{error}: pip install 'procpipe[hf]'") from error
+    from procpipe import hf
+
     try:
         config: Any = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
