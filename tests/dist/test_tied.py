@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from procpipe import DisagreementError, RemoteStageError, Stage
+from tests.dist.devices import is_emulated
 from tests.dist.stages import assert_same, plain_step, stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
@@ -100,6 +101,7 @@ def check_sparse(bare):
             assert_same_gradients(stage, plain, "sparse")
 
 
+@pytest.mark.skipif(is_emulated(), reason="emulated GPUs have no kernels of sparse tensors")
 def test_a_sparse_gradient_is_added_to_a_dense_one(ranks):
     ranks(2).run(check_sparse, world=False).values()
 
