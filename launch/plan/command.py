@@ -38,7 +38,8 @@ from procpipe.launch.plan.report import (
     tasks_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, load
-from procpipe.planner.layers import Machine, Table
+from procpipe.planner.costs import Machine
+from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.timeline.text import render_timeline_text
 from procpipe.words import bytes_text, counted, seconds_text

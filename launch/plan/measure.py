@@ -9,7 +9,8 @@ import torch
 from procpipe.balance import profile_layers
 from procpipe.data.loss import Loss
 from procpipe.launch.plan.subject import MistakeError, Subject
-from procpipe.planner.layers import Machine, Table
+from procpipe.planner.costs import Machine
+from procpipe.planner.layers import Table
 from procpipe.words import counted
 
 #: For each size of micro-batch; longer if a round takes longer.

@@ -22,7 +22,8 @@ from typing import Any
 from procpipe.plan.routes import ACTIVATION, SKIP, Channel
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan
-from procpipe.planner.layers import Layer, Machine, Skip, Table
+from procpipe.planner.costs import Layer, Machine, task_seconds
+from procpipe.planner.layers import Skip, Table
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import usual_seconds
@@ -151,7 +152,7 @@ def table_of(run: Usual, samples: int) -> Table:
     known = {cut: sizes.get((ACTIVATION, j, j + 1), 0) for j, cut in enumerate(cuts[:-1])}
     mean = round(fmean(known.values())) if known else 0
     layers = tuple(
-        Layer(name, 1 + count, 2 * (1 + count), output_bytes=known.get(k, mean))
+        Layer(name, task_seconds(1 + count, 2 * (1 + count)), output_bytes=known.get(k, mean))
         for k, (name, count) in enumerate(counts.items())
     )
     skips = tuple(
@@ -169,13 +170,12 @@ def machine_of(run: Usual, table: Table) -> Machine:
     Medians leave out the rare long pauses of processes that share a host. The more tasks there are,
     the more of these: what a replay lacks is added to the host's seconds for each task.
     """
-    balance, num_replicas = run.facts["balance"], run.facts["replicas"]
 
     def with_more(microseconds: int) -> Machine:
         return replace(run.machine, host_s=run.machine.host_s + microseconds / 1e6)
 
     def total_s(microseconds: int) -> float:
-        costs = table.costs(balance, with_more(microseconds), num_replicas)
+        costs = table.costs(run.facts["balance"], with_more(microseconds))
         return simulate(run.plan, costs).total_s
 
     return with_more(bisect_left(range(math.ceil(run.step_s * 1e6)), run.step_s, key=total_s))

@@ -105,9 +105,6 @@ Program = tuple[Step, ...]
 
 _CYCLE = _PLACE = itemgetter(0)
 
-#: What a stage sends and receives, each with its cycle: by cycle, then as in its fence.
-Fenced = Sequence[tuple[int, Transfer]]
-
 
 def program(
     plan: Plan,
@@ -116,7 +113,6 @@ def program(
     *,
     recompute: Collection[int] = (),
     has_loss: bool = False,
-    fenced: Fenced | None = None,
 ) -> Program:
     """Make the program of one stage.
 
@@ -128,7 +124,6 @@ def program(
         stage: the stage.
         recompute: the micro-batches that a later plan recomputes, if this one has no backward.
         has_loss: whether the loss passes the stages.
-        fenced: what the stage sends and receives, from a caller that has listed it for all stages.
     """
     row, tasks = plan.row(stage), {*plan.tasks_of(stage)}
     last = last_additions(plan.tasks_of(stage))
@@ -142,7 +137,7 @@ def program(
         ((p, 1), _run(task, tasks, last, routes)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, transfer in _fenced(plan, routes, stage) if fenced is None else fenced:
+    for k, transfer in _fenced(plan, routes, stage):
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
         before = num_done - 1  # the task that precedes the fence
@@ -155,7 +150,8 @@ def program(
     return _with_loss(steps, plan, routes, stage) if has_loss else steps
 
 
-def _fenced(plan: Plan, routes: Routes, stage: int) -> Fenced:
+def _fenced(plan: Plan, routes: Routes, stage: int) -> Sequence[tuple[int, Transfer]]:
+    """List what a stage sends and receives, with its cycle: by cycle, then as in its fence."""
     found = [
         fenced
         for maker in sorted({stage, *routes.sources(stage)})

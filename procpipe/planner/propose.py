@@ -22,9 +22,9 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
-from procpipe.planner.costs import Costs
+from procpipe.planner.costs import Costs, Machine
 from procpipe.planner.divide import check_num_partitions, divide
-from procpipe.planner.layers import Machine, Table
+from procpipe.planner.layers import Table
 from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
 from procpipe.words import counted
@@ -97,17 +97,13 @@ class Proposal:
     chunks: int
     micro_batch: int  # samples in each micro-batch; the last may have fewer
     checkpoint: str
+    num_replicas: int  # pipelines of the same model
     plan: Plan = field(repr=False)
     costs: Costs = field(repr=False)
     routes: Routes = field(repr=False)
     total_s: float
     held_bytes: tuple[int, ...]  # the most that each stage holds for backward passes
     static_bytes: tuple[int, ...]  # each stage's parameters, gradients and optimizer states
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of pipelines."""
-        return self.costs.num_replicas
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
@@ -135,8 +131,11 @@ class Proposal:
         return simulate(self.plan, self.costs, self.routes)
 
     def on(self, table: Table, machine: Machine) -> Proposal:
-        """Return the same with a prediction from other seconds of layers."""
-        costs = table.costs(self.balance, machine, self.num_replicas)
+        """Return the same with a prediction from what layers and steps took in a pipeline.
+
+        Sums over replicas were in these steps, and so are in the machine's ``step_s``.
+        """
+        costs = table.costs(self.balance, machine)
         total_s = simulate(self.plan, costs, self.routes).total_s
         return replace(self, costs=costs, total_s=total_s)
 
@@ -211,7 +210,7 @@ def _of_setting(
             held = all_peak_bytes(plan, costs, routes)
             total_s = simulate(plan, costs, routes).total_s
             found.append(
-                Proposal(schedule, balance, chunks, table.samples, mode,
+                Proposal(schedule, balance, chunks, table.samples, mode, question.num_replicas,
                          plan, costs, routes, total_s, held, static)
             )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):

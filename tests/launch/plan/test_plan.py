@@ -21,7 +21,8 @@ from procpipe.launch.plan.measure import measure_layers
 from procpipe.launch.plan.options import parse_bytes, parser
 from procpipe.launch.plan.report import proposals_table, tasks_table
 from procpipe.launch.plan.subject import MistakeError, Named, Subject, load
-from procpipe.planner.layers import Layer, Machine, Table
+from procpipe.planner.costs import Layer, Machine, task_seconds
+from procpipe.planner.layers import Table
 from procpipe.planner.propose import Question, propose
 
 MYMODEL = """
@@ -69,8 +70,7 @@ def costs(samples: int) -> Table:
     layers = tuple(
         Layer(
             name,
-            samples * 0.001,
-            samples * 0.002,
+            task_seconds(samples * 0.001, samples * 0.002),
             output_bytes=samples * 1000,
             held_bytes=samples * 3_001_000,
             kept_bytes=samples * 3_000_000,
@@ -220,7 +220,9 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
         for last, count in zip(accumulate(balance), balance, strict=True):
             num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
             truth.append(num_bytes)
-        assert list(measured.costs(balance).saved_bytes)[:-1] == truth[:-1], balance
+        assert [one.kept_bytes for one in measured.costs(balance).partitions[:-1]] == truth[:-1], (
+            balance
+        )
 
 
 def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
