@@ -2,20 +2,19 @@
 
     procpipe plan mymodel:build --sample mymodel:sample --loss mymodel:loss -n 4 --memory 24GiB
 
-1  the costs of the layers: measure them here, one by one (measure.py); or take those of a recorded
+1  the costs of the layers: measure them here, one by one (subject.py); or take those of a recorded
    run (replay.py); or estimate those of a folder of Hugging Face (folder.py)
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
    (procpipe.planner)
 3  where this machine has a core or GPU for each process, run the best in a real pipeline, with a
    calibration, from which they are predicted once more (best.py, trial.py)
-4  print them, and of the best its stages, timeline and the line to paste
+4  print them, and the line to paste
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from rich.progress import Progress
 from procpipe.launch.plan import replay
 from procpipe.launch.plan.best import Measured, try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
-from procpipe.launch.plan.measure import MACHINES, measure_layers
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
     line_to_paste,
@@ -41,8 +39,14 @@ from procpipe.launch.plan.subject import MistakeError, Named, load
 from procpipe.planner.costs import Machine
 from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
-from procpipe.timeline.text import render_timeline_text
 from procpipe.words import bytes_text, counted, seconds_text
+
+#: What is assumed before anything was measured in a pipeline: between GPUs of one host, at least 16
+#: lanes of PCIe 4; between its processes, a copy in memory.
+_MACHINES = {
+    "cuda": Machine(host_s=200e-6, send_s=1 / 20e9, hop_s=20e-6),
+    "cpu": Machine(host_s=200e-6, send_s=1 / 5e9, hop_s=50e-6),
+}
 
 #: How many proposals are printed, and measured.
 _NUM_BEST = 5
@@ -143,9 +147,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
         _print(
             "estimated from layers that run alone: beside neighbours on one host they are slower"
         )
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    _print(f"\n{render_timeline_text(chosen.timeline, width)}")
-    _print(f"{line_to_paste(chosen, source.model, source.loss)}\n")
+    _print(f"\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
         _print(tasks_table(chosen, measured[chosen]))
     return int(options.check and has_failed)
@@ -162,19 +164,18 @@ def _questions(
     given = source.replicas or options.replicas
     divisors = [number for number in range(1, options.n + 1) if options.n % number == 0]
     states, chunks = STATES[options.optimizer], tuple(options.chunks or ())
-    found, reasons = [], []
-    for number in [given] if given else divisors:
-        question = Question(
-            options.n, options.batch or source.batch, memory_bytes, states, chunks, number
-        )
-        try:
-            question.check(source.num_layers)
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            found.append(question)
+    batch = options.batch or source.batch
+    asked = [
+        Question(options.n, batch, memory_bytes, states, chunks, number)
+        for number in ([given] if given else divisors)
+    ]
+    found = [question for question in asked if question.is_possible(source.num_layers)]
     if not found:
-        raise MistakeError(reasons[0])
+        raise MistakeError(
+            f"{counted(source.num_layers, 'layer')} and {counted(batch, 'sample')} cannot be "
+            f"divided among {counted(options.n, 'device')} as asked: each replica has as many "
+            "stages, each stage at least one layer, and each micro-batch at least one sample"
+        )
     return found
 
 
@@ -209,8 +210,8 @@ def _measured(options: argparse.Namespace) -> Source:
         f"measuring {counted(len(subject.model), 'layer')} on {where}",
         subject.batch,
         len(subject.model),
-        partial(measure_layers, subject, device=device),
-        MACHINES[device.type],
+        partial(subject.table, device=device),
+        _MACHINES[device.type],
         "procpipe.sequential(model, *inputs)" if options.any else "model",
         options.loss.rpartition(":")[2],
         named,
@@ -228,8 +229,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
 
     def table_of(samples: int) -> Table:
         with AttentionOfGpus():
-            table: Table = measure_layers(subject, samples, None, rate)
-        return table
+            return subject.table(samples, flops_per_s=rate)
 
     return Source(
         f"{words}\ntimes are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s "
@@ -238,7 +238,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
         subject.batch,
         len(subject.model),
         table_of,
-        MACHINES["cuda"],
+        _MACHINES["cuda"],
         "hf.sequential(model)",
         loss,
     )

@@ -39,7 +39,7 @@ def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
 
 def estimated(folder: str, batch: int, length: int, *, of_gpus: bool = False) -> Table:
     subject, _, _ = load_folder(folder, batch, length, "")
-    inputs, target = subject.micro_batch(batch)
+    inputs, target = subject.of_size(batch)
     options = {"target": target, "loss_fn": subject.loss_fn, "flops_per_s": 1.0}
     if of_gpus:
         with AttentionOfGpus():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from procpipe.launch.main import main
-from procpipe.launch.plan import measure, replay, trial
+from procpipe.launch.plan import replay, subject, trial
 from procpipe.launch.plan.replay import Usual
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
