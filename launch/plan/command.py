@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from procpipe.launch.plan import replay
 from procpipe.launch.plan.best import Measured, try_out
@@ -36,9 +33,12 @@ from procpipe.launch.plan.report import (
     tasks_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, load
+from procpipe.notes import progress
 from procpipe.planner.costs import Machine
 from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
+from procpipe.timeline.chrome import read
+from procpipe.timeline.steps import merged
 from procpipe.words import bytes_text, counted, seconds_text
 
 #: What is assumed before anything was measured in a pipeline: between GPUs of one host, at least 16
@@ -100,21 +100,21 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     machine = source.machine
     if options.bandwidth:
         machine = replace(machine, send_s=1 / options.bandwidth)
-    _print(f"{source.what}\nmicro-batches of {', '.join(map(str, sizes))} samples are tried")
+    print(f"{source.what}\nmicro-batches of {', '.join(map(str, sizes))} samples are tried")
     if machine.send_s:
-        _print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s (another: --bandwidth)")
+        print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s (another: --bandwidth)")
     tables, found = {}, []
-    with _progress("costs of layers", len(sizes)) as advance:
+    with progress("costs of layers", len(sizes)) as advance:
         for size in reversed(sizes):  # what no size can be run on is an error of the first
             tables[size] = source.table(size)
             advance()
-    with _progress("simulating", len(questions)) as advance:
+    with progress("simulating", len(questions)) as advance:
         for question in questions:
             found += propose(tables, machine, question)
             advance()
     ranked = best_of_each(found, memory_bytes)
     one_s = alone_s(tables, machine, questions[0])
-    _print(
+    print(
         f"a mini-batch of {counted(questions[0].batch, 'sample')} on "
         f"{counted(options.n, 'device')}; one alone, if it had the memory, would take "
         f"{seconds_text(one_s)}\n"
@@ -122,7 +122,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     best = [proposal for proposal in ranked if proposal.fits(memory_bytes)][:_NUM_BEST]
     if memory_bytes is not None and not best:
         least = max(ranked[0].needed_bytes)
-        _print(
+        print(
             f"{proposals_table(ranked[:_NUM_BEST], {}, None, one_s)}\n\n"
             f"nothing fits into {bytes_text(memory_bytes)}: the least is {bytes_text(least)} "
             f"({least} bytes) a device, by\n\n"
@@ -135,21 +135,19 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     has_failed = False
     if source.named is not None and _can_run(source, options):
         try:
-            with _progress("running the best proposals"):
+            with progress("running the best proposals"):
                 measured = try_out(best, tables, questions[0], source.named, source.device_type)
         except RuntimeError as error:
             has_failed = True
             print(f"procpipe plan: the proposals could not be run: {error}", file=sys.stderr)
     best = sorted(measured, key=lambda proposal: measured[proposal].step_s) or best
     chosen = best[0]
-    _print(proposals_table(best, measured, chosen, one_s))
+    print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
-        _print(
-            "estimated from layers that run alone: beside neighbours on one host they are slower"
-        )
-    _print(f"\n{line_to_paste(chosen, source.model, source.loss)}\n")
+        print("estimated from layers that run alone: beside neighbours on one host they are slower")
+    print(f"\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
-        _print(tasks_table(chosen, measured[chosen]))
+        print(tasks_table(chosen, measured[chosen]))
     return int(options.check and has_failed)
 
 
@@ -183,11 +181,6 @@ def _can_run(source: Source, options: argparse.Namespace) -> bool:
     """Say whether the proposals are to be run here."""
     is_on_gpu = source.device_type == "cuda"
     num_places = torch.cuda.device_count() if is_on_gpu else len(os.sched_getaffinity(0))
-    if options.check and num_places < options.n:
-        _print(
-            f"{options.n} processes share {num_places} cores here, so what is measured will be "
-            "slower than predicted\n"
-        )
     return bool(options.check) or (num_places >= options.n and not options.estimate)
 
 
@@ -221,7 +214,7 @@ def _measured(options: argparse.Namespace) -> Source:
 
 def _of_folder(options: argparse.Namespace) -> Source:
     """Have the layers estimated of a folder of Hugging Face, on GPUs."""
-    with _progress("building the model"):
+    with progress("building the model"):
         subject, loss, words = load_folder(
             options.hf, options.batch or 8, options.length, options.loss
         )
@@ -229,7 +222,8 @@ def _of_folder(options: argparse.Namespace) -> Source:
 
     def table_of(samples: int) -> Table:
         with AttentionOfGpus():
-            return subject.table(samples, flops_per_s=rate)
+            table: Table = subject.table(samples, flops_per_s=rate)
+        return table
 
     return Source(
         f"{words}\ntimes are estimated, not measured: FLOPs at {rate / 1e12:.3g} TFLOP/s "
@@ -247,7 +241,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
 def _recorded(options: argparse.Namespace) -> Source:
     """Take the costs of layers from the files of a recorded run."""
     try:
-        run = replay.usual_of([Path(path) for path in options.costs])
+        run = replay.usual(merged(read(Path(path)) for path in options.costs))
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
     return Source(
@@ -259,18 +253,3 @@ def _recorded(options: argparse.Namespace) -> Source:
         loss=options.loss.rpartition(":")[2] or "loss_fn",
         replicas=options.replicas or run.facts["replicas"],  # gradients are not recorded
     )
-
-
-# -- on the screen --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
-    """Show a bar while something runs, on a terminal; yields what notes that one more is done."""
-    console = Console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield partial(bar.advance, bar.add_task(what, total=total))
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

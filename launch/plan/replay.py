@@ -1,6 +1,6 @@
 """Fills the table of layers, and the machine's numbers, from a recorded run.
 
-    files of all ranks ──merged──▶ Recording ──usual──▶ Usual ──▶ Table and Machine
+    Recording ──usual──▶ Usual ──▶ Table and Machine
 
 What is usual are medians over the training steps that did the same work as the last one, of all
 replicas.
@@ -12,10 +12,9 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -25,9 +24,8 @@ from procpipe.plan.task import Plan
 from procpipe.planner.costs import Layer, Machine, task_seconds
 from procpipe.planner.layers import Skip, Table
 from procpipe.planner.simulation import simulate
-from procpipe.timeline.chrome import read
 from procpipe.timeline.split import usual_seconds
-from procpipe.timeline.steps import Hop, Recording, Step, merged
+from procpipe.timeline.steps import Hop, Recording, Step
 from procpipe.words import counted
 
 #: A layer as a recording describes it, see ``layer_facts``: its name, and how many parameters.
@@ -48,16 +46,6 @@ class Usual:
     task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
     machine: Machine  # what messages and the host take
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
-
-
-def usual_of(paths: Sequence[Path]) -> Usual:
-    """Return the usual training step of a recorded run, from the files of all its ranks.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: they are not those of one run, or no step trained.
-    """
-    return usual(merged([*map(read, paths)]))
 
 
 def usual(recording: Recording) -> Usual:

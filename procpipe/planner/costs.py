@@ -64,10 +64,6 @@ class Machine:
     hop_s: float = 0.0  # seconds from then on until the receiver has it; 0 within a stage
     step_s: float = 0.0  # seconds of a step before its first task and after its last one
 
-    def message_s(self, num_bytes: float) -> float:
-        """Return the seconds of a message until its receiver has it."""
-        return self.hop_s + self.send_s * num_bytes
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -112,7 +108,7 @@ class Costs:
         Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations" (2009), https://doi.org/10.1016/j.jpdc.2008.09.002
         """
-        part_s = self.machine.message_s(num_bytes / self.num_replicas)
+        part_s = self.machine.hop_s + self.machine.send_s * num_bytes / self.num_replicas
         return 2 * (self.num_replicas - 1) * part_s
 
     def sends_s(self, placement: Sequence[int]) -> Mapping[str, Sequence[float]]:

@@ -155,4 +155,5 @@ def test_a_recorded_run_is_replayed_with_other_settings(
     assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
     with pytest.raises(SystemExit):
         main(["plan", "--costs", files[0], "-n", "2"])
-    assert f"--costs {files[0]}: these are the files of ranks 0: give" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"--costs {files[0]}: these are the files of ranks 0 of 1 run: give" in printed
