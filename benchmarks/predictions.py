@@ -42,6 +42,8 @@ from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import KINDS
 from procpipe.planner import simulate
 from procpipe.planner.divide import divide
+from procpipe.timeline.chrome import read
+from procpipe.timeline.steps import merged
 
 _NUM_STAGES, _NUM_MICRO_BATCHES = 2, 8
 
@@ -186,7 +188,7 @@ def _run(name: str, num_rounds: int) -> dict[str, Any]:
             "benchmarks.predictions:measure_runs", _NUM_STAGES, name=name, balance=balance,
             trace=traced, num_rounds=num_rounds,
         )  # fmt: skip
-        calibrated = replay.usual_of(sorted(Path(folder).iterdir()))
+        calibrated = replay.usual(merged(map(read, Path(folder).iterdir())))
     timed = table.timed(balance, calibrated.task_s)
     machine = replay.machine_of(calibrated, timed)
     costs = timed.costs(balance, machine)

@@ -7,6 +7,8 @@ import inspect
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 #: How the names of the files of procpipe's own code begin.
@@ -18,6 +20,22 @@ def write_note(text: str) -> None:
     with contextlib.suppress(Exception):
         sys.stderr.write(f"{text}\n")  # in one piece, unlike print
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
+    """Show a bar on standard error while something runs, if that is a terminal.
+
+    Yields what notes that one more of ``total`` is done; without a total the bar only moves.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console  # here, as it takes 0.1 s
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.advance, bar.add_task(what, total=total))
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from procpipe.launch.main import main
-from procpipe.launch.plan import measure, trial
+from procpipe.launch.plan import subject, trial
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.text import render_text
@@ -305,7 +305,7 @@ def test_the_commands_of_planning_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
+    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)  # as few rounds as possible
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     from_model, with_check = (shlex.split(line)[1:] for line in commands.splitlines())
 

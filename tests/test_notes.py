@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from procpipe import notes
-from procpipe.notes import warn, write_note
+from procpipe.notes import progress, warn, write_note
 
 
 def test_a_note_goes_to_what_replaces_standard_error_or_nowhere_if_that_is_closed(monkeypatch):
@@ -36,3 +36,17 @@ def test_a_warning_names_the_users_line_also_in_a_folder_named_like_the_package(
         users["train"]()
 
     assert (caught[0].filename, caught[0].lineno) == (script, 3)
+
+
+def test_a_bar_is_shown_on_a_terminal_only(monkeypatch):
+    shown = []
+    for is_terminal in (False, True):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress("measuring", 2) as advance:
+            advance()
+        shown.append(stream.getvalue())
+
+    assert shown[0] == ""
+    assert "measuring" in shown[1]

@@ -13,6 +13,8 @@ from procpipe.launch.plan.subject import Named
 from procpipe.planner.divide import divide
 from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question
+from procpipe.timeline.chrome import read
+from procpipe.timeline.steps import merged
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def try_out(
     num_ranks = best[0].plan.num_stages * best[0].num_replicas
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
         outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder))
-        runs = [replay.usual_of(files) for _, files in outcomes]
+        runs = [replay.usual(merged(map(read, files))) for _, files in outcomes]
     costs = {}
     for key, run in zip(calibrations, runs, strict=False):
         table = tables[key[1]].timed(run.facts["balance"], run.task_s)

@@ -2,35 +2,30 @@
 
     procpipe plan mymodel:build --sample mymodel:sample --loss mymodel:loss -n 4 --memory 24GiB
 
-1  the costs of the layers: measure them here, one by one (measure.py); or take those of a recorded
+1  the costs of the layers: measure them here, one by one (subject.py); or take those of a recorded
    run (replay.py); or estimate those of a folder of Hugging Face (folder.py)
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
    (procpipe.planner)
 3  where this machine has a core or GPU for each process, run the best in a real pipeline, with a
    calibration, from which they are predicted once more (best.py, trial.py)
-4  print them, and of the best its stages, timeline and the line to paste
+4  print them, and the line to paste
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from procpipe.launch.plan import replay
 from procpipe.launch.plan.best import Measured, try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
-from procpipe.launch.plan.measure import MACHINES, measure_layers
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
     line_to_paste,
@@ -38,10 +33,20 @@ from procpipe.launch.plan.report import (
     tasks_table,
 )
 from procpipe.launch.plan.subject import MistakeError, Named, load
-from procpipe.planner.layers import Machine, Table
+from procpipe.notes import progress
+from procpipe.planner.costs import Machine
+from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
-from procpipe.timeline.text import render_timeline_text
+from procpipe.timeline.chrome import read
+from procpipe.timeline.steps import merged
 from procpipe.words import bytes_text, counted, seconds_text
+
+#: What is assumed before anything was measured in a pipeline: between GPUs of one host, at least 16
+#: lanes of PCIe 4; between its processes, a copy in memory.
+_MACHINES = {
+    "cuda": Machine(host_s=200e-6, send_s=1 / 20e9, hop_s=20e-6),
+    "cpu": Machine(host_s=200e-6, send_s=1 / 5e9, hop_s=50e-6),
+}
 
 #: How many proposals are printed, and measured.
 _NUM_BEST = 5
@@ -95,21 +100,21 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     machine = source.machine
     if options.bandwidth:
         machine = replace(machine, send_s=1 / options.bandwidth)
-    _print(f"{source.what}\nmicro-batches of {', '.join(map(str, sizes))} samples are tried")
+    print(f"{source.what}\nmicro-batches of {', '.join(map(str, sizes))} samples are tried")
     if machine.send_s:
-        _print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s (another: --bandwidth)")
+        print(f"transfers: {1e-9 / machine.send_s:.1f} GB/s (another: --bandwidth)")
     tables, found = {}, []
-    with _progress("costs of layers", len(sizes)) as advance:
+    with progress("costs of layers", len(sizes)) as advance:
         for size in reversed(sizes):  # what no size can be run on is an error of the first
             tables[size] = source.table(size)
             advance()
-    with _progress("simulating", len(questions)) as advance:
+    with progress("simulating", len(questions)) as advance:
         for question in questions:
             found += propose(tables, machine, question)
             advance()
     ranked = best_of_each(found, memory_bytes)
     one_s = alone_s(tables, machine, questions[0])
-    _print(
+    print(
         f"a mini-batch of {counted(questions[0].batch, 'sample')} on "
         f"{counted(options.n, 'device')}; one alone, if it had the memory, would take "
         f"{seconds_text(one_s)}\n"
@@ -117,7 +122,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     best = [proposal for proposal in ranked if proposal.fits(memory_bytes)][:_NUM_BEST]
     if memory_bytes is not None and not best:
         least = max(ranked[0].needed_bytes)
-        _print(
+        print(
             f"{proposals_table(ranked[:_NUM_BEST], {}, None, one_s)}\n\n"
             f"nothing fits into {bytes_text(memory_bytes)}: the least is {bytes_text(least)} "
             f"({least} bytes) a device, by\n\n"
@@ -130,23 +135,19 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     has_failed = False
     if source.named is not None and _can_run(source, options):
         try:
-            with _progress("running the best proposals"):
+            with progress("running the best proposals"):
                 measured = try_out(best, tables, questions[0], source.named, source.device_type)
         except RuntimeError as error:
             has_failed = True
             print(f"procpipe plan: the proposals could not be run: {error}", file=sys.stderr)
     best = sorted(measured, key=lambda proposal: measured[proposal].step_s) or best
     chosen = best[0]
-    _print(proposals_table(best, measured, chosen, one_s))
+    print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
-        _print(
-            "estimated from layers that run alone: beside neighbours on one host they are slower"
-        )
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    _print(f"\n{render_timeline_text(chosen.timeline, width)}")
-    _print(f"{line_to_paste(chosen, source.model, source.loss)}\n")
+        print("estimated from layers that run alone: beside neighbours on one host they are slower")
+    print(f"\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
-        _print(tasks_table(chosen, measured[chosen]))
+        print(tasks_table(chosen, measured[chosen]))
     return int(options.check and has_failed)
 
 
@@ -161,19 +162,18 @@ def _questions(
     given = source.replicas or options.replicas
     divisors = [number for number in range(1, options.n + 1) if options.n % number == 0]
     states, chunks = STATES[options.optimizer], tuple(options.chunks or ())
-    found, reasons = [], []
-    for number in [given] if given else divisors:
-        question = Question(
-            options.n, options.batch or source.batch, memory_bytes, states, chunks, number
-        )
-        try:
-            question.check(source.num_layers)
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            found.append(question)
+    batch = options.batch or source.batch
+    asked = [
+        Question(options.n, batch, memory_bytes, states, chunks, number)
+        for number in ([given] if given else divisors)
+    ]
+    found = [question for question in asked if question.is_possible(source.num_layers)]
     if not found:
-        raise MistakeError(reasons[0])
+        raise MistakeError(
+            f"{counted(source.num_layers, 'layer')} and {counted(batch, 'sample')} cannot be "
+            f"divided among {counted(options.n, 'device')} as asked: each replica has as many "
+            "stages, each stage at least one layer, and each micro-batch at least one sample"
+        )
     return found
 
 
@@ -181,11 +181,6 @@ def _can_run(source: Source, options: argparse.Namespace) -> bool:
     """Say whether the proposals are to be run here."""
     is_on_gpu = source.device_type == "cuda"
     num_places = torch.cuda.device_count() if is_on_gpu else len(os.sched_getaffinity(0))
-    if options.check and num_places < options.n:
-        _print(
-            f"{options.n} processes share {num_places} cores here, so what is measured will be "
-            "slower than predicted\n"
-        )
     return bool(options.check) or (num_places >= options.n and not options.estimate)
 
 
@@ -208,8 +203,8 @@ def _measured(options: argparse.Namespace) -> Source:
         f"measuring {counted(len(subject.model), 'layer')} on {where}",
         subject.batch,
         len(subject.model),
-        partial(measure_layers, subject, device=device),
-        MACHINES[device.type],
+        partial(subject.table, device=device),
+        _MACHINES[device.type],
         "procpipe.sequential(model, *inputs)" if options.any else "model",
         options.loss.rpartition(":")[2],
         named,
@@ -219,7 +214,7 @@ def _measured(options: argparse.Namespace) -> Source:
 
 def _of_folder(options: argparse.Namespace) -> Source:
     """Have the layers estimated of a folder of Hugging Face, on GPUs."""
-    with _progress("building the model"):
+    with progress("building the model"):
         subject, loss, words = load_folder(
             options.hf, options.batch or 8, options.length, options.loss
         )
@@ -227,7 +222,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
 
     def table_of(samples: int) -> Table:
         with AttentionOfGpus():
-            table: Table = measure_layers(subject, samples, None, rate)
+            table: Table = subject.table(samples, flops_per_s=rate)
         return table
 
     return Source(
@@ -237,7 +232,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
         subject.batch,
         len(subject.model),
         table_of,
-        MACHINES["cuda"],
+        _MACHINES["cuda"],
         "hf.sequential(model)",
         loss,
     )
@@ -246,7 +241,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
 def _recorded(options: argparse.Namespace) -> Source:
     """Take the costs of layers from the files of a recorded run."""
     try:
-        run = replay.usual_of([Path(path) for path in options.costs])
+        run = replay.usual(merged(read(Path(path)) for path in options.costs))
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
     return Source(
@@ -258,18 +253,3 @@ def _recorded(options: argparse.Namespace) -> Source:
         loss=options.loss.rpartition(":")[2] or "loss_fn",
         replicas=options.replicas or run.facts["replicas"],  # gradients are not recorded
     )
-
-
-# -- on the screen --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
-    """Show a bar while something runs, on a terminal; yields what notes that one more is done."""
-    console = Console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield partial(bar.advance, bar.add_task(what, total=total))
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

@@ -1,6 +1,6 @@
 """Fills the table of layers, and the machine's numbers, from a recorded run.
 
-    files of all ranks ──merged──▶ Recording ──usual──▶ Usual ──▶ Table and Machine
+    Recording ──usual──▶ Usual ──▶ Table and Machine
 
 What is usual are medians over the training steps that did the same work as the last one, of all
 replicas.
@@ -12,21 +12,20 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from procpipe.plan.routes import ACTIVATION, SKIP, Channel
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan
-from procpipe.planner.layers import Layer, Machine, Skip, Table
+from procpipe.planner.costs import Layer, Machine, task_seconds
+from procpipe.planner.layers import Skip, Table
 from procpipe.planner.simulation import simulate
-from procpipe.timeline.chrome import read
 from procpipe.timeline.split import usual_seconds
-from procpipe.timeline.steps import Hop, Recording, Step, merged
+from procpipe.timeline.steps import Hop, Recording, Step
 from procpipe.words import counted
 
 #: A layer as a recording describes it, see ``layer_facts``: its name, and how many parameters.
@@ -47,16 +46,6 @@ class Usual:
     task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
     machine: Machine  # what messages and the host take
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
-
-
-def usual_of(paths: Sequence[Path]) -> Usual:
-    """Return the usual training step of a recorded run, from the files of all its ranks.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: they are not those of one run, or no step trained.
-    """
-    return usual(merged([*map(read, paths)]))
 
 
 def usual(recording: Recording) -> Usual:
@@ -151,7 +140,7 @@ def table_of(run: Usual, samples: int) -> Table:
     known = {cut: sizes.get((ACTIVATION, j, j + 1), 0) for j, cut in enumerate(cuts[:-1])}
     mean = round(fmean(known.values())) if known else 0
     layers = tuple(
-        Layer(name, 1 + count, 2 * (1 + count), output_bytes=known.get(k, mean))
+        Layer(name, task_seconds(1 + count, 2 * (1 + count)), output_bytes=known.get(k, mean))
         for k, (name, count) in enumerate(counts.items())
     )
     skips = tuple(
@@ -169,13 +158,12 @@ def machine_of(run: Usual, table: Table) -> Machine:
     Medians leave out the rare long pauses of processes that share a host. The more tasks there are,
     the more of these: what a replay lacks is added to the host's seconds for each task.
     """
-    balance, num_replicas = run.facts["balance"], run.facts["replicas"]
 
     def with_more(microseconds: int) -> Machine:
         return replace(run.machine, host_s=run.machine.host_s + microseconds / 1e6)
 
     def total_s(microseconds: int) -> float:
-        costs = table.costs(balance, with_more(microseconds), num_replicas)
+        costs = table.costs(run.facts["balance"], with_more(microseconds))
         return simulate(run.plan, costs).total_s
 
     return with_more(bisect_left(range(math.ceil(run.step_s * 1e6)), run.step_s, key=total_s))

@@ -21,7 +21,9 @@ def proposals_table(
     """Lay out proposals: what is predicted of each and, in brackets, what was measured."""
     has_replicas = any(p.num_replicas > 1 for p in proposals)
     heading = ["schedule", "stages", "checkpoint", "chunks", "step", "speed-up", "idle"]
-    rows = [[*heading, *["all-reduce"] * has_replicas, "memory"]]
+    # Where steps were measured, sums over replicas are a part of their idle time.
+    sums = ["all-reduce"] if has_replicas and not measured else []
+    rows = [[*heading, *sums, "memory"]]
     for p in proposals:
         found = measured.get(p)
         step_s = found.step_s if found else p.total_s
@@ -35,7 +37,7 @@ def proposals_table(
                 seconds_text(p.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
                 f"{alone_s / step_s:.2f}x",
                 f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
-                *[f"{p.timeline.exposed:.1%}"] * has_replicas,
+                *[f"{p.timeline.exposed:.1%}" for _ in sums],
                 bytes_text(needed) + (f" ({bytes_text(found.needed_bytes)})" if found else ""),
             ]
         )

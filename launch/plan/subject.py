@@ -1,4 +1,4 @@
-"""Imports what the command line of ``procpipe plan`` names: a model, a sample, a loss.
+"""What the command line of ``procpipe plan`` names: a model, a sample, a loss; and what it costs.
 
     mymodel:build           the attribute ``build`` of the module ``mymodel``
 
@@ -19,9 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from procpipe import NoChunk, sequential
-from procpipe.balance import Inputs
+from procpipe.balance import Inputs, profile_layers
+from procpipe.data.loss import Loss
 from procpipe.model.cut import check_model
+from procpipe.planner.layers import Table
 from procpipe.torch_internals import pytree
+from procpipe.words import counted
+
+#: How long layers are measured, for each size of micro-batch; longer if a round takes longer.
+_BUDGET_S = 0.5
 
 
 class MistakeError(ValueError):
@@ -48,20 +54,15 @@ class Subject:
     loss_fn: Callable[..., Any]
     batch: int  # its samples
 
-    def mini_batch(self, num_samples: int) -> tuple[Inputs, Any]:
-        """Return inputs and target of so many samples, for a stage."""
-        return self._resized(num_samples, lambda whole: whole)
+    def of_size(self, num_samples: int, *, is_for_stage: bool = False) -> tuple[Inputs, Any]:
+        """Return inputs and target of so many samples, for the layers or for a stage.
 
-    def micro_batch(self, num_samples: int) -> tuple[Inputs, Any]:
-        """Return inputs and target of so many samples, for the model's layers."""
-        return self._resized(num_samples, lambda whole: whole.tensor)
-
-    def _resized(self, num_samples: int, of_whole: Callable[[NoChunk], Any]) -> tuple[Inputs, Any]:
-        """Return inputs and target, from the start again if there are not enough samples."""
+        From the start again if there are not enough samples.
+        """
 
         def resized(leaf: Any) -> Any:
             if isinstance(leaf, NoChunk):
-                return of_whole(leaf)
+                return leaf if is_for_stage else leaf.tensor
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == self.batch != num_samples:
                 return leaf[torch.arange(num_samples, device=leaf.device) % self.batch]
             return leaf
@@ -69,6 +70,37 @@ class Subject:
         given = self.inputs.values, self.inputs.named, self.target
         values, named, target = map_leaves(resized, given)
         return Inputs(*values, **named), target
+
+    def table(
+        self, samples: int, device: torch.device | None = None, flops_per_s: float | None = None
+    ) -> Table:
+        """Measure the layers on a micro-batch of so many samples; or estimate, by FLOPs.
+
+        Raises:
+            MistakeError: the model cannot be run on so many samples.
+        """
+        strict = Loss(self.loss_fn, None)  # as that of a stage
+
+        def loss_of(output: Any, target: Any = None) -> Any:
+            return strict.of(output, target)
+
+        inputs, target = self.of_size(samples)
+        how: dict[str, Any] = {"device": device, "flops_per_s": flops_per_s, "timeout": _BUDGET_S}
+        try:
+            return profile_layers(self.model, inputs, target=target, loss_fn=loss_of, **how)
+        except Exception as error:
+            where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            reason = f"{where}: {type(error).__name__}: {error}"
+            if flops_per_s is not None:
+                raise MistakeError(
+                    f"the model cannot be run without values{reason}; have it measured on real "
+                    "ones: procpipe plan mymodel:build --sample mymodel:sample, where build() "
+                    "returns hf.sequential(model)"
+                ) from error
+            raise MistakeError(
+                f"the model cannot be run on a micro-batch of {counted(samples, 'sample')}{reason}"
+                "; if these are too few, give smaller numbers of --chunks"
+            ) from error
 
 
 def load(named: Named) -> Subject:
@@ -85,7 +117,7 @@ def load(named: Named) -> Subject:
     if (first := next(batched, None)) is None:
         raise MistakeError(f"the sample, {named.sample}, holds no tensor with samples in dim 0")
     if named.is_cut:
-        whole, _ = Subject(model, inputs, target, loss_fn, len(first)).micro_batch(len(first))
+        whole, _ = Subject(model, inputs, target, loss_fn, len(first)).of_size(len(first))
         try:
             model = sequential(model, *whole.values, **whole.named)
         except Exception as error:  # of the model's own code, too

@@ -161,7 +161,7 @@ def _added_bytes(subject: Subject, trial: Mapping[str, Any], devices: Any) -> in
     )
     del model
     before = _memory_bytes(stage.device, is_peak=False)
-    inputs, target = subject.mini_batch(trial["batch"])
+    inputs, target = subject.of_size(trial["batch"], is_for_stage=True)
 
     def of_replica(leaf: Any) -> Any:
         is_divided = isinstance(leaf, torch.Tensor) and leaf.dim()

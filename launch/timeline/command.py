@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Print and draw a step of the run that the words name; return the exit code."""
     options = _parser().parse_args(argv)
     try:
-        recording = merged([read(Path(name)) for name in options.files])
+        recording = merged(read(Path(name)) for name in options.files)
         step = recording.step(options.step)
         print("\n".join(_described(recording, step)))
         for name in options.output or [Path(options.files[0]).with_suffix("").with_suffix(".png")]:

@@ -1,5 +1,7 @@
 """Draws plans and measured steps: a row a rank, a colour a kind of task, time to the right.
 
+Tasks of a stage's later partitions are lighter.
+
     plan: 43 ms, 27% idle             one panel for each of what is compared, on one scale of time
     stage 0  [0 ][1 ]···[1   ][0   ]
     stage 1  ···[0 ][1 ][1   ][0   ]
@@ -96,7 +98,7 @@ def simulated(timeline: Timeline, title: str) -> Panel:
 def draw(panels: Sequence[Panel]) -> Figure:
     """Draw panels below each other, on one scale; ``savefig`` writes PNG, SVG or PDF."""
     heights = [len(panel.rows) + 1 for panel in panels]
-    figure = Figure((_WIDTH, 0.4 + _ROW * sum(heights)), layout="constrained")
+    figure = Figure((_WIDTH, 0.65 + _ROW * sum(heights)), layout="constrained")
     longest_s = max(panel.seconds for panel in panels)
     units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
     unit = next((unit for unit, size in units.items() if longest_s >= size), "µs")
@@ -107,9 +109,8 @@ def draw(panels: Sequence[Panel]) -> Figure:
         _draw_rows(axes, panel, units[unit], longest * _DIGIT / (_WIDTH - 1))
     axes.set_xlim(0, 1.003 * longest)
     axes.set_xlabel(f"time ({unit})", fontsize=_FONT, labelpad=2)
-    of_panels[0, 0].legend(handles=_legend(panels), loc="lower right", bbox_to_anchor=(1, 1),
-                           ncols=8, fontsize=_FONT, frameon=False, borderaxespad=0.2,
-                           borderpad=0, handlelength=1, columnspacing=1.2)  # fmt: skip
+    figure.legend(handles=_legend(panels), loc="outside lower center", ncols=8, fontsize=_FONT,
+                  frameon=False, borderpad=0, handlelength=1, columnspacing=1.2)  # fmt: skip
     return figure
 
 
@@ -128,15 +129,18 @@ def _draw_frame(axes: Any, panel: Panel, end: float) -> None:
 def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
     """Draw boxes, with the micro-batch in those wide enough: so much time is as wide as a digit."""
     for k, row in enumerate(panel.rows):
+        tasks = [one.task for one in row]
         spans = [(one.start_s / unit_s, (one.end_s - one.start_s) / unit_s) for one in row]
         # A white edge would hide a narrow box.
         edges = [0.4 if width > digit / 2 else 0.0 for _, width in spans]
+        first = min((task.j for task in tasks), default=0)  # of the stage's partitions
+        colours = [(_COLOURS[kind][0], 1.0 if j == first else 0.65) for kind, _, j in tasks]
         axes.broken_barh(spans, (k - 0.42, 0.84), edgecolor="white", linewidth=edges,
-                         facecolor=[_COLOURS[one.task.kind][0] for one in row])  # fmt: skip
-        for one, (start, width) in zip(row, spans, strict=True):
-            number = str(one.task.i)
+                         facecolor=colours)  # fmt: skip
+        for task, (start, width) in zip(tasks, spans, strict=True):
+            number = str(task.i)
             if width > digit * len(number):
-                axes.text(start + width / 2, k, number, color=_COLOURS[one.task.kind][1],
+                axes.text(start + width / 2, k, number, color=_COLOURS[task.kind][1],
                           ha="center", va="center_baseline", fontsize=_FONT - 1)  # fmt: skip
     for k, sums in enumerate(panel.sums):
         spans = [(one.start_s / unit_s, (one.taken_s - one.start_s) / unit_s) for one in sums]

@@ -25,7 +25,7 @@ from procpipe.balance.profile import check_model, count_bytes, device_of, profil
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
-from procpipe.notes import write_note
+from procpipe.notes import progress, write_note
 from procpipe.planner.divide import check_num_partitions, divide
 from procpipe.run.coordinator import Agree
 
@@ -195,12 +195,13 @@ def found_balance(
                 f"balance={kind!r} needs a sample on rank 0: Stage(model, balance={kind!r}, "
                 "sample=x), where x is an input as for training"
             )
-        if kind == "size":
-            return balance_by_size(
-                num_partitions, module, sample, chunks=chunks, device=world.device
-            )
-        micro_batch = _first_micro_batch(sample, module, chunks)
-        return balance_by_time(num_partitions, module, micro_batch, device=world.device)
+        with progress(f"balance={kind!r}"):
+            if kind == "size":
+                return balance_by_size(
+                    num_partitions, module, sample, chunks=chunks, device=world.device
+                )
+            micro_batch = _first_micro_batch(sample, module, chunks)
+            return balance_by_time(num_partitions, module, micro_batch, device=world.device)
 
     found: list[int] = agree("balance", combine)
     return found

@@ -36,7 +36,8 @@ from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, num_samples, run_each
 from procpipe.compute.split import suited
 from procpipe.model.ties import find_ties
-from procpipe.planner.layers import Layer, Skip, Table, Tie
+from procpipe.planner.costs import Layer, task_seconds
+from procpipe.planner.layers import Skip, Table, Tie
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
@@ -113,7 +114,8 @@ def profile_layers(
     layers = []
     for name, sizes, of_layer in zip(whole._modules, all_sizes, seconds, strict=True):
         first_s = None if sizes["put_off_bytes"] else of_layer["B"]
-        layers.append(Layer(name, of_layer["F"], of_layer["B"], first_s, **sizes))
+        of_tasks = task_seconds(of_layer["F"], of_layer["B"], input_gradient_s=first_s)
+        layers.append(Layer(name, of_tasks, **sizes))
     return Table(
         samples=num_samples(inputs),
         layers=tuple(layers[: len(module)]),
@@ -149,10 +151,9 @@ def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
 def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
     """List the parameters and buffers that several layers use."""
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    return tuple(
-        Tie(tie.name, tie.partitions, tensors[tie.name].nbytes, tensors[tie.name].requires_grad)
-        for tie in find_ties([{name: layer} for name, layer in model.named_children()])
-    )
+    ties = find_ties([{name: layer} for name, layer in model.named_children()])
+    found = [(tie.partitions, tensors[tie.name]) for tie in ties]
+    return tuple(Tie(users, one.nbytes, one.nbytes * one.requires_grad) for users, one in found)
 
 
 class _Loss(nn.Module):

@@ -7,7 +7,7 @@
 Not loaded by a step. ``procpipe plan`` is its command.
 """
 
-from procpipe.planner.costs import Costs
+from procpipe.planner.costs import Costs, Layer, Machine, task_seconds
 from procpipe.planner.simulation import Timeline, simulate
 
-__all__ = ["Costs", "Timeline", "simulate"]
+__all__ = ["Costs", "Layer", "Machine", "Timeline", "simulate", "task_seconds"]

@@ -22,12 +22,11 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
-from procpipe.planner.costs import Costs
-from procpipe.planner.divide import check_num_partitions, divide
-from procpipe.planner.layers import Machine, Table
+from procpipe.planner.costs import Costs, Machine
+from procpipe.planner.divide import divide
+from procpipe.planner.layers import Table
 from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
-from procpipe.words import counted
 
 #: The checkpoint modes; the first computes least.
 MODES = ("never", "except_last", "always")
@@ -67,25 +66,11 @@ class Question:
         tried = self.chunks or tuple(2**k for k in range(most.bit_length()))
         return {chunks: -(-self.share // chunks) for chunks in tried if chunks <= self.share}
 
-    def check(self, num_layers: int) -> None:
-        """Check that a model of so many layers can be divided so.
-
-        Raises:
-            ValueError: the devices cannot be divided among so many replicas; there are more stages
-                than layers, or more replicas than samples, or chunks than samples of each.
-        """
-        if self.num_devices % self.num_replicas:
-            raise ValueError(
-                f"{counted(self.num_replicas, 'replica')} are asked for on {self.num_devices} "
-                "devices, but each has the same number of stages: give a divisor"
-            )
-        check_num_partitions(self.num_stages, num_layers)
-        if self.num_replicas > self.batch or not self.splits():
-            raise ValueError(
-                f"the mini-batch has {counted(self.batch, 'sample')}, too few for "
-                f"{counted(self.num_replicas, 'replica')} with each number of chunks that is asked "
-                "for: ask for fewer, or take a larger mini-batch"
-            )
+    def is_possible(self, num_layers: int) -> bool:
+        """Say whether a model of so many layers can be divided so, and a mini-batch."""
+        is_even = self.num_devices % self.num_replicas == 0
+        has_samples = self.num_replicas <= self.batch and bool(self.splits())
+        return is_even and self.num_stages <= num_layers and has_samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +82,13 @@ class Proposal:
     chunks: int
     micro_batch: int  # samples in each micro-batch; the last may have fewer
     checkpoint: str
+    num_replicas: int  # pipelines of the same model
     plan: Plan = field(repr=False)
     costs: Costs = field(repr=False)
     routes: Routes = field(repr=False)
     total_s: float
     held_bytes: tuple[int, ...]  # the most that each stage holds for backward passes
     static_bytes: tuple[int, ...]  # each stage's parameters, gradients and optimizer states
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of pipelines."""
-        return self.costs.num_replicas
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
@@ -135,8 +116,11 @@ class Proposal:
         return simulate(self.plan, self.costs, self.routes)
 
     def on(self, table: Table, machine: Machine) -> Proposal:
-        """Return the same with a prediction from other seconds of layers."""
-        costs = table.costs(self.balance, machine, self.num_replicas)
+        """Return the same with a prediction from what layers and steps took in a pipeline.
+
+        Sums over replicas were in these steps, and so are in the machine's ``step_s``.
+        """
+        costs = table.costs(self.balance, machine)
         total_s = simulate(self.plan, costs, self.routes).total_s
         return replace(self, costs=costs, total_s=total_s)
 
@@ -147,7 +131,7 @@ def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -
     Args:
         tables: the costs of its layers, for each size of micro-batch in ``question.splits()``.
         machine: what several processes add to them.
-        question: passes its ``check``.
+        question: a possible one.
     """
     found: list[Proposal] = []
     for chunks, micro_batch in question.splits().items():
@@ -211,7 +195,7 @@ def _of_setting(
             held = all_peak_bytes(plan, costs, routes)
             total_s = simulate(plan, costs, routes).total_s
             found.append(
-                Proposal(schedule, balance, chunks, table.samples, mode,
+                Proposal(schedule, balance, chunks, table.samples, mode, question.num_replicas,
                          plan, costs, routes, total_s, held, static)
             )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):

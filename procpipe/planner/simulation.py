@@ -12,8 +12,8 @@ have arrived. Clock cycles do not delay tasks:
               0   1   2   3     5       7       9
 
 Simplifications: links are never busy; skips and targets, which go straight, never arrive after the
-activation, so tasks wait for activations and gradients only. The gradients of tied parameters
-arrive after all tasks; the step ends with the last of them.
+activation, so tasks wait for activations and gradients only. The gradients of shared parameters,
+which stages exchange after all tasks, take no time.
 
 With replicas, a stage adds up a partition's gradients over them, in buckets, from the start of its
 last B or W task, in which they become final. The last bucket begins after that task. The step ends
@@ -105,41 +105,32 @@ def simulate(plan: Plan, costs: Costs, routes: Routes | None = None) -> Timeline
             before it makes, or a stage adds up gradients of a partition that it does not have.
     """
     routes = routes or Routes(plan.num_stages, placement=plan.placement)
-    for name, count in (("costs", costs.num_partitions), ("routes", len(routes.placement))):
+    for name, count in (("costs", len(costs.partitions)), ("routes", len(routes.placement))):
         if count != plan.num_partitions:
             what = "stages" if plan.num_partitions == plan.num_stages else "partitions"
             raise ValueError(f"the plan has {plan.num_partitions} {what}, but the {name} {count}")
     starts_s, free_s = _walk(plan, costs)
     if math.isinf(max(free_s)):
         raise ValueError("a task uses what no task before it makes; verify() lists which")
-    ends_s = free_s.copy()  # of each stage, with the gradients of tied parameters
-    for stage in range(plan.num_stages) if costs.tied_bytes else ():
-        for other, num_bytes in costs.tied_into(stage, plan).items():
-            ends_s[stage] = max(ends_s[stage], free_s[other] + costs.message_s(num_bytes))
-    computed_s = max(ends_s)
-    summed_s = max(_all_reduces_s(plan, costs, starts_s, ends_s), default=0.0)
+    computed_s = max(free_s)
+    summed_s = max(_all_reduces_s(plan, costs, starts_s), default=0.0)
     exposed_s = max(0.0, summed_s - computed_s)
-    total_s = computed_s + exposed_s + costs.step_s
+    total_s = computed_s + exposed_s + costs.machine.step_s
     return Timeline(plan, costs, routes, total_s, exposed_s, starts_s)
 
 
-def _all_reduces_s(
-    plan: Plan, costs: Costs, starts_s: Sequence[float], ends_s: Sequence[float]
-) -> Iterator[float]:
-    """Yield when each all-reduce ends, given the end of everything else that its stage does."""
+def _all_reduces_s(plan: Plan, costs: Costs, starts_s: Sequence[float]) -> Iterator[float]:
+    """Yield when each all-reduce ends."""
     if costs.num_replicas == 1 or not plan.has_backward:
         return
     start_of = dict(zip(plan.tasks(), starts_s, strict=True))
     for stage in range(plan.num_stages):
         free_s = 0.0
-        last = last_additions(plan.tasks_of(stage))
-        for j, task in reversed(last.items()):
-            num_bytes = costs.gradient_bytes[j]
+        for j, task in reversed(last_additions(plan.tasks_of(stage)).items()):
+            num_bytes = costs.partitions[j].trained_bytes
             whole_s = costs.all_reduce_s(num_bytes)
             last_s = whole_s * min(1.0, BUCKET_BYTES / num_bytes) if num_bytes else 0.0
             final_s = start_of[task] + costs.seconds[task.kind][j]
-            if j == next(iter(last)):
-                final_s = ends_s[stage]
             free_s = max(final_s + last_s, max(free_s, start_of[task]) + whole_s)
             yield free_s
 
@@ -148,7 +139,7 @@ def _walk(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     """Return when each task starts, and when each stage has ended."""
     placement, p = plan.placement, plan.num_partitions
     # Of each boundary: the message's seconds after its sender is free, 0 within a stage.
-    hops_s = [costs.transfer_s * (a != b) for a, b in pairwise(placement)]
+    hops_s = [costs.machine.hop_s * (a != b) for a, b in pairwise(placement)]
     hops_s = [0.0, *hops_s, 0.0]
     # By micro-batch and partition, when outputs are made and gradients of inputs; at infinity until
     # known. One place more at either end: what comes from elsewhere, at time 0.
@@ -157,7 +148,7 @@ def _walk(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     gradients_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
     if not plan.has_forward:  # an earlier plan has run it
         outputs_s = [[0.0] * (p + 2)] * plan.num_micro_batches
-    sends_s, host_s = costs.sends_s(placement), costs.host_s
+    sends_s, host_s = costs.sends_s(placement), costs.machine.host_s
     spent_s = {
         kind: list(map(add, of_kind, sends_s[kind])) for kind, of_kind in costs.seconds.items()
     }

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
 from procpipe.run.replicas import Around, Parameters, Replicas
-from procpipe.sharded.units import roots_of, units_of
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
 
@@ -50,11 +51,11 @@ class Sharded(Replicas):
     ) -> None:
         _check_shared(shared, layers)
         self._roots = {
-            j: [root for name in names for root in roots_of(layers[name])]
+            j: [root for name in names for root in _roots_of(layers[name])]
             for j, names in partitions.items()
         }
         self._units = [
-            unit for roots in self._roots.values() for root in roots for unit in units_of(root)
+            unit for roots in self._roots.values() for root in roots for unit in _units_of(root)
         ]
         self._ranks = _ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
         self._to_reduce: list[int] = []
@@ -152,3 +153,55 @@ def _check_shared(shared: Sequence[tuple[str, ...]], layers: Mapping[str, nn.Mod
                 "and one is sharded (fully_shard, parallelize_module), which would make it a "
                 "parameter of its own: leave these layers whole, or give each its own parameter"
             )
+
+
+@dataclass
+class _Unit:
+    """A module that FSDP gathers as one, and where its first parameter is: by module and key."""
+
+    module: Any
+    owner: nn.Module
+    key: str
+    shard: Tensor | None = None  # this parameter between calls
+
+    def settle(self) -> None:
+        """Shard its parameters, and note the first one."""
+        self.module.reshard()
+        self.shard = self.owner._parameters[self.key]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are shards now, and not gathered."""
+        return self.owner._parameters[self.key] is self.shard
+
+
+def _roots_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the outermost modules that FSDP gathers."""
+    if _is_of_fsdp(module):
+        if next(module.parameters(), None) is not None:
+            yield module
+        return
+    for child in module.children():
+        yield from _roots_of(child)
+
+
+def _units_of(root: nn.Module) -> Iterator[_Unit]:
+    """Yield the modules below that FSDP gathers, and have parameters."""
+    for module in root.modules():
+        place = next(_places_of(module), None) if _is_of_fsdp(module) else None
+        if place is not None:
+            yield _Unit(module, *place)
+
+
+def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield where the parameters are that FSDP gathers with a module."""
+    for key, parameter in module._parameters.items():
+        if hasattr(parameter, "device_mesh"):
+            yield module, key
+    for child in module.children():
+        if not _is_of_fsdp(child):
+            yield from _places_of(child)
+
+
+def _is_of_fsdp(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")

@@ -40,7 +40,8 @@ def test_linear_and_relu_counted_by_hand() -> None:
     # The weight's gradient needs the input, and the gradient of the output.
     assert linear.put_off_bytes == float32(8, 10) + float32(8, 20)
     assert relu.put_off_bytes == 0
-    assert (linear.input_gradient_s, relu.input_gradient_s) == (None, relu.backward_s)
+    assert linear.seconds["I"] == linear.seconds["W"]
+    assert relu.seconds["I"] == relu.seconds["B"]
     assert linear.parameter_bytes == linear.trained_bytes == float32(11, 20)
     assert relu.parameter_bytes == 0
     assert not linear.is_in_place
@@ -129,7 +130,7 @@ def test_what_a_stage_does_not_split_is_in_the_first_half() -> None:
 
     (found,) = profiled(layer, sample=torch.ones(1, 2)).layers
 
-    assert (found.input_gradient_s, found.put_off_bytes) == (found.backward_s, 0)
+    assert (found.seconds["I"], found.put_off_bytes) == (found.seconds["B"], 0)
 
 
 def test_an_input_may_be_given_by_name() -> None:
@@ -174,9 +175,11 @@ def test_of_layers_that_are_alike_one_is_counted_for_all() -> None:
     # The first one, whose input requires no gradient, then one of each kind, and the frozen one.
     assert len(Noting.seen) == 4
     for one, other in zip(estimated.layers, measured.layers, strict=True):
-        seconds: dict[str, Any] = {name: 0.0 for name in vars(one) if name.endswith("_s")}
-        assert replace(one, **seconds) == replace(other, **seconds)
-    assert [la.forward_s for la in estimated.layers] == [2 * 4 * 64] * 12 + [2 * 4 * 32, 2 * 4 * 16]
+        assert replace(one, seconds={}) == replace(other, seconds={})
+    assert [la.seconds["F"] for la in estimated.layers] == [2 * 4 * 64] * 12 + [
+        2 * 4 * 32,
+        2 * 4 * 16,
+    ]
 
 
 def test_layers_with_skip_tensors_are_counted_one_by_one() -> None:

@@ -12,14 +12,14 @@ from procpipe.plan.program import Receive, Run, program
 from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
-from procpipe.planner.costs import Costs
+from procpipe.planner.costs import Costs, Layer
 from procpipe.planner.memory import (
     all_peak_bytes,
     held_bytes,
 )
 from procpipe.planner.simulation import simulate
 
-COSTS = Costs((1, 1), (1, 1), (1, 1), input_bytes=100, output_bytes=(10, 4))
+COSTS = Costs((Layer("", {}, output_bytes=10), Layer("", {}, output_bytes=4)), input_bytes=100)
 
 
 def test_the_example_of_the_module() -> None:
@@ -36,26 +36,19 @@ def test_the_last_stage_holds_the_target_of_all_micro_batches() -> None:
     assert max(held_bytes(backward_plan(2, 2), costs, Routes(2), 1)) < 1000
 
 
-def test_gradients_of_tied_parameters_come_after_all_tasks() -> None:
-    costs = replace(COSTS, tied_bytes={(0, 1): 3000})
-    for stage in (0, 1):
-        *tasks, peak, end = held_bytes(gpipe(2, 2), costs, Routes(2), stage)
-        assert (max(tasks) < 3000, peak, end) == (True, 3000, 0)
-
-
 def test_copies_are_held_from_the_task_that_begins_their_all_reduce() -> None:
     # Stage 0 of 2 holds the inputs of 2 micro-batches of 100 bytes, and copies of 35.
-    costs = replace(Costs.uniform(2, input_bytes=100), gradient_bytes=(35, 0), num_replicas=2)
+    costs = replace(Costs.uniform(2, trained_bytes=35), input_bytes=100, num_replicas=2)
 
     held = list(held_bytes(gpipe(2, 2), costs, Routes(2), 0))
 
     assert max(held) == 200  # both micro-batches, before there is any copy
     assert held[-3:] == [135, 35, 0]  # in B0, after it, and at the end
-    assert 135 not in held_bytes(gpipe(2, 2), replace(costs, gradient_bytes=()), Routes(2), 0)
+    assert 135 not in held_bytes(gpipe(2, 2), replace(costs, num_replicas=1), Routes(2), 0)
 
 
 def test_received_skips_that_wait_are_counted() -> None:
-    costs = Costs.uniform(4, skip_bytes={(0, 3): 7})
+    costs = replace(Costs.uniform(4), skip_bytes={(0, 3): 7})
     routes = Routes(4, ((0, 3),))
     # stage 3 posts four before its first task, and then one for each that it returns
     assert all_peak_bytes(forward_plan(8, 4), costs, routes)[3] == 4 * 7
@@ -70,12 +63,12 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
     sizes = st.integers(0, 1000)
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True).map(tuple)) if pairs else ()
-    costs = Costs(
-        (1.0,) * n,
-        (1.0,) * n,
-        (1.0,) * n,
+    costs = replace(
+        Costs.uniform(n),
+        partitions=tuple(
+            replace(one, output_bytes=draw(sizes)) for one in Costs.uniform(n).partitions
+        ),
         input_bytes=draw(sizes),
-        output_bytes=draw(st.tuples(*[sizes] * n)),
         skip_bytes={skip: draw(sizes) for skip in skips},
         target_bytes=draw(sizes),
     )
@@ -91,10 +84,14 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
 
     def size_of(t: Transfer) -> int:
         ends = min(t.source, t.destination), max(t.source, t.destination)
-        return costs.skip_bytes[ends] if "skip" in t.payload else costs.output_bytes[ends[0]]
+        return (
+            costs.skip_bytes[ends]
+            if "skip" in t.payload
+            else costs.partitions[ends[0]].output_bytes
+        )
 
     def hold_roots(i: int) -> None:
-        held["output", i, stage] = costs.output_bytes[stage]
+        held["output", i, stage] = costs.partitions[stage].output_bytes
         for (a, b), size in costs.skip_bytes.items():
             if a == stage:
                 held["stashed", i, b] = size

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
-from procpipe.planner.costs import Costs
+from procpipe.planner.costs import Costs, Layer, Machine, task_seconds
 from procpipe.planner.simulation import Timeline, simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES
@@ -39,10 +39,11 @@ def test_a_timeline_drawn_by_hand() -> None:
 
 def test_a_send_occupies_its_stage_and_the_host_each_task() -> None:
     # A message of 4 bytes down and up; the skip of 2 bytes past stage 1.
-    costs = Costs(
-        (1, 1, 1), (1, 1, 1), (1, 1, 1), host_s=0.5, send_s=0.25, transfer_s=10, step_s=7,
-        output_bytes=(4, 4, 4), skip_bytes={(0, 2): 2},
-    )  # fmt: skip
+    costs = replace(
+        Costs.uniform(3, backward_s=1, output_bytes=4),
+        machine=Machine(host_s=0.5, send_s=0.25, hop_s=10, step_s=7),
+        skip_bytes={(0, 2): 2},
+    )
     timeline = simulate(gpipe(2, 3), costs)
 
     assert times(timeline, 0)["F0"] == (0.5, 1.5)
@@ -55,7 +56,8 @@ def test_a_send_occupies_its_stage_and_the_host_each_task() -> None:
 
 
 def test_two_partitions_of_one_stage_send_each_other_nothing() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), send_s=1.0, transfer_s=5.0, output_bytes=(8, 8))
+    costs = Costs.uniform(2, backward_s=1, output_bytes=8)
+    costs = replace(costs, machine=Machine(send_s=1.0, hop_s=5.0))
     plan = gpipe(1, 1, placement=(0, 0))
 
     assert simulate(plan, costs).total_s == 4
@@ -73,7 +75,6 @@ UNORDERED = Plan.from_text("plan m=1 n=2\nF0@1\nF0@0")
             lambda: simulate(gpipe(1, 2), Costs.uniform(2), Routes(3)),
             "the plan has 2 stages, but the routes 3",
         ),
-        (lambda: Costs((1, 1), (1,), (1, 1)), "backward_s has 1 numbers, but must have 2"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(call: Callable[[], Any], message: str) -> None:
@@ -85,29 +86,20 @@ def test_all_reduces_drawn_by_hand() -> None:
     # stage 0   [F0][F1]          [──B1──][──B0──]A0      B0 from 7 to 9
     # stage 1       [F0][F1][──B1──][──B0──]A0            B0 from 5 to 7
     mib = 2**20
-    costs = replace(Costs.uniform(2), gradient_bytes=(25 * mib, 50 * mib), num_replicas=2)
-    costs = replace(costs, send_s=0.1 / mib)  # 2.5 s for 25 MiB: half is sent, and half of the sum
+    small, large = (Layer("", task_seconds(1, 2), trained_bytes=n * mib) for n in (25, 50))
+    # 2.5 s for 25 MiB: half is sent, and half of the sum.
+    costs = Costs((small, large), Machine(send_s=0.1 / mib), num_replicas=2)
 
     # Stage 0 has one bucket, after B0 until 11.5. The second bucket of stage 1 is after its B0, the
     # first beside it, until 10.
     timeline = simulate(gpipe(2, 2), costs)
-    later = simulate(gpipe(2, 2), replace(costs, gradient_bytes=(0, 50 * mib)))
+    nothing = replace(small, trained_bytes=0)
+    later = simulate(gpipe(2, 2), replace(costs, partitions=(nothing, large)))
 
     assert (timeline.total_s, timeline.exposed_s) == (11.5, 2.5)
     assert (later.total_s, later.exposed_s) == (10, 1)
     assert simulate(forward_plan(2, 2), costs).exposed_s == 0
     assert simulate(gpipe(2, 2), replace(costs, num_replicas=1)).exposed_s == 0
-
-
-def test_gradients_of_tied_parameters_come_last() -> None:
-    # What stage 1 sends after its last task, at 7, is with stage 0 at 17; the other way 9 and 19.
-    tied: dict[tuple[int, ...], int] = {(0, 1): 20}
-    costs = replace(Costs.uniform(2), tied_bytes=tied, send_s=0.25, transfer_s=5.0)
-    costs = replace(costs, transfer_s=0.0, send_s=0.5)
-
-    assert simulate(gpipe(2, 2), costs).total_s == 19
-    with_sums = replace(costs, gradient_bytes=(4, 4), num_replicas=2)
-    assert simulate(gpipe(2, 2), with_sums).total_s == 19 + 2
 
 
 @for_each(("m", "n"), SIZES)
@@ -124,8 +116,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Costs, Routes]:
     plan = draw(
         st.sampled_from([gpipe(m, n, recompute=again), forward_plan(m, n), backward_plan(m, n)])
     )
-    per_stage = st.tuples(*[SECONDS] * n)
-    costs = Costs(draw(per_stage), draw(per_stage), draw(per_stage), draw(SECONDS))
+    seconds = draw(st.tuples(*[st.builds(task_seconds, SECONDS, SECONDS, SECONDS)] * n))
+    costs = Costs(tuple(Layer("", each) for each in seconds), Machine(hop_s=draw(SECONDS)))
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True).map(tuple)) if pairs else ()
     return plan, costs, Routes(n, skips)
@@ -136,15 +128,14 @@ def test_a_second_computation_agrees_also_with_skips(
     case: tuple[Plan, Costs, Routes],
 ) -> None:
     plan, costs, routes = case
-    seconds = {"F": costs.forward_s, "B": costs.backward_s, "R": costs.recompute_s}
     ends: dict[Task, float] = {}
     free = [0.0] * plan.num_stages
     timeline = simulate(plan, costs, routes)
     for task in plan.tasks():
         start = free[task.j]
         for transfer in routes.needed(task):
-            start = max(start, ends[transfer.makers[0]] + costs.transfer_s)
-        ends[task] = free[task.j] = start + seconds[task.kind][task.j]
+            start = max(start, ends[transfer.makers[0]] + costs.machine.hop_s)
+        ends[task] = free[task.j] = start + costs.seconds[task.kind][task.j]
         assert timeline.spans_s[task] == (start, ends[task])
     assert timeline.total_s == max(free)
 

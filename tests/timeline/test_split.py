@@ -8,7 +8,7 @@ from dataclasses import replace
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Task
-from procpipe.planner.costs import Costs
+from procpipe.planner.costs import Costs, Layer, task_seconds
 from procpipe.planner.simulation import simulate
 from procpipe.run.statistics import Split
 from procpipe.timeline.split import replay, split
@@ -69,20 +69,13 @@ def test_a_replay_with_one_cost_a_partition_is_a_simulation(name: str, mode: str
         schedule = SCHEDULES[name]
         placement = schedule.place(schedule.count(n), n)
         p = len(placement)
-        costs = Costs(
-            forward_s=tuple(1.0 + j % 3 for j in range(p)),
-            backward_s=tuple(2.5 + j % 2 for j in range(p)),
-            recompute_s=(1.0,) * p,
-        )
-        seconds = {
-            "F": costs.forward_s, "B": costs.backward_s, "R": costs.recompute_s,
-            "I": costs.input_gradient_s, "W": costs.weight_gradient_s,
-        }  # fmt: skip
+        of_each = [task_seconds(1.0 + j % 3, 2.5 + j % 2, recompute_s=1.0) for j in range(p)]
+        costs = Costs(tuple(Layer("", seconds) for seconds in of_each))
         plan = schedule.plan(m, placement, recomputed(mode, m))
         timeline = simulate(plan, costs)
 
-        def took(task: Task, seconds: dict[str, tuple[float, ...]] = seconds) -> float:
-            return seconds[task.kind][task.j]
+        def took(task: Task, costs: Costs = costs) -> float:
+            return costs.seconds[task.kind][task.j]
 
         replayed = replay([plan.tasks_of(stage) for stage in range(n)], took)
         assert replayed == timeline.spans_s

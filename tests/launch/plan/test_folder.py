@@ -39,7 +39,7 @@ def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
 
 def estimated(folder: str, batch: int, length: int, *, of_gpus: bool = False) -> Table:
     subject, _, _ = load_folder(folder, batch, length, "")
-    inputs, target = subject.micro_batch(batch)
+    inputs, target = subject.of_size(batch)
     options = {"target": target, "loss_fn": subject.loss_fn, "flops_per_s": 1.0}
     if of_gpus:
         with AttentionOfGpus():
@@ -51,8 +51,7 @@ def bytes_of(profile: Table) -> Any:
     """Return all that a profile has but seconds."""
     values = asdict(profile)
     for layer in (*values["layers"], values["loss"]):
-        for key in [key for key in layer if key.endswith("_s")]:
-            del layer[key]
+        del layer["seconds"]
     return values
 
 
@@ -85,11 +84,11 @@ def test_seconds_are_flops_by_their_rate() -> None:
     llama, experts = (estimated(folder, 2, length) for folder in ("llama", "experts"))
 
     forward_s = [attention + 2 * tokens * 3 * h * config.intermediate_size] * 2
-    assert [layer.forward_s for layer in llama.layers] == [0, *forward_s, 2 * tokens * h * 31]
-    assert [layer.backward_s for layer in llama.layers[1:3]] == [2 * s for s in forward_s]
+    assert [layer.seconds["F"] for layer in llama.layers] == [0, *forward_s, 2 * tokens * h * 31]
+    assert [layer.seconds["B"] for layer in llama.layers[1:3]] == [2 * s for s in forward_s]
     assert [layer.seconds["I"] for layer in llama.layers[1:3]] == forward_s
     # Each token goes through 2 of 4 experts.
-    assert experts.layers[1].forward_s == attention + 2 * tokens * (4 * h + 2 * 3 * h * 24)
+    assert experts.layers[1].seconds["F"] == attention + 2 * tokens * (4 * h + 2 * 3 * h * 24)
 
 
 def test_dropout_of_attention_keeps_no_scores_on_gpus() -> None:

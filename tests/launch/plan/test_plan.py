@@ -15,13 +15,13 @@ from torch import nn
 from procpipe import NoChunk
 from procpipe.balance import Inputs
 from procpipe.launch.main import main
-from procpipe.launch.plan import command, measure
+from procpipe.launch.plan import command, subject
 from procpipe.launch.plan.best import Measured
-from procpipe.launch.plan.measure import measure_layers
 from procpipe.launch.plan.options import parse_bytes, parser
 from procpipe.launch.plan.report import proposals_table, tasks_table
 from procpipe.launch.plan.subject import MistakeError, Named, Subject, load
-from procpipe.planner.layers import Layer, Machine, Table
+from procpipe.planner.costs import Layer, Machine, task_seconds
+from procpipe.planner.layers import Table
 from procpipe.planner.propose import Question, propose
 
 MYMODEL = """
@@ -69,8 +69,7 @@ def costs(samples: int) -> Table:
     layers = tuple(
         Layer(
             name,
-            samples * 0.001,
-            samples * 0.002,
+            task_seconds(samples * 0.001, samples * 0.002),
             output_bytes=samples * 1000,
             held_bytes=samples * 3_001_000,
             kept_bytes=samples * 3_000_000,
@@ -96,7 +95,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)  # as few rounds as possible
+    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)  # as few rounds as possible
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
     return tmp_path
@@ -156,7 +155,6 @@ def test_stages_and_replicas_are_proposed_together(capsys: pytest.CaptureFixture
     assert "transfers: 1.0 GB/s" in printed
     assert re.search(r"\n  \S+ \* +1 x 2 +never +2 +26 ms .* 0\.0% +7\.7% ", printed), printed
     assert re.search(r"\n  zb-h1 +2 x 1 +never +2 +[\d.]+ ms ", printed), printed
-    assert "idle 7.7%, of it 7.7% all-reduce" in printed
     assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[2], replicas=2, chunks=2, checkpoint="never", '
         'schedule="1f1b", loss_fn=loss_fn)'
@@ -194,14 +192,14 @@ def test_an_ordinary_module_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
 def test_inputs_are_repeated_for_more_samples_but_not_those_for_all() -> None:
     mask = torch.ones(3, 1)
     inputs = Inputs(torch.arange(3), NoChunk(mask), mask=mask, scale=2.0)
-    subject = Subject(nn.Sequential(), inputs, {"y": torch.arange(3)}, len, 3)
+    made = Subject(nn.Sequential(), inputs, {"y": torch.arange(3)}, len, 3)
 
-    found, target = subject.micro_batch(7)
+    found, target = made.of_size(7)
 
     assert found.values[0].tolist() == target["y"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert found.values[1] is mask
     assert (found.named["mask"].shape, found.named["scale"]) == ((7, 1), 2.0)
-    whole = subject.mini_batch(7)[0].values[1]
+    whole = made.of_size(7, is_for_stage=True)[0].values[1]
     assert isinstance(whole, NoChunk)
     assert whole.tensor is mask
 
@@ -212,15 +210,17 @@ def test_measured_layers_predict_what_autograd_keeps_in_partitions() -> None:
         nn.Linear(27, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4), nn.Sigmoid(),
     )  # fmt: skip
     sample = torch.rand(6, 2, 8, 8)
-    subject = Subject(model, Inputs(sample), None, lambda y: y.square().mean(), batch=6)
-    measured = measure_layers(subject, 6, torch.device("cpu"))
+    made = Subject(model, Inputs(sample), None, lambda y: y.square().mean(), batch=6)
+    measured = made.table(6, torch.device("cpu"))
 
     for balance in ([9, 1], [1, 8, 1], [2, 7, 1], [3, 6, 1], [4, 5, 1], [5, 4, 1], [6, 1, 2, 1]):
         x, truth = sample, []
         for last, count in zip(accumulate(balance), balance, strict=True):
             num_bytes, x = kept_bytes(nn.Sequential(*list(model)[last - count : last]), x)
             truth.append(num_bytes)
-        assert list(measured.costs(balance).saved_bytes)[:-1] == truth[:-1], balance
+        assert [one.kept_bytes for one in measured.costs(balance).partitions[:-1]] == truth[:-1], (
+            balance
+        )
 
 
 def kept_bytes(layers: nn.Sequential, x: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -266,8 +266,10 @@ MISTAKES = [
     (("--costs", "no.json", "-n", "2"), "--costs no.json: [Errno 2] No such file"),
     (("--costs", "mymodel.py", "-n", "2"), "--costs mymodel.py: mymodel.py is no whole timeline"),
     (("nowhere:x", *MODEL[1:]), "(ModuleNotFoundError: No module named 'nowhere')"),
-    ((*MODEL[:-1], "4", "--replicas", "1"), "cannot divide 3 layers into 4 partitions"),
-    ((*MODEL[:-1], "4", "--replicas", "3"), "3 replicas are asked for on 4 devices"),
+    (
+        (*MODEL[:-1], "4", "--replicas", "1"),
+        "3 layers and 8 samples cannot be divided among 4 devices as asked",
+    ),
     (
         ("mymodel:normed", *MODEL[1:], "--chunks", "2,8"),
         "the model cannot be run on a micro-batch of 1 sample (while layer '1' (BatchNorm1d) was",

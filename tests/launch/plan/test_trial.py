@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from procpipe.launch.main import main
-from procpipe.launch.plan import measure, replay, trial
+from procpipe.launch.plan import replay, subject, trial
 from procpipe.launch.plan.replay import Usual
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.verify import verify
-from procpipe.planner.layers import Machine
+from procpipe.planner.costs import Machine
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.dist.script import run_forked
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trial, "_MAX_STEPS", 3)
     (tmp_path / "mymodel.py").write_text(MYMODEL)
@@ -111,8 +111,8 @@ def test_a_recorded_run_fills_the_table_of_layers() -> None:
     assert [(la.name, la.output_bytes) for la in table.layers] == [
         ("a", 2000), ("b", 2000), ("c", 2000),
     ]  # fmt: skip
-    assert [la.forward_s for la in table.layers] == pytest.approx([0.001, 0.003, 0.002])
-    assert [la.backward_s for la in table.layers] == pytest.approx([0.002, 0.006, 0.005])
+    assert [la.seconds["F"] for la in table.layers] == pytest.approx([0.001, 0.003, 0.002])
+    assert [la.seconds["B"] for la in table.layers] == pytest.approx([0.002, 0.006, 0.005])
     assert replace(machine, host_s=0.0005) == run.machine
     # What the replay of its own plan lacks is in each of its tasks.
     assert simulate(run.plan, table.costs([2, 1], machine)).total_s == pytest.approx(
@@ -121,7 +121,7 @@ def test_a_recorded_run_fills_the_table_of_layers() -> None:
 
     larger = replay.table_of(run, 3)
     assert [la.output_bytes for la in larger.layers] == [3000] * 3
-    assert [la.forward_s for la in larger.layers] == pytest.approx([0.0015, 0.0045, 0.003])
+    assert [la.seconds["F"] for la in larger.layers] == pytest.approx([0.0015, 0.0045, 0.003])
 
     short = recorded(step_s=0.0)
     assert replay.machine_of(short, table) == short.machine
@@ -155,4 +155,5 @@ def test_a_recorded_run_is_replayed_with_other_settings(
     assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
     with pytest.raises(SystemExit):
         main(["plan", "--costs", files[0], "-n", "2"])
-    assert f"--costs {files[0]}: these are the files of ranks 0: give" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"--costs {files[0]}: these are the files of ranks 0 of 1 run: give" in printed

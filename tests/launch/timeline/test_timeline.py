@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from procpipe.launch.main import main
+from procpipe.plan.schedules.gpipe import gpipe
+from procpipe.planner import Costs, simulate
 from procpipe.timeline.chrome import TraceFile
 from procpipe.timeline.text import KIND_NAMES
 from tests.timeline.recordings import (
@@ -194,9 +196,19 @@ def test_replicas_are_rows_with_their_sums():
     ]  # fmt: skip
     sums = [box[:2] for box in boxes(below)][-4:]
     assert sums == [(9.5, 3), (7, 2), (11, 1.25), (8, 1)]
-    assert [text.get_text() for text in above.get_legend().texts] == [
+    assert [text.get_text() for text in above.figure.legends[0].texts] == [
         "forward", "backward", "all-reduce", "idle",
     ]  # fmt: skip
+
+
+def test_tasks_of_later_partitions_are_lighter():
+    from procpipe.launch.timeline.figure import draw, simulated
+
+    timeline = simulate(gpipe(1, 1, placement=(0, 0)), Costs.uniform(2))
+    (axes,) = draw([simulated(timeline, "two partitions")]).axes
+
+    opacities = [round(box[3][3], 2) for box in boxes(axes)[1:]]
+    assert opacities == [1, 0.65, 0.65, 1]  # F0@0, F0@1, B0@1, B0@0
 
 
 def test_each_kind_of_task_has_a_colour_of_its_own():
@@ -207,4 +219,5 @@ def test_each_kind_of_task_has_a_colour_of_its_own():
     (axes,) = draw([Panel("all", ["stage 0"], step.rows, 5.0)]).axes
 
     assert len({box[3] for box in boxes(axes)}) == 6
-    assert [text.get_text() for text in axes.get_legend().texts] == [*KIND_NAMES.values(), "idle"]
+    names = [text.get_text() for text in axes.figure.legends[0].texts]
+    assert names == [*KIND_NAMES.values(), "idle"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from procpipe.plan.routes import Routes
@@ -57,7 +55,7 @@ def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
         mode = ("never", "except_last")[(m + n) % 2]
         plan = make(m, n, recompute=recomputed(mode, m))
         p, routes = plan.num_partitions, Routes(n, placement=plan.placement)
-        costs = replace(equal(plan), saved_bytes=(3,) * p, put_off_bytes=(2,) * p)
+        costs = Costs.uniform(p, kept_bytes=3, put_off_bytes=2)
         made = fused(plan)
         before, after = simulate(plan, costs), simulate(made, costs)
         assert after.total_s <= before.total_s + 1e-9

@@ -55,7 +55,7 @@ def test_a_plan_takes_the_time_of_its_longest_stage_or_path(m: int, n: int, v: i
 def test_a_stage_holds_the_micro_batches_of_its_warm_up(v: int) -> None:
     """Stage j holds 2(n-1-j) + (v-1)g + 1 partitions' micro-batches, of groups of g."""
     for n in range(1, 5):
-        costs = Costs.uniform(v * n, saved_bytes=1)
+        costs = Costs.uniform(v * n, kept_bytes=1)
         for m in range(2 * n, 4 * n + 1):
             g = -(-m // (m // n))
             timeline = simulate(interleaved(m, n, v), costs)

@@ -92,8 +92,8 @@ def test_zb_v_is_idle_only_until_its_first_micro_batch(m: int, n: int) -> None:
 @for_each(("m", "n"), SIZES)
 def test_both_hold_no_more_than_1f1b(m: int, n: int) -> None:
     """``n`` micro-batches a stage, or ``2n`` halves, even if W needs all that is saved."""
-    whole = Costs.uniform(n, saved_bytes=2, put_off_bytes=2)
-    halves = Costs.uniform(2 * n, saved_bytes=1, put_off_bytes=1)
+    whole = Costs.uniform(n, kept_bytes=2, put_off_bytes=2)
+    halves = Costs.uniform(2 * n, kept_bytes=1, put_off_bytes=1)
     most = simulate(one_f_one_b(m, n), whole).peak_bytes(0)
     assert most == 2 * min(m, n)
     assert max(map(simulate(zb_h1(m, n), whole).peak_bytes, range(n))) <= most
