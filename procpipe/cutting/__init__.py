@@ -6,7 +6,6 @@ record.py       one forward as a graph over the model's modules
 sizes.py        sizes as numbers that note what is computed from them, and what is decided by them
 divide.py       train and eval mode in one graph; pieces, between which the fewest bytes travel
 layers.py       the layers that pieces become: their code, and what they hold
-refusal.py      the error that names a line
 """
 
 from procpipe.cutting.sequential import CutModel, sequential

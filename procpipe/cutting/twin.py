@@ -20,16 +20,17 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _OPENED = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
-def on_meta(value: Any) -> Any:
-    """Copy a module, or nested values, with tensors on the meta device, which need no memory."""
+def copied(value: Any, device: torch.device = META) -> Any:
+    """Copy a module, or nested values, with zeros for tensors: on meta they need no memory."""
     is_module = isinstance(value, nn.Module)
     found = (t for _, t in owned(value)) if is_module else pytree.tree_leaves(value)
     memo: dict[int, Any] = {}
     for tensor in found:
         if isinstance(tensor, Tensor):
-            made = torch.empty_like(tensor, device=META).requires_grad_(tensor.requires_grad)
+            needs_grad = tensor.requires_grad
+            made = torch.zeros_like(tensor, device=device).requires_grad_(needs_grad)
             is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(made, made.requires_grad) if is_parameter else made
+            memo[id(tensor)] = nn.Parameter(made, needs_grad) if is_parameter else made
     return copy.deepcopy(value, memo)
 
 
