@@ -18,13 +18,6 @@ from procpipe.cutting.sizes import check
 from procpipe.torch_internals import pytree
 
 
-def drop_unused(graph: fx.Graph) -> None:
-    """Leave out what nothing uses, but modules, checks and changes in place."""
-    graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or bool(node.meta.get("keep"))
-    )
-
-
 def join_modes(graph: fx.Graph, other: fx.Graph, *, is_training: bool) -> str:
     """Let a graph compute what it does in its mode and what another one does in the other mode.
 

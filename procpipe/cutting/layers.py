@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from procpipe.cutting.twin import copied
+from procpipe.cutting.record import copied
 from procpipe.skip import Namespace, pop, skippable, stash
 
 #: Where a module keeps what it holds.
@@ -23,30 +23,19 @@ _HELD = ("_modules", "_parameters", "_buffers")
 
 
 class Layer(nn.Module):
-    """A piece of a model's forward.
+    """A piece of a model's forward."""
 
-    Args:
-        model: what the piece uses of the model, under the model's names.
-        run: from the model and what comes in to what the next layer gets, and what is stashed.
-        arguments: of the first layer, the tensors among the arguments of a call of the model.
-        text: what the piece takes from where, and sends where, and its code.
-        pops: the names of what is popped.
-        stashes: the names of what is stashed, and how many layers pop each.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Callable[..., tuple[Any, ...]],
-        arguments: Callable[..., list[Tensor]] | None,
-        text: str,
-        pops: list[str],
-        stashes: dict[str, int],
-    ) -> None:
-        super().__init__()
-        self.model, self.training = model, model.training
-        self.run, self.arguments, self.text = run, arguments, text
-        self.pops, self.stashes = pops, stashes
+    #: What the piece uses of the model, under the model's names.
+    model: nn.Module
+    #: From the model and what comes in to what the next layer gets, and what is stashed.
+    run: Callable[..., tuple[Any, ...]]
+    #: Of the first layer: the tensors among the arguments of a call of the model.
+    arguments: Callable[..., list[Tensor]] | None
+    #: The names of what is popped, and of what is stashed.
+    pops: list[str]
+    stashes: list[str]
+    #: What the piece takes from where, and sends where, and its code.
+    text: str
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
@@ -87,22 +76,26 @@ def layers_of(
     pieces, twin, namespace = _pieces(graph), copied(model), Namespace()
     layers = OrderedDict[str, Any]()
     for k, piece in enumerate(pieces):
-        gives = pieces[k + 1].takes if k + 1 < len(pieces) else [*graph.output_node().args]
-        returned = (gives[0] if len(gives) == 1 else tuple(gives), *piece.stashes)
-        code, part = _module(model, piece, returned), _part_of(model, twin)
-        for node in code.graph.nodes:
-            if node.op in ("call_module", "get_attr"):
-                _hold(part, model, twin, node.target)
         pops = [node.name for node in piece.pops]
         stashes = {node.name: number for node, number in piece.stashes.items()}
         kind: Any = Layer
         if pops or stashes:
             kind = skippable(stashes, pops)(type("SkipLayer", (SkipLayer,), {}))
-        text = _text(pieces, k) + code.code.strip()
-        run = type(code).forward
-        layer = layers[piece.name] = kind(part, run, None if k else arguments, text, pops, stashes)
-        if kind is not Layer:
+        layer = layers[piece.name] = kind()
+        if pops or stashes:
             layer.isolate(namespace)
+        gives = pieces[k + 1].takes if k + 1 < len(pieces) else [*graph.output_node().args]
+        returned = (gives[0] if len(gives) == 1 else tuple(gives), *piece.stashes)
+        code = _module(model, piece, returned)
+        layer.model, layer.training = _part_of(model, twin), model.training
+        layer.run, layer.arguments = type(code).forward, None if k else arguments
+        layer.pops, layer.stashes = pops, [*stashes]
+        for node in code.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                _hold(layer.model, model, twin, node.target)
+        number = sum(parameter.numel() for parameter in layer.parameters())
+        title = f"{piece.name}: {number:,} parameters\n"
+        layer.text = title + _text(pieces, k) + code.code.strip()
     held = {key for layer in layers.values() for key in layer.model.state_dict()}
     for key, value in model.state_dict(keep_vars=True).items():
         if key not in held and isinstance(value, Tensor):  # which nothing uses

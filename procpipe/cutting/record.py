@@ -21,6 +21,7 @@ needs to know:
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import math
@@ -30,6 +31,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -38,13 +40,14 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, check, line, number
-from procpipe.cutting.twin import META, copied, owned
+from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, line, must_be, number
 from procpipe.torch_internals import pytree
 
 np: Any = None
 with contextlib.suppress(ImportError):
     import numpy as np
+
+META = torch.device("meta")
 
 #: What has effects that the layers would not have. torch itself refuses to read values on meta.
 _REFUSED = {"data", "__set__", "grad", "backward", "register_hook", "retain_grad"}
@@ -52,21 +55,18 @@ _REFUSED = {"data", "__set__", "grad", "backward", "register_hook", "retain_grad
 #: What is the same for each micro-batch, or is not noticed, as the docs say.
 _FIXED = {
     *("dim", "ndim", "ndimension", "requires_grad", "is_leaf", "grad_fn", "is_inference"),
-    *("device", "get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
+    *("get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
     *("__hash__", "__repr__", "__format__", "_set_grad_enabled"),
 }
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis), enum.Enum),
-    *(torch.dtype, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-#: Whatever device the code names, the layer's is meant.
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d+)?")
-
-#: ``(device type, dtype, enabled)``: that of the layer's device, and its default, are ``None``.
-Autocast = tuple[str | None, torch.dtype | None, bool]
+#: ``(device type, dtype, enabled)``; ``None`` is the type of the layer's device.
+Autocast = tuple[str | None, torch.dtype, bool]
 
 
 class Recorder(TorchFunctionMode):
@@ -76,7 +76,7 @@ class Recorder(TorchFunctionMode):
         twin: the copy of the model that runs, on the meta device.
         opened: the names of its modules that do not stay whole.
         arguments: the sample on the meta device, by name.
-        device: where to run, with zeros, what cannot run on the meta device.
+        device: that of the sample, where what cannot run on the meta device runs with zeros.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder(TorchFunctionMode):
         self.opened = {twin.get_submodule(name) for name in opened}
         self.is_inside = False  # a whole module
         self.autocasts: list[Autocast] = []
-        self._twin, self._device = twin, device
+        self._twin, self.device = twin, device
         self._device_node = self.graph.placeholder("device")
         self._names = {m: n for n, m in twin.named_modules() if n not in opened}
         self._owned: dict[int, str] = {}
@@ -111,16 +111,18 @@ class Recorder(TorchFunctionMode):
         before = _states(self.opened)
         with torch.enable_grad(), META, _patched(self), self:
             result = self._twin(*args, **named)
-        for key, state in _states(self.opened).items():
-            if before.get(key, state) != state:
-                raise CannotCutError(
-                    f"the forward changes {key[1]}, which the layers do not have",
-                    f"draw random numbers by torch, or {WHOLE}",
-                )
+        if changed := {name for (_, name), _ in before.items() ^ _states(self.opened).items()}:
+            raise CannotCutError(
+                f"the forward changes {', '.join(sorted(changed))}, which the layers do not have",
+                f"draw random numbers by torch, or {WHOLE}",
+            )
         leaves, tree = pytree.tree_flatten(result)
         made = tuple(map(self._source, leaves))
         is_tensor = isinstance(result, Tensor)
         self.graph.output(made[0] if is_tensor else self.graph.call_function(Nested(tree), made))
+        self.graph.eliminate_dead_code(
+            lambda node: node.op in ("placeholder", "output") or bool(node.meta.get("keep"))
+        )
 
     # -- values -------------------------------------------------------------------------------
 
@@ -130,24 +132,18 @@ class Recorder(TorchFunctionMode):
         node.meta.update(state, tensor=tensor)
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
-        if (known := self._known.get(id(tensor))) is not None:
-            if known.meta["needs_grad"] != tensor.requires_grad:
-                raise CannotCutError(
-                    "a tensor got its gradient without a function of torch, as by a "
-                    "torch.autograd.Function or reentrant checkpointing",
-                    f"{WHOLE}; checkpoint with use_reentrant=False",
-                )
-            return known
-        if (name := self._owned.get(id(tensor))) is None:
+        known = self._known.get(id(tensor))
+        if known is None and (name := self._owned.get(id(tensor))) is not None:
+            known = self.graph.get_attr(name)
+            known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+            self._define(tensor, known)
+        if known is None or known.meta["needs_grad"] != tensor.requires_grad:
             raise CannotCutError(
-                "a tensor is used that no recorded function or module has made (an extension, "
-                "NumPy, a torch.autograd.Function, a global variable)",
-                f"{WHOLE}; a constant can be a buffer",
+                "a tensor is used which, or whose gradient, no recorded function or module has "
+                "made (but a torch.autograd.Function, an extension, NumPy, a global variable)",
+                f"{WHOLE}; a constant can be a buffer; checkpoint with use_reentrant=False",
             )
-        node = self.graph.get_attr(name)
-        node.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
-        self._define(tensor, node)
-        return node
+        return known
 
     def _source(self, value: Any) -> Any:
         """Return what stands in the graph for a tensor, a number, a device or a plain value."""
@@ -155,11 +151,26 @@ class Recorder(TorchFunctionMode):
             return self._node_of(value)
         if isinstance(value, Number):
             return value.source
-        if _is_device(value):
+        if self._is_layers(value):
             return self._device_node
         if isinstance(value, _PLAIN):
             return value
-        raise _not_plain(value, "is passed on")
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise CannotCutError(
+            f"a value of type {kind} is passed on, which is no tensor or plain value",
+            "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE,
+        )
+
+    def _value(self, value: Any) -> Any:
+        """Return what a function is given while it is recorded."""
+        if isinstance(value, Number):
+            return value.value
+        return META if self._is_layers(value) else value
+
+    def _is_layers(self, device: Any) -> bool:
+        """Return whether a value names the sample's device, in place of which is the layer's."""
+        is_one = isinstance(device, torch.device | str)
+        return is_one and str(device) in (str(self.device), self.device.type)
 
     def _size(self, name: str, tensor: Tensor, dim: int | None = None) -> Any:
         if dim is not None:
@@ -191,6 +202,8 @@ class Recorder(TorchFunctionMode):
         name = func.__self__.__name__ if is_get else name
         if self.is_inside or name in _FIXED:
             return func(*args, **kwargs)
+        if name == "device":
+            return self.device
         if name in _REFUSED:
             raise CannotCutError(f"{name} of a tensor is used, which layers would not repeat")
         if name in _SIZES:
@@ -201,7 +214,7 @@ class Recorder(TorchFunctionMode):
             node = self._node("call_method", name, args, kwargs)
         else:
             node = self._node("call_function", func, args, kwargs)
-        args, kwargs = map_aggregate((args, kwargs), _value)
+        args, kwargs = map_aggregate((args, kwargs), self._value)
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:  # as of nonzero(), whose shape depends on values
@@ -223,7 +236,7 @@ class Recorder(TorchFunctionMode):
         try:
             node = self._node("call_module", self._names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
-            args, named = map_aggregate((args, named), _value)
+            args, named = map_aggregate((args, named), self._value)
             return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
             self.is_inside = False
@@ -236,13 +249,13 @@ class Recorder(TorchFunctionMode):
         except Exception:
             if torch.get_default_device() != META:
                 raise
-            of_copy = functools.partial(call, copied(module, self._device))
+            of_copy = functools.partial(call, copied(module, self.device))
             return self._result_of_zeros(of_copy, args, named)
 
     def _result_of_zeros(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return, on the meta device, what a function returns that cannot run there."""
-        real = copied((args, named), self._device)
-        with torch.no_grad(), self._device:
+        real = copied((args, named), self.device)
+        with torch.no_grad(), self.device:
             result = function(*real[0], **real[1])
             pairs = zip(*map(pytree.tree_leaves, ((args, named), real)), strict=True)
             for ours, theirs in pairs:
@@ -272,16 +285,15 @@ class Recorder(TorchFunctionMode):
         leaves, tree = pytree.tree_flatten(result)
         is_leaf = len(leaves) == 1 and leaves[0] is result
         if not is_leaf:
-            node = self.graph.call_function(Leaves(tree, line()), (node,))
+            node = self.graph.call_function(pytree.tree_leaves, (node,))
+            must_be(self.graph.call_function(len, (node,)), len(leaves))
         for k, leaf in enumerate(leaves):
             part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
             if isinstance(leaf, Tensor):
                 if id(leaf) not in self._known:
                     self._define(leaf, part)
-            elif isinstance(leaf, _PLAIN):
-                leaves[k] = number(leaf, part)
-            elif not isinstance(leaf, torch.device):
-                raise _not_plain(leaf, f"is returned by {node.target}")
+            else:
+                leaves[k] = number(self._source(leaf), part)
         return pytree.tree_unflatten(leaves, tree)
 
     def _note_changes(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
@@ -305,8 +317,7 @@ class Recorder(TorchFunctionMode):
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
     """Have modules, and autocast, call a recorder."""
-    call, set_attribute = nn.Module.__call__, nn.Module.__setattr__
-    make: Any = torch.autocast.__init__
+    call = nn.Module.__call__
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
 
@@ -314,20 +325,13 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     def recorded(module: nn.Module, *args: Any, **named: Any) -> Any:
         return recorder.call_module(module, call, args, named)
 
-    def set_checked(module: nn.Module, name: str, value: Any) -> None:
-        if module in recorder.opened and not recorder.is_inside:
-            kind = type(module).__qualname__
-            raise CannotCutError(f"the forward sets the attribute {name} of a {kind}")
-        set_attribute(module, name, value)
-
-    def made(context: Any, on: str, dtype: Any = None, enabled: bool = True, *more: Any) -> None:
-        make(context, "cpu" if on == META.type else on, dtype, enabled, *more)
-        context.given = (None if on == META.type else on, dtype, enabled)
-
     def entered(context: Any) -> Any:
+        result = enter(context)
         if not recorder.is_inside:
-            recorder.autocasts.append(context.given)
-        return enter(context)
+            on = context.device
+            state = torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
+            recorder.autocasts.append((None if on == recorder.device.type else on, *state))
+        return result
 
     def left(context: Any, *error: Any) -> Any:
         if not recorder.is_inside:
@@ -336,8 +340,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     with (
         patch.object(nn.Module, "__call__", recorded),
-        patch.object(nn.Module, "__setattr__", set_checked),
-        patch.object(torch.autocast, "__init__", made),
         patch.object(torch.autocast, "__enter__", entered),
         patch.object(torch.autocast, "__exit__", left),
     ):
@@ -357,21 +359,6 @@ class Nested:
     def __call__(self, *leaves: Any) -> Any:
         """Return the leaves as they were nested in the sample's result."""
         return pytree.tree_unflatten(leaves, self.tree)
-
-
-@dataclass(frozen=True)
-class Leaves(Nested):
-    """Takes apart what a function returns, which has to be nested as for the sample."""
-
-    where: str
-    __name__ = "leaves"
-
-    def __call__(self, result: Any) -> list[Any]:
-        """Return the tensors and plain values."""
-        leaves, tree = pytree.tree_flatten(result)
-        check(len(leaves), self.tree.num_leaves, self.where)
-        check(tree, self.tree, self.where)
-        return leaves
 
 
 @dataclass(frozen=True)
@@ -397,44 +384,49 @@ class Within:
             return self.function(*args, **kwargs)
 
 
-# -- small ----------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
-def _value(value: Any) -> Any:
-    """Return what a function is given while it is recorded."""
-    if isinstance(value, Number):
-        return value.value
-    return META if _is_device(value) else value
+def copied(value: Any, device: torch.device = META) -> Any:
+    """Copy a module, or nested values, with zeros for tensors: on meta they need no memory."""
+    is_module = isinstance(value, nn.Module)
+    found = (t for _, t in owned(value)) if is_module else pytree.tree_leaves(value)
+    memo: dict[int, Any] = {}
+    for tensor in found:
+        if isinstance(tensor, Tensor):
+            needs_grad = tensor.requires_grad
+            made = torch.zeros_like(tensor, device=device).requires_grad_(needs_grad)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, needs_grad) if is_parameter else made
+    return copy.deepcopy(value, memo)
 
 
-def _is_device(value: Any) -> bool:
-    is_name = isinstance(value, str) and _DEVICE.fullmatch(value) is not None
-    return is_name or isinstance(value, torch.device)
+def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, buffers and plain tensors that a model's modules have, by name."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        held = (module._parameters, module._buffers, vars(module))
+        for key, tensor in chain.from_iterable(each.items() for each in held):
+            if isinstance(tensor, Tensor):
+                yield f"{name}.{key}".lstrip("."), tensor
 
 
-def _not_plain(value: object, what: str) -> CannotCutError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    instead = WHOLE
-    if kind.endswith("Cache"):
-        instead = "give the sample use_cache=False, with which the model makes no cache"
-    return CannotCutError(
-        f"a value of type {kind} {what}, which is no tensor or plain value", instead
-    )
+# -- what may have changed -------------------------------------------------------------------------
 
 
 def _is_changed(node: fx.Node) -> bool:
     return bool(node.meta["tensor"]._version != node.meta["version"])
 
 
-def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], bytes]:
+def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], Any]:
     """Return the states of random number generators, and of modules' attributes, by their names."""
-    found: dict[tuple[Any, str], bytes] = {}
+    found: dict[tuple[Any, str], Any] = {}
     found[None, "the random numbers of Python or NumPy"] = pickle.dumps(_random_states())
     for module in modules:
-        for name in vars(module).keys() - vars(nn.Module()).keys():
+        for name in (vars(module) | module._buffers).keys() - vars(nn.Module()).keys():
             with contextlib.suppress(Exception):  # those that cannot be written
-                key = module, f"{type(module).__qualname__}.{name}"
-                found[key] = pickle.dumps(vars(module)[name])
+                value = getattr(module, name)
+                state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)
+                found[module, f"{type(module).__qualname__}.{name}"] = state
     return found
 
 

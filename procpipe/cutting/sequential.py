@@ -1,8 +1,8 @@
 """``sequential(model, *sample)``: an ordinary module as an ``nn.Sequential`` of its own modules.
 
-model ── twin.py ──> a copy on the meta device ── record.py ──> a graph for each mode
-  │                                                               │
-  └──> its modules ─> layers.py: a layer for each piece <─ divide.py: one graph, pieces
+model ──> a copy on the meta device ── record.py ──> a graph for each mode
+  │                                                    │
+  └──> its modules ── layers.py ──> layers <── divide.py: one graph, pieces
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
-from procpipe.cutting.divide import drop_unused, join_modes, keep_to_mode, number_pieces
+from procpipe.cutting.divide import join_modes, keep_to_mode, number_pieces
 from procpipe.cutting.layers import layers_of
-from procpipe.cutting.record import Recorder
+from procpipe.cutting.record import Recorder, copied
 from procpipe.cutting.sizes import WHOLE, CannotCutError, line_of
-from procpipe.cutting.twin import copied, opened_names
 from procpipe.divided import Divided
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
+
+#: The modules of torch that may be opened; its others use what is inside in ways of their own.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_OPENED = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 class CutModel(Divided):
@@ -33,12 +37,8 @@ class CutModel(Divided):
 
     def describe(self) -> str:
         """Return a text: for each layer what it takes from where, sends where, and its code."""
-        parts = []
-        layers: Any = self.named_children()
-        for name, layer in layers:
-            number = sum(parameter.numel() for parameter in layer.parameters())
-            parts.append(f"{name}: {number:,} parameters\n{layer.text}")
-        return "\n\n".join(parts)
+        layers: Any = self
+        return "\n\n".join(layer.text for layer in layers)
 
 
 def sequential(
@@ -87,13 +87,46 @@ def sequential(
         )
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
     by_name, tensors = _arguments_of(model, inputs, named)
-    graph = _recorded(model, opened_names(model, limit, whole), by_name, inputs, named)
+    graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
     number_pieces(graph, limit)
     made = CutModel(layers_of(model, graph, tensors))
     made.training = model.training
-    made.sample = copied(by_name(inputs, named) if named else inputs)
+    names = inspect.signature(model.forward).parameters
+    made.sample = copied(dict(zip(names, inputs, strict=False)) | named if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]
     return made
+
+
+def _opened_names(
+    model: nn.Module, largest: float, whole: Collection[type[nn.Module]]
+) -> dict[str, None]:
+    """Return the names of the modules whose forward is recorded; the others stay whole.
+
+    ``largest`` is how many elements of parameters a module may have that is not opened.
+    """
+    kept = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    found: dict[str, None] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        kind = type(module)
+        is_whole = (
+            sum(p.numel() for p in module.parameters()) <= largest
+            or isinstance(module, tuple(whole))
+            or kind.__qualname__ in kept
+            or (kind.__module__.startswith("torch.") and kind not in _OPENED)
+            or is_compiled(module)
+            or has_hooks(module)
+            or parametrize.is_parametrized(module)
+            or module.training != model.training
+            or not any(True for _ in module.children())
+        )
+        if module is model or kind in _CONTAINERS or not is_whole:
+            found[name] = None
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}".lstrip("."), child)
+
+    visit("", model)
+    return found
 
 
 def _arguments_of(
@@ -159,7 +192,6 @@ def _recorded(
                     f"while recorded, it has no values, and sizes are no ints: {WHOLE}",
                     line_of(reversed([*traceback.walk_tb(error.__traceback__)])),
                 ) from error
-        drop_unused(recorder.graph)
         return recorder.graph
 
     graph = record(model.training)

@@ -70,7 +70,7 @@ REFUSED = {
     "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "numpy.*meta|meta.*numpy"),
     "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
     "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
-    "an attribute": (sets_attribute, "sets the attribute last"),
+    "an attribute": (sets_attribute, r"changes Model\.last, which"),
     "a list that grows": (appends, "changes Model.calls"),
     "Python's random": (
         lambda self, h: h * random.random(),

@@ -335,12 +335,17 @@ def test_all_keys_are_the_models_and_the_layers_describe_themselves():
     assert "= self.lm_head(" in text
 
 
-def test_what_depends_on_sizes_alone_is_computed_once():
-    layers = procpipe.sequential(GPT(GPTConfig()), words(2, 9))
+def test_what_depends_on_sizes_alone_is_made_by_one_layer():
+    def forward(self, x):
+        positions = torch.arange(x.shape[0], device=x.device)[:, None]
+        return self.third(self.second(self.first(x) + positions) + positions) + positions
+
+    model = type("Model", (Base,), {"forward": forward})().double()
+    layers = procpipe.sequential(model, drawn(6, 4))
     with patch.object(torch, "arange", wraps=torch.arange) as positions:
-        for length, expected in ((9, 1), (9, 1), (8, 2), (8, 2)):
-            layers(words(4, length))
-            assert positions.call_count == expected
+        layers(drawn(6, 4))
+    assert positions.call_count == 1
+    assert_same(model, layers, drawn(3, 4))
 
 
 class Positions(nn.Module):
