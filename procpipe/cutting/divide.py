@@ -1,15 +1,14 @@
 """Joins the graphs of train and eval mode, and divides the result into pieces.
 
-    stem ─ block ─ block ─ ··· ─ head          a cut between any two modules with parameters,
-         │       │               │             where the fewest bytes have to cross it
-         x       x, mask         x
-
-The ``meta`` of a node has then, beside what record.py notes, the number of its ``piece``.
+stem ─ block ─ block ─ ··· ─ head          a cut between any two modules with parameters,
+     │       │               │             where the fewest bytes have to cross it
+     x       x, mask         x
 """
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 
 from torch import fx
@@ -41,10 +40,9 @@ def join_modes(graph: fx.Graph, other: fx.Graph, *, is_training: bool) -> str:
             if isinstance(x, fx.Node | slice) or isinstance(y, fx.Node | slice):
                 return where
             with graph.inserting_before(a):
-                ours[k] = graph.get_attr("training")
-                if (x, y) != (is_training, not is_training):
-                    by_mode = (y, x) if is_training else (x, y)
-                    ours[k] = graph.call_function(operator.getitem, (by_mode, ours[k]))
+                by_mode = (y, x) if is_training else (x, y)
+                choice = (by_mode, graph.get_attr("training"))
+                ours[k] = graph.call_function(operator.getitem, choice)
         a.args, a.kwargs = pytree.tree_unflatten(ours, form)
     return ""
 
@@ -64,13 +62,71 @@ def keep_to_mode(graph: fx.Graph, different: str, *, is_training: bool) -> None:
         graph.call_function(check, arguments).meta["keep"] = True
 
 
-def number_pieces(graph: fx.Graph, largest: float) -> None:
-    """Note the piece of each node.
+@dataclass
+class Piece:
+    """The nodes of a piece, of what comes in, and of what goes out.
+
+    Attributes:
+        own: what the piece runs.
+        takes: what the layer before returns, or the model's inputs.
+        pops: the skip tensors that it takes.
+        stashes: those that it makes, and how many pieces pop each.
+        gives: what it returns.
+        name: its number, and the first module that it calls.
+    """
+
+    own: list[fx.Node] = field(default_factory=list)
+    takes: list[fx.Node] = field(default_factory=list)
+    pops: list[fx.Node] = field(default_factory=list)
+    stashes: dict[fx.Node, int] = field(default_factory=dict)
+    gives: list[fx.Node] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def incoming(self) -> list[fx.Node]:
+        """What comes in."""
+        return self.takes + self.pops
+
+
+def pieces_of(graph: fx.Graph, largest: float) -> list[Piece]:
+    """Divide a graph.
 
     ``largest`` is how many elements of parameters a module may have that is not opened; pieces
     with as many may be joined to one of twice as many.
     """
     nodes = [*graph.nodes]
+    cuts = _cuts(nodes, largest)
+    number = dict(zip(nodes, accumulate(k in cuts for k in range(len(nodes))), strict=True))
+    pieces = [Piece() for _ in range(len(cuts) + 1)]
+    for node in nodes[1:-1]:  # without the device, which each layer finds itself
+        if node.op == "get_attr":  # which each layer has
+            continue
+        made = number[node]
+        (pieces[made].takes if node.op == "placeholder" else pieces[made].own).append(node)
+        later = sorted({number[user] for user in node.users} - {made})
+        if "number" in node.meta:  # is passed on from layer to layer
+            for piece in pieces[made + 1 : max(later, default=0) + 1]:
+                piece.takes.append(node)
+            continue
+        if later[:1] == [made + 1]:
+            pieces[later.pop(0)].takes.append(node)
+        for k in later:
+            pieces[k].pops.append(node)
+        if later:
+            pieces[made].stashes[node] = len(later)
+    for k, piece in enumerate(pieces):
+        called = next((str(n.target) for n in piece.own if n.op == "call_module"), "functions")
+        piece.name = f"{k}_{called.replace('.', '_')}"
+        if not any("tensor" in node.meta for node in piece.incoming):  # whose device is the piece's
+            before = pieces[k - 1].incoming + pieces[k - 1].own
+            piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
+        pieces[k - 1].gives = piece.takes
+    pieces[-1].gives = [*graph.output_node().args]
+    return pieces
+
+
+def _cuts(nodes: list[fx.Node], largest: float) -> list[int]:
+    """Return in front of which nodes a graph is cut."""
     index = {node: k for k, node in enumerate(nodes)}
     inside: set[int] = set()  # where no cut may be
     change = [0] * (len(nodes) + 1)  # of the bytes that would cross a cut in front of each node
@@ -89,7 +145,7 @@ def number_pieces(graph: fx.Graph, largest: float) -> None:
         elif index[node] > 0:  # no device, but what cannot travel, as a tuple of tensors
             inside.update(range(index[node] + 1, users[-1] + 1))
     crossing = [*accumulate(change)]
-    weights, cuts, piece = [*map(_weight, nodes)], list[int](), 0
+    weights, cuts = [*map(_weight, nodes)], list[int]()
     for before, after in pairwise(k for k, weight in enumerate(weights) if weight):
         if free := [k for k in range(before + 1, after + 1) if k not in inside]:
             cuts.append(min(free, key=lambda k: (crossing[k], -k)))
@@ -99,10 +155,7 @@ def number_pieces(graph: fx.Graph, largest: float) -> None:
         is_small = sum(weights[around[at] : around[at + 2]]) <= 2 * largest
         if is_small and others and crossing[cut] > max(others):
             cuts.remove(cut)
-    starts = {*cuts}
-    for k, node in enumerate(nodes):
-        piece += k in starts
-        node.meta["piece"] = 0 if node.op == "placeholder" else piece
+    return cuts
 
 
 def _weight(node: fx.Node) -> int:

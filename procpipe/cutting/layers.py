@@ -1,4 +1,4 @@
-"""The layers that the pieces of a graph become: their code, and what they hold.
+"""The layers that pieces become: their code, and what they hold.
 
 values of the layer before ─┐                              ┌─> values for the next layer
 popped skip tensors ────────┴─> modules and functions ─────┴─> stashed skip tensors
@@ -10,11 +10,11 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from procpipe.cutting.divide import Piece
 from procpipe.cutting.record import copied
 from procpipe.skip import Namespace, pop, skippable, stash
 
@@ -39,7 +39,18 @@ class Layer(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
-        return self.run(self._modules["model"], *self.taken(inputs, named))[0]
+        values = self.taken(inputs, named)
+        if self.pops or self.stashes:
+            return self._with_skips([*values])
+        return self.run(self._modules["model"], *values)[0]
+
+    def _with_skips(self, values: list[Any]) -> Generator[Any, Any, Any]:
+        for name in self.pops:
+            values += [(yield pop(name))]
+        given, *stashed = self.run(self._modules["model"], *values)
+        for name, value in zip(self.stashes, stashed, strict=True):
+            yield stash(name, value)
+        return given
 
     def taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Return what comes in of the layer before, or the tensors among the model's arguments."""
@@ -52,41 +63,25 @@ class Layer(nn.Module):
         _initialise(self.model)
 
 
-class SkipLayer(Layer):
-    """A piece that stashes or pops skip tensors."""
-
-    def forward(self, *inputs: Any, **named: Any) -> Generator[Any, Any, Any]:
-        """Run the piece."""
-        values = [*self.taken(inputs, named)]
-        for name in self.pops:
-            values += [(yield pop(name))]
-        given, *stashed = self.run(self._modules["model"], *values)
-        for name, value in zip(self.stashes, stashed, strict=True):
-            yield stash(name, value)
-        return given
-
-
 def layers_of(
-    model: nn.Module, graph: fx.Graph, arguments: Callable[..., list[Tensor]]
+    model: nn.Module, pieces: list[Piece], arguments: Callable[..., list[Tensor]]
 ) -> OrderedDict[str, nn.Module]:
-    """Return the layers of a model's graph by name.
+    """Return the layers of a model's pieces by name.
 
     ``arguments`` returns the tensors among the arguments of a call of the model.
     """
-    pieces, twin, namespace = _pieces(graph), copied(model), Namespace()
+    twin, namespace = copied(model), Namespace()
     layers = OrderedDict[str, Any]()
     for k, piece in enumerate(pieces):
         pops = [node.name for node in piece.pops]
         stashes = {node.name: number for node, number in piece.stashes.items()}
         kind: Any = Layer
         if pops or stashes:
-            kind = skippable(stashes, pops)(type("SkipLayer", (SkipLayer,), {}))
+            kind = skippable(stashes, pops)(type("SkipLayer", (Layer,), {}))
         layer = layers[piece.name] = kind()
         if pops or stashes:
             layer.isolate(namespace)
-        gives = pieces[k + 1].takes if k + 1 < len(pieces) else [*graph.output_node().args]
-        returned = (gives[0] if len(gives) == 1 else tuple(gives), *piece.stashes)
-        code = _module(model, piece, returned)
+        code = _module(model, piece)
         layer.model, layer.training = _part_of(model, twin), model.training
         layer.run, layer.arguments = type(code).forward, None if k else arguments
         layer.pops, layer.stashes = pops, [*stashes]
@@ -103,62 +98,16 @@ def layers_of(
     return layers
 
 
-# -- pieces ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Piece:
-    """The nodes of a piece, of what comes in, and of what goes out."""
-
-    own: list[fx.Node] = field(default_factory=list)
-    takes: list[fx.Node] = field(default_factory=list)  # of the layer before, or the inputs
-    pops: list[fx.Node] = field(default_factory=list)
-    stashes: dict[fx.Node, int] = field(default_factory=dict)  # and how many pieces pop each
-    name: str = ""
-
-    @property
-    def incoming(self) -> list[fx.Node]:
-        return self.takes + self.pops
-
-
-def _pieces(graph: fx.Graph) -> list[_Piece]:
-    """Return the pieces, with what each returns for the next one, and stashes for later ones."""
-    pieces = [_Piece() for _ in range(graph.output_node().meta["piece"] + 1)]
-    for node in [*graph.nodes][1:-1]:  # without the device, which each layer finds itself
-        if node.op == "get_attr":  # which each layer has
-            continue
-        made = node.meta["piece"]
-        (pieces[0].takes if node.op == "placeholder" else pieces[made].own).append(node)
-        later = sorted({user.meta["piece"] for user in node.users} - {made})
-        if "number" in node.meta:  # is passed on from layer to layer
-            for piece in pieces[made + 1 : max(later, default=0) + 1]:
-                piece.takes.append(node)
-            continue
-        if later[:1] == [made + 1]:
-            pieces[later.pop(0)].takes.append(node)
-        for k in later:
-            pieces[k].pops.append(node)
-        if later:
-            pieces[made].stashes[node] = len(later)
-    for k, piece in enumerate(pieces):
-        called = next((str(n.target) for n in piece.own if n.op == "call_module"), "functions")
-        piece.name = f"{k}_{called.replace('.', '_')}"
-        if not any("tensor" in node.meta for node in piece.incoming):  # whose device is the piece's
-            before = pieces[k - 1].incoming + pieces[k - 1].own
-            piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
-    return pieces
-
-
 # -- code -----------------------------------------------------------------------------------------
 
 
-def _text(pieces: list[_Piece], k: int) -> str:
+def _text(pieces: list[Piece], k: int) -> str:
     """Return what a piece takes from where, and sends where."""
     lines = []
     for node in pieces[k].incoming:
-        source = pieces[node.meta["piece"]].name if k > 0 else "the model's inputs"
+        source = next((p.name for p in pieces[:k] if node in p.own), "the model's inputs")
         lines.append(f"takes {node.name}{_kind(node)} from {source}\n")
-    following = pieces[k + 1].takes if k + 1 < len(pieces) else []
+    following = pieces[k].gives if k + 1 < len(pieces) else []
     for node in dict.fromkeys([*following, *pieces[k].stashes]):
         users = ", ".join(piece.name for piece in pieces[k + 1 :] if node in piece.incoming)
         lines.append(f"sends {node.name}{_kind(node)} to {users}\n")
@@ -171,7 +120,7 @@ def _kind(node: fx.Node) -> str:
     return f": {tensor.dtype} {tuple(tensor.shape)}, {tensor.nbytes:,} bytes"
 
 
-def _module(model: nn.Module, piece: _Piece, returned: Any) -> fx.GraphModule:
+def _module(model: nn.Module, piece: Piece) -> fx.GraphModule:
     """Return a module which runs a piece, and reads what the layer has of the model."""
     graph = fx.Graph()
     made = {node: graph.placeholder(node.name) for node in piece.incoming}
@@ -186,7 +135,8 @@ def _module(model: nn.Module, piece: _Piece, returned: Any) -> fx.GraphModule:
 
     for node in piece.own:
         made_of(node)
-    graph.output(fx.map_arg(returned, made_of))
+    given = piece.gives[0] if len(piece.gives) == 1 else tuple(piece.gives)
+    graph.output(fx.map_arg((given, *piece.stashes), made_of))
     return fx.GraphModule(model, graph)
 
 

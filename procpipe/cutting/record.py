@@ -94,9 +94,9 @@ class Recorder(TorchFunctionMode):
         self._twin, self.device = twin, device
         self._device_node = self.graph.placeholder("device")
         self._names = {m: n for n, m in twin.named_modules() if n not in opened}
-        self._owned: dict[int, str] = {}
+        self._owned: dict[int, tuple[str, Tensor]] = {}  # with it, so that no other has its id
         for name, tensor in owned(twin):
-            self._owned.setdefault(id(tensor), name)
+            self._owned.setdefault(id(tensor), (name, tensor))
         self._known: dict[int, fx.Node] = {}
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
         for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
@@ -133,8 +133,8 @@ class Recorder(TorchFunctionMode):
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
         known = self._known.get(id(tensor))
-        if known is None and (name := self._owned.get(id(tensor))) is not None:
-            known = self.graph.get_attr(name)
+        if known is None and id(tensor) in self._owned:
+            known = self.graph.get_attr(self._owned[id(tensor)][0])
             known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
             self._define(tensor, known)
         if known is None or known.meta["needs_grad"] != tensor.requires_grad:
@@ -422,7 +422,9 @@ def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], Any]:
     found: dict[tuple[Any, str], Any] = {}
     found[None, "the random numbers of Python or NumPy"] = pickle.dumps(_random_states())
     for module in modules:
-        for name in (vars(module) | module._buffers).keys() - vars(nn.Module()).keys():
+        for name in (vars(module) | module._parameters | module._buffers).keys() - vars(
+            nn.Module()
+        ).keys():
             with contextlib.suppress(Exception):  # those that cannot be written
                 value = getattr(module, name)
                 state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)

@@ -13,14 +13,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from procpipe.cutting.divide import join_modes, keep_to_mode, number_pieces
+from procpipe.cutting.divide import join_modes, keep_to_mode, pieces_of
 from procpipe.cutting.layers import layers_of
 from procpipe.cutting.record import Recorder, copied
 from procpipe.cutting.sizes import WHOLE, CannotCutError, line_of
@@ -74,11 +74,6 @@ def sequential(
     Raises:
         ValueError: the forward does what layers would not repeat: names the line, and what to do.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a {type(model).__qualname__} is no nn.Module: pass the model, then a sample of its "
-            "inputs"
-        )
     if is_compiled(model) or has_hooks(model):
         raise CannotCutError(
             f"the {type(model).__qualname__} is compiled as a whole or has hooks, which the layers "
@@ -88,8 +83,7 @@ def sequential(
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
     by_name, tensors = _arguments_of(model, inputs, named)
     graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
-    number_pieces(graph, limit)
-    made = CutModel(layers_of(model, graph, tensors))
+    made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
     made.training = model.training
     names = inspect.signature(model.forward).parameters
     made.sample = copied(dict(zip(names, inputs, strict=False)) | named if named else inputs)
@@ -142,19 +136,20 @@ def _arguments_of(
     def by_name(inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         return dict(signature.bind(*inputs, **plain | named).arguments)
 
-    def form_of(leaves: list[Any], tree: pytree.TreeSpec) -> tuple[Any, list[Any]]:
-        return tree, [leaf for leaf in leaves if not _is_tensor(leaf)]
+    def taken_apart(inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
+        leaves, tree = pytree.tree_flatten(by_name(inputs, named))
+        return [*filter(_is_tensor, leaves)], (tree, [*filterfalse(_is_tensor, leaves)])
 
-    expected = form_of(*pytree.tree_flatten(by_name(inputs, named)))
+    _, expected = taken_apart(inputs, named)
 
     def tensors(inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        leaves, tree = pytree.tree_flatten(by_name(inputs, named))
-        if (form := form_of(leaves, tree)) != expected:
+        found, form = taken_apart(inputs, named)
+        if form != expected:
             raise TypeError(
                 f"the model was recorded for arguments of the form {expected}, and is given "
                 f"{form}: give procpipe.sequential such a sample"
             )
-        return [leaf for leaf in leaves if _is_tensor(leaf)]
+        return found
 
     return by_name, tensors
 

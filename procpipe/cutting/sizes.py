@@ -79,11 +79,6 @@ class Number:
     def __init__(self, value: Any, source: fx.Node) -> None:
         self.value, self.source = value, source
 
-    @property
-    def node(self) -> Any:
-        """Refuse what torch would do with its own."""
-        raise CannotCutError("an operation on sizes is not known", "use int() of the size")
-
     # Python's int can be hashed. einops asks for a TypeError where a size is to stay one.
     __hash__ = None  # type: ignore[assignment]
 
