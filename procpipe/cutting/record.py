@@ -9,7 +9,7 @@ The model's Python runs once, without values, on the meta device. The graph's fi
 device; its output is one node, what the model returns. The ``meta`` of a node has what cutting
 needs to know:
 
-    tensor      of the sample, which the node makes; its version and needs_grad at present
+    tensor      of the sample, which the node makes; its version and history at present
     number      true if it makes a number that is another one for each micro-batch
     weight      elements of the parameters of the module that is called, or of the parameter
     changed     true if it reads memory that is changed in place, of a buffer
@@ -128,8 +128,8 @@ class Recorder(TorchFunctionMode):
 
     def _define(self, tensor: Tensor, node: fx.Node) -> None:
         self._known[id(tensor)] = node
-        state = {"version": tensor._version, "needs_grad": tensor.requires_grad}
-        node.meta.update(state, tensor=tensor)
+        history = tensor.requires_grad, tensor.grad_fn
+        node.meta.update(tensor=tensor, version=tensor._version, history=history)
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
         known = self._known.get(id(tensor))
@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
             known = self.graph.get_attr(self._owned[id(tensor)][0])
             known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
             self._define(tensor, known)
-        if known is None or known.meta["needs_grad"] != tensor.requires_grad:
+        if known is None or known.meta["history"] != (tensor.requires_grad, tensor.grad_fn):
             raise CannotCutError(
                 "a tensor is used which, or whose gradient, no recorded function or module has "
                 "made (but a torch.autograd.Function, an extension, NumPy, a global variable)",

@@ -90,9 +90,6 @@ class Number:
     def __float__(self) -> float:
         return float(must_be(self.source, self.value))
 
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(must_be(self.source, self.value), digits)
-
     def __repr__(self) -> str:
         return f"<size {self.value}>"  # for messages; no number, so that no code goes by it
 
@@ -138,5 +135,5 @@ for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
     setattr(Number, f"__r{_name}__", _noting(getattr(operator, _name), is_reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
     setattr(Number, f"__{_name}__", _noting(getattr(operator, _name)))
-for _function in (math.floor, math.ceil, bool):
+for _function in (math.floor, math.ceil, round, bool):
     setattr(Number, f"__{_function.__name__}__", _noting(_function))

@@ -36,6 +36,16 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
 def if_positive(self, h):
     if h.sum() > 0:
         h = h + 1
@@ -69,6 +79,7 @@ REFUSED = {
     "tolist": (lambda self, h: h * h.tolist()[0][0], "cannot be recorded.*meta"),
     "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "numpy.*meta|meta.*numpy"),
     "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
+    "one that returns a view": (lambda self, h: Reverse.apply(h) + 1, "autograd.Function"),
     "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
     "an attribute": (sets_attribute, r"changes Model\.last, which"),
     "a list that grows": (appends, "changes Model.calls"),
