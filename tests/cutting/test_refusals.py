@@ -156,6 +156,18 @@ def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
         procpipe.sequential(model, words(2, 5))
 
 
+def test_what_goes_wrong_with_sizes_is_refused_with_its_line_and_what_to_do():
+    transformers = pytest.importorskip("transformers")
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    convolutions = {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, intermediate_size=20, num_conv_pos_embeddings=4, **layers, **convolutions
+    )
+    model = transformers.Wav2Vec2ForCTC(config)
+    with pytest.raises(ValueError, match=r"(?s)IndexError.*wav2vec2\.py.*no values.*an option"):
+        procpipe.sequential(model, torch.ones(2, 400))
+
+
 def test_modules_in_another_mode_stay_whole():
     model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
     assert len(procpipe.sequential(model, torch.ones(6, 4))) == 4
