@@ -121,7 +121,7 @@ def pieces_of(graph: fx.Graph, largest: float) -> list[Piece]:
             before = pieces[k - 1].incoming + pieces[k - 1].own
             piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
         pieces[k - 1].gives = piece.takes
-    pieces[-1].gives = [*graph.output_node().args]
+    pieces[-1].gives = graph.output_node().all_input_nodes
     return pieces
 
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import procpipe
 from procpipe import Stage, state
-from procpipe.balance.balances import estimated_balance
 from tests.cutting.cases import CASES, drawn, words
 from tests.cutting.models import GPT, Base, GPTConfig, UNet
 
@@ -211,33 +210,6 @@ def test_what_was_decided_for_the_sample_is_checked_in_each_call(name):
         layers.to(other.dtype)(other)
 
 
-def test_numbers_that_a_module_returns_are_those_of_each_call():
-    class Returns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.inner(x), x.shape[0], None
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.third = Returns(), nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            h, rows, _ = self.first(x)
-            h = self.third(self.second(h))
-            return h.view(rows * 2, 2)
-
-    model = Model().double()
-    layers = procpipe.sequential(model, drawn(6, 4), whole=(Returns,))
-
-    assert len(layers) == 3
-    for rows in (6, 3):
-        assert_same(model, layers, drawn(rows, 4))
-
-
 def another_form(self, h):
     return (h, h) if self.training else {"a": h, "b": h}
 
@@ -325,16 +297,6 @@ class Result:
 
 
 torch.utils._pytree.register_dataclass(Result, serialized_type_name="tests.cutting.Result")
-
-
-def test_what_depends_on_sizes_alone_can_be_returned():
-    def forward(self, x):
-        self.third(self.second(self.first(x)))
-        return torch.arange(x.shape[0])
-
-    layers = procpipe.sequential(type("Model", (Base,), {"forward": forward})(), torch.ones(6, 4))
-
-    assert layers(torch.ones(3, 4)).tolist() == [0, 1, 2]
 
 
 def test_a_dataclass_is_returned():
@@ -472,14 +434,6 @@ def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     values = {layers.keys(key): value for key, value in Stage(layers).state_dict().items()}
 
     assert_alike(values, transformers.VisionEncoderDecoderModel(config))
-
-
-@pytest.mark.parametrize("name", ["U-Net", "nanoGPT", "nn.Transformer"])
-def test_a_balance_is_estimated_also_where_layers_depend_on_sizes(name):
-    args, named = CASES[name].inputs(4)
-    layers = procpipe.sequential(CASES[name].make().double(), *args, **named)
-
-    assert "by parameters and estimated work" in estimated_balance(2, layers)[1]
 
 
 def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):

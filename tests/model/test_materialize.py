@@ -115,7 +115,7 @@ def test_an_embeddings_row_of_padding_is_zeros_also_where_a_later_layer_initiali
         model = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
     materialize(dict(model.named_children()), ours, CPU, seed=0)
-    weight = model[int(ours[0])].weight
+    weight: Any = model[int(ours[0])].weight
     assert [bool(row.any()) for row in weight] == [True, False, True, True, True]
 
 
