@@ -1,62 +1,151 @@
-"""Divides a recorded graph into pieces, between which the fewest bytes travel.
+"""Joins the graphs of train and eval mode, and divides the result into pieces.
 
-    stem ─ block ─ block ─ ··· ─ head          a cut between any two modules with parameters,
-         │       │               │             where least has to cross it
-         x       x, mask         x
-
-What depends on sizes alone (masks, positions) does not travel: each piece makes it, of the sizes,
-which do. The ``meta`` of a node has then, beside what record.py notes:
-
-    sized   whether its value depends on sizes and the device alone
-    piece   the number of its piece; those of sizes are where the tensor is
-    needed  the pieces whose own nodes use its value, if need be by nodes that each piece repeats
+stem ─ block ─ block ─ ··· ─ head          a cut between any two modules with parameters,
+     │       │               │             where the fewest bytes have to cross it
+     x       x, mask         x
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+import operator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, zip_longest
 
 from torch import fx
 
-#: Words in the names of functions whose results are others each time.
-_RANDOM = (
-    *("rand", "dropout", "normal", "uniform", "bernoulli", "multinomial", "poisson", "exponential"),
-    *("geometric", "cauchy", "rrelu", "gumbel", "attention", "empty"),
-)
+from procpipe.cutting.sizes import check
+from procpipe.torch_internals import pytree
 
 
-def drop_unused(graph: fx.Graph) -> None:
-    """Leave out what nothing uses, but modules, checks and changes in place."""
-    graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or bool(node.meta.get("keep"))
+def join_modes(graph: fx.Graph, other: fx.Graph, *, is_training: bool) -> str:
+    """Let a graph compute what it does in its mode and what another one does in the other mode.
+
+    Changes ``graph``, which is that of train mode if ``is_training``, where only plain arguments
+    differ: they become the layer's mode. Returns the line at which the two are different forwards,
+    if they are; "" if not.
+    """
+    same: dict[fx.Node, fx.Node] = {}
+    for a, b in zip_longest(graph.nodes, other.nodes):
+        if a is None or b is None:
+            return "its end"
+        same[b] = a
+        where = str(a.meta.get("line") or b.meta.get("line") or "its end")
+        ours, form = pytree.tree_flatten((a.args, a.kwargs))
+        theirs, other_form = pytree.tree_flatten(fx.map_arg((b.args, b.kwargs), same.__getitem__))
+        if (a.op, a.target, form) != (b.op, b.target, other_form):
+            return where
+        for k, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+            if repr(x) == repr(y):
+                continue
+            if isinstance(x, fx.Node | slice) or isinstance(y, fx.Node | slice):
+                return where
+            with graph.inserting_before(a):
+                by_mode = (y, x) if is_training else (x, y)
+                choice = (by_mode, graph.get_attr("training"))
+                ours[k] = graph.call_function(operator.getitem, choice)
+        a.args, a.kwargs = pytree.tree_unflatten(ours, form)
+    return ""
+
+
+def keep_to_mode(graph: fx.Graph, different: str, *, is_training: bool) -> None:
+    """Have layers raise an error in the mode in which a graph is not the model's forward.
+
+    ``different`` is the line, or the fault, by which the forward of the other mode differs.
+    """
+    other = "eval" if is_training else "train"
+    text = (
+        f"the mode: the model's forward is another one in {other} mode: {different}\nto run it "
+        f"there, cut model.{other}() and load the state dict"
     )
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        arguments = (graph.get_attr("training"), is_training, text)
+        graph.call_function(check, arguments).meta["keep"] = True
 
 
-def number_pieces(graph: fx.Graph, largest: float) -> None:
-    """Note which nodes depend on sizes alone, and the piece of each node.
+@dataclass
+class Piece:
+    """The nodes of a piece, of what comes in, and of what goes out.
+
+    Attributes:
+        own: what the piece runs.
+        takes: what the layer before returns, or the model's inputs.
+        pops: the skip tensors that it takes.
+        stashes: those that it makes, and how many pieces pop each.
+        gives: what it returns.
+        name: its number, and the first module that it calls.
+    """
+
+    own: list[fx.Node] = field(default_factory=list)
+    takes: list[fx.Node] = field(default_factory=list)
+    pops: list[fx.Node] = field(default_factory=list)
+    stashes: dict[fx.Node, int] = field(default_factory=dict)
+    gives: list[fx.Node] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def incoming(self) -> list[fx.Node]:
+        """What comes in."""
+        return self.takes + self.pops
+
+
+def pieces_of(graph: fx.Graph, largest: float) -> list[Piece]:
+    """Divide a graph.
 
     ``largest`` is how many elements of parameters a module may have that is not opened; pieces
     with as many may be joined to one of twice as many.
     """
-    _mark_sized(graph)
     nodes = [*graph.nodes]
+    cuts = _cuts(nodes, largest)
+    number = dict(zip(nodes, accumulate(k in cuts for k in range(len(nodes))), strict=True))
+    pieces = [Piece() for _ in range(len(cuts) + 1)]
+    for node in nodes[1:-1]:  # without the device, which each layer finds itself
+        if node.op == "get_attr":  # which each layer has
+            continue
+        made = number[node]
+        (pieces[made].takes if node.op == "placeholder" else pieces[made].own).append(node)
+        later = sorted({number[user] for user in node.users} - {made})
+        if "number" in node.meta:  # is passed on from layer to layer
+            for piece in pieces[made + 1 : max(later, default=0) + 1]:
+                piece.takes.append(node)
+            continue
+        if later[:1] == [made + 1]:
+            pieces[later.pop(0)].takes.append(node)
+        for k in later:
+            pieces[k].pops.append(node)
+        if later:
+            pieces[made].stashes[node] = len(later)
+    for k, piece in enumerate(pieces):
+        called = next((str(n.target) for n in piece.own if n.op == "call_module"), "functions")
+        piece.name = f"{k}_{called.replace('.', '_')}"
+        if not any("tensor" in node.meta for node in piece.incoming):  # whose device is the piece's
+            before = pieces[k - 1].incoming + pieces[k - 1].own
+            piece.takes.append(next(n for n in reversed(before) if "tensor" in n.meta))
+        pieces[k - 1].gives = piece.takes
+    pieces[-1].gives = graph.output_node().all_input_nodes
+    return pieces
+
+
+def _cuts(nodes: list[fx.Node], largest: float) -> list[int]:
+    """Return in front of which nodes a graph is cut."""
     index = {node: k for k, node in enumerate(nodes)}
     inside: set[int] = set()  # where no cut may be
     change = [0] * (len(nodes) + 1)  # of the bytes that would cross a cut in front of each node
     for node in nodes:
-        users = sorted(index[user] for user in node.users if not user.meta["sized"])
+        users = sorted(map(index.__getitem__, node.users))
         if "since" in node.meta:
             inside.update(range(index[node.meta["since"]] + 1, index[node] + 1))
-        if users and node.op == "get_attr" and node.meta.get("changed"):
-            inside.update(range(users[0] + 1, users[-1] + 1))
-        if users and not is_repeated(node):
-            if "tensor" in node.meta:
-                change[index[node] + 1] += node.meta["tensor"].nbytes
-                change[users[-1] + 1] -= node.meta["tensor"].nbytes
-            elif "number" not in node.meta:  # as a tuple of tensors
-                inside.update(range(index[node] + 1, users[-1] + 1))
+        if not users or "number" in node.meta:
+            continue
+        if node.op == "get_attr":  # which each layer has that uses it
+            if node.meta.get("changed"):
+                inside.update(range(users[0] + 1, users[-1] + 1))
+        elif "tensor" in node.meta:
+            change[index[node] + 1] += node.meta["tensor"].nbytes
+            change[users[-1] + 1] -= node.meta["tensor"].nbytes
+        elif index[node] > 0:  # no device, but what cannot travel, as a tuple of tensors
+            inside.update(range(index[node] + 1, users[-1] + 1))
     crossing = [*accumulate(change)]
-    weights, cuts, piece = [*map(_weight, nodes)], list[int](), 0
+    weights, cuts = [*map(_weight, nodes)], list[int]()
     for before, after in pairwise(k for k, weight in enumerate(weights) if weight):
         if free := [k for k in range(before + 1, after + 1) if k not in inside]:
             cuts.append(min(free, key=lambda k: (crossing[k], -k)))
@@ -66,35 +155,7 @@ def number_pieces(graph: fx.Graph, largest: float) -> None:
         is_small = sum(weights[around[at] : around[at + 2]]) <= 2 * largest
         if is_small and others and crossing[cut] > max(others):
             cuts.remove(cut)
-    starts = {*cuts}
-    for k, node in enumerate(nodes):
-        piece += k in starts
-        node.meta["piece"] = 0 if node.op == "placeholder" else piece
-        if "number" in node.meta and node.op == "call_method":
-            node.meta["piece"] = node.args[0].meta["piece"]
-    for node in reversed(nodes):
-        node.meta["needed"] = set().union(
-            *(u.meta["needed"] if is_repeated(u) else {u.meta["piece"]} for u in node.users)
-        )
-
-
-def _mark_sized(graph: fx.Graph) -> None:
-    for number, node in enumerate(graph.nodes):
-        name = getattr(node.target, "__name__", str(node.target))
-        is_function = node.op in ("call_function", "call_method") and not (
-            node.meta.get("changed") or any(word in name for word in _RANDOM)
-        )
-        node.meta["sized"] = (
-            number == 0  # the device
-            or "number" in node.meta
-            or (is_function and all(source.meta["sized"] for source in node.all_input_nodes))
-        )
-
-
-def is_repeated(node: fx.Node) -> bool:
-    """Return whether each piece that uses a node's value makes it, or has it."""
-    is_own = "number" in node.meta or node.meta.get("keep")
-    return node.op == "get_attr" or (node.meta["sized"] and not is_own)
+    return cuts
 
 
 def _weight(node: fx.Node) -> int:

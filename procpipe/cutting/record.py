@@ -5,13 +5,14 @@
     b, c = h.shape[:2]              size = stem.size(0); …               sizes.py
     h = h.view(b, c, -1)            view = stem.view(size, size_1, -1)   a function of torch
 
-The model's Python runs once. The graph's first input is the device; its output is one node, what
-the model returns. The ``meta`` of a node has what cutting needs to know:
+The model's Python runs once, without values, on the meta device. The graph's first input is the
+device; its output is one node, what the model returns. The ``meta`` of a node has what cutting
+needs to know:
 
-    tensor      of the sample, which the node makes; its version and needs_grad at present
-    number      true if it reads an int that each micro-batch has anew
+    tensor      of the sample, which the node makes; its version and history at present
+    number      true if it makes a number that is another one for each micro-batch
     weight      elements of the parameters of the module that is called, or of the parameter
-    changed     true if it makes, reads or changes memory that is changed in place
+    changed     true if it reads memory that is changed in place, of a buffer
     since       the first node whose memory this one changes
     keep        true if it must not be left out
     line        of the model's code
@@ -20,6 +21,7 @@ the model returns. The ``meta`` of a node has what cutting needs to know:
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import math
@@ -27,32 +29,33 @@ import operator
 import pickle
 import random
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.refusal import WHOLE, CannotCutError, check, line, must_be, refusal
-from procpipe.cutting.sizes import Number, Size
-from procpipe.cutting.twin import owned
+from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, line, must_be, number
 from procpipe.torch_internals import pytree
 
-#: What returns values of a tensor to Python, or has effects that the layers would not have.
-_REFUSED = {
-    *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"),
-    *("__complex__", "equal", "allclose", "is_nonzero", "__contains__"),
-    *("data", "__set__", "grad", "backward", "register_hook", "retain_grad"),
-}
+np: Any = None
+with contextlib.suppress(ImportError):
+    import numpy as np
+
+META = torch.device("meta")
+
+#: What has effects that the layers would not have. torch itself refuses to read values on meta.
+_REFUSED = {"data", "__set__", "grad", "backward", "register_hook", "retain_grad"}
 
 #: What is the same for each micro-batch, or is not noticed, as the docs say.
 _FIXED = {
     *("dim", "ndim", "ndimension", "requires_grad", "is_leaf", "grad_fn", "is_inference"),
-    *("device", "get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
+    *("get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
     *("__hash__", "__repr__", "__format__", "_set_grad_enabled"),
 }
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
@@ -62,7 +65,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-#: ``(device type, dtype, enabled)``; of the sample's device, and otherwise of the present one.
+#: ``(device type, dtype, enabled)``; ``None`` is the type of the layer's device.
 Autocast = tuple[str | None, torch.dtype, bool]
 
 
@@ -70,88 +73,104 @@ class Recorder(TorchFunctionMode):
     """Records torch's functions and whole modules as a model calls them, in its ``graph``.
 
     Args:
-        twin: the copy of the model that runs.
+        twin: the copy of the model that runs, on the meta device.
         opened: the names of its modules that do not stay whole.
-        arguments: the sample, by name.
+        arguments: the sample on the meta device, by name.
+        device: that of the sample, where what cannot run on the meta device runs with zeros.
     """
 
-    def __init__(self, twin: nn.Module, opened: dict[str, None], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        twin: nn.Module,
+        opened: dict[str, None],
+        arguments: dict[str, Any],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.opened = {twin.get_submodule(name) for name in opened}
         self.is_inside = False  # a whole module
         self.autocasts: list[Autocast] = []
-        self._twin = twin
+        self._twin, self.device = twin, device
         self._device_node = self.graph.placeholder("device")
         self._names = {m: n for n, m in twin.named_modules() if n not in opened}
-        self._owned: dict[int, str] = {}
+        self._owned: dict[int, tuple[str, Tensor]] = {}  # with it, so that no other has its id
         for name, tensor in owned(twin):
-            self._owned.setdefault(id(tensor), name)
+            self._owned.setdefault(id(tensor), (name, tensor))
         self._known: dict[int, fx.Node] = {}
-        self._sizes: dict[tuple[fx.Node, int], Size] = {}
+        self._sizes: dict[tuple[fx.Node, int], Any] = {}
         for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
             if isinstance(leaf, Tensor):
                 name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
                 self._define(leaf, self.graph.placeholder(name))
         if not self._known:
             raise CannotCutError(f"the sample of the {type(twin).__qualname__} has no tensor")
-        self.device = next(iter(self._known.values())).meta["tensor"].device
 
     def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record the forward for the sample, as it is given in a call."""
-        made_on = self.device if self.device.type == "meta" else torch.get_default_device()
         before = _states(self.opened)
-        with torch.enable_grad(), made_on, _patched(self), self:
+        with torch.enable_grad(), META, _patched(self), self:
             result = self._twin(*args, **named)
-        for key, state in _states(self.opened).items():
-            if before.get(key, state) != state:
-                raise CannotCutError(
-                    f"the forward changes {key[1]}, which the layers do not have: draw random "
-                    f"numbers by torch, or {WHOLE}"
-                )
+        if changed := {name for (_, name), _ in before.items() ^ _states(self.opened).items()}:
+            raise CannotCutError(
+                f"the forward changes {', '.join(sorted(changed))}, which the layers do not have",
+                f"draw random numbers by torch, or {WHOLE}",
+            )
         leaves, tree = pytree.tree_flatten(result)
         made = tuple(map(self._source, leaves))
         is_tensor = isinstance(result, Tensor)
         self.graph.output(made[0] if is_tensor else self.graph.call_function(Nested(tree), made))
+        self.graph.eliminate_dead_code(
+            lambda node: node.op in ("placeholder", "output") or bool(node.meta.get("keep"))
+        )
 
     # -- values -------------------------------------------------------------------------------
 
     def _define(self, tensor: Tensor, node: fx.Node) -> None:
         self._known[id(tensor)] = node
-        state = {"version": tensor._version, "needs_grad": tensor.requires_grad}
-        node.meta.update(state, tensor=tensor)
+        history = tensor.requires_grad, tensor.grad_fn
+        node.meta.update(tensor=tensor, version=tensor._version, history=history)
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
-        if (known := self._known.get(id(tensor))) is not None:
-            if known.meta["needs_grad"] != tensor.requires_grad:
-                raise refusal(
-                    "a tensor got its gradient without a function of torch, as by a "
-                    "torch.autograd.Function or reentrant checkpointing",
-                    f"{WHOLE}; checkpoint with use_reentrant=False",
-                )
-            return known
-        if (name := self._owned.get(id(tensor))) is None:
-            raise refusal(
-                "a tensor is used that no recorded function or module has made (an extension, "
-                "NumPy, a torch.autograd.Function, a global variable)",
-                f"{WHOLE}; a constant can be a buffer",
+        known = self._known.get(id(tensor))
+        if known is None and id(tensor) in self._owned:
+            known = self.graph.get_attr(self._owned[id(tensor)][0])
+            known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+            self._define(tensor, known)
+        if known is None or known.meta["history"] != (tensor.requires_grad, tensor.grad_fn):
+            raise CannotCutError(
+                "a tensor is used which, or whose gradient, no recorded function or module has "
+                "made (but a torch.autograd.Function, an extension, NumPy, a global variable)",
+                f"{WHOLE}; a constant can be a buffer; checkpoint with use_reentrant=False",
             )
-        node = self.graph.get_attr(name)
-        node.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
-        self._define(tensor, node)
-        return node
+        return known
 
     def _source(self, value: Any) -> Any:
-        """Return what stands in the graph for a tensor, a number, the device or a plain value."""
+        """Return what stands in the graph for a tensor, a number, a device or a plain value."""
         if isinstance(value, Tensor):
             return self._node_of(value)
         if isinstance(value, Number):
             return value.source
-        if isinstance(value, torch.device | str) and str(value) == str(self.device):
+        if self._is_layers(value):
             return self._device_node
         if isinstance(value, _PLAIN):
             return value
-        raise _not_plain(value, "is passed on")
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise CannotCutError(
+            f"a value of type {kind} is passed on, which is no tensor or plain value",
+            "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE,
+        )
+
+    def _value(self, value: Any) -> Any:
+        """Return what a function is given while it is recorded."""
+        if isinstance(value, Number):
+            return value.value
+        return META if self._is_layers(value) else value
+
+    def _is_layers(self, device: Any) -> bool:
+        """Return whether a value names the sample's device, in place of which is the layer's."""
+        is_one = isinstance(device, torch.device | str)
+        return is_one and str(device) in (str(self.device), self.device.type)
 
     def _size(self, name: str, tensor: Tensor, dim: int | None = None) -> Any:
         if dim is not None:
@@ -166,8 +185,9 @@ class Recorder(TorchFunctionMode):
         if node.op == "get_attr":
             return tensor.shape[dim]
         if (node, dim) not in self._sizes:
-            read = self.graph.call_method("size", (node, dim))
-            self._sizes[node, dim] = _number(tensor.shape[dim], read)
+            with self.graph.inserting_after(node):  # so that the tensor does not travel for it
+                read = self.graph.call_method("size", (node, dim))
+            self._sizes[node, dim] = number(tensor.shape[dim], read)
         return self._sizes[node, dim]
 
     # -- calls --------------------------------------------------------------------------------
@@ -182,11 +202,10 @@ class Recorder(TorchFunctionMode):
         name = func.__self__.__name__ if is_get else name
         if self.is_inside or name in _FIXED:
             return func(*args, **kwargs)
+        if name == "device":
+            return self.device
         if name in _REFUSED:
-            raise refusal(
-                "the forward reads values of a tensor, which differ for each micro-batch, or has "
-                f"other effects ({name})"
-            )
+            raise CannotCutError(f"{name} of a tensor is used, which layers would not repeat")
         if name in _SIZES:
             return self._size(name, *args, **kwargs)
         if is_get:
@@ -195,28 +214,58 @@ class Recorder(TorchFunctionMode):
             node = self._node("call_method", name, args, kwargs)
         else:
             node = self._node("call_function", func, args, kwargs)
-        return self._bind(node, func(*_plain(args), **_plain(kwargs)), args, kwargs)
+        args, kwargs = map_aggregate((args, kwargs), self._value)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:  # as of nonzero(), whose shape depends on values
+            result = self._result_of_zeros(func, args, kwargs)
+            if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+                raise
+        return self._bind(node, result, args, kwargs)
 
     def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any
     ) -> Any:
         """Record the call of a module, if it stays whole."""
-        if self.is_inside or module not in self._names:
+        if self.is_inside:
+            return self._result(module, call, args, named)
+        if module not in self._names:
             return call(module, *args, **named)
         self.is_inside = True
+        states = _random_states()  # which it may change, as it runs each time
         try:
             node = self._node("call_module", self._names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
-            states = _random_states()  # which it may change, as it runs each time
-            result = call(module, *_plain(args), **_plain(named))
-            _set_random_states(states)
-            return self._bind(node, result, args, named)
+            args, named = map_aggregate((args, named), self._value)
+            return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
             self.is_inside = False
+            _set_random_states(states)
+
+    def _result(self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any) -> Any:
+        """Return what a module returns that stays whole, or is inside of one that does."""
+        try:
+            return call(module, *args, **named)
+        except Exception:
+            if torch.get_default_device() != META:
+                raise
+            of_copy = functools.partial(call, copied(module, self.device))
+            return self._result_of_zeros(of_copy, args, named)
+
+    def _result_of_zeros(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
+        """Return, on the meta device, what a function returns that cannot run there."""
+        real = copied((args, named), self.device)
+        with torch.no_grad(), self.device:
+            result = function(*real[0], **real[1])
+            pairs = zip(*map(pytree.tree_leaves, ((args, named), real)), strict=True)
+            for ours, theirs in pairs:
+                if isinstance(ours, Tensor) and theirs._version:
+                    ours.zero_()  # is changed in place, too
+        return copied(result)
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add a node; it switches gradients and autocast where the forward has switched them."""
-        args, kwargs = _mapped(self._source, (tuple(args), dict(kwargs)))
+        args, kwargs = map_aggregate((tuple(args), dict(kwargs)), self._source)
         if self.autocasts or not torch.is_grad_enabled():
             if op == "call_module":
                 args, target = (self.graph.get_attr(target), *args), operator.call
@@ -236,18 +285,15 @@ class Recorder(TorchFunctionMode):
         leaves, tree = pytree.tree_flatten(result)
         is_leaf = len(leaves) == 1 and leaves[0] is result
         if not is_leaf:
-            node = self.graph.call_function(Leaves(tree, line()), (node,))
+            node = self.graph.call_function(pytree.tree_leaves, (node,))
+            must_be(self.graph.call_function(len, (node,)), len(leaves))
         for k, leaf in enumerate(leaves):
             part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
             if isinstance(leaf, Tensor):
                 if id(leaf) not in self._known:
                     self._define(leaf, part)
-            elif type(leaf) is int:
-                leaves[k] = _number(leaf, part)
-            elif isinstance(leaf, _PLAIN):
-                must_be(part, leaf)
             else:
-                raise _not_plain(leaf, f"is returned by {node.target}")
+                leaves[k] = number(self._source(leaf), part)
         return pytree.tree_unflatten(leaves, tree)
 
     def _note_changes(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
@@ -255,15 +301,15 @@ class Recorder(TorchFunctionMode):
         given = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         if not any(_is_changed(self._known[id(tensor)]) for tensor in given):
             return False
-        node.meta.update(changed=True, keep=True)
+        node.meta["keep"] = True
         for known in filter(_is_changed, [*self._known.values()]):  # also those that share memory
             if known.op == "get_attr":
                 owner = self._twin.get_submodule(str(known.target).rpartition(".")[0])
                 if known.meta["weight"] or owner in self._names:  # which other layers may hold
-                    raise refusal(f"the forward changes {known.target} in place")
+                    raise CannotCutError(f"the forward changes {known.target} in place")
+                known.meta["changed"] = True
             else:
                 node.meta["since"] = min(known, node.meta.get("since", known))
-            known.meta["changed"] = True
             self._define(known.meta["tensor"], known)
         return True
 
@@ -271,19 +317,13 @@ class Recorder(TorchFunctionMode):
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
     """Have modules, and autocast, call a recorder."""
-    call, set_attribute = nn.Module.__call__, nn.Module.__setattr__
+    call = nn.Module.__call__
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
 
     @functools.wraps(call)
     def recorded(module: nn.Module, *args: Any, **named: Any) -> Any:
         return recorder.call_module(module, call, args, named)
-
-    def set_checked(module: nn.Module, name: str, value: Any) -> None:
-        if module in recorder.opened and not recorder.is_inside:
-            kind = type(module).__qualname__
-            raise refusal(f"the forward sets the attribute {name} of a {kind}")
-        set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:
         result = enter(context)
@@ -300,7 +340,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     with (
         patch.object(nn.Module, "__call__", recorded),
-        patch.object(nn.Module, "__setattr__", set_checked),
         patch.object(torch.autocast, "__enter__", entered),
         patch.object(torch.autocast, "__exit__", left),
     ):
@@ -345,78 +384,59 @@ class Within:
             return self.function(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Leaves(Nested):
-    """Takes apart what a function returns, which has to be nested as for the sample."""
-
-    where: str
-    __name__ = "leaves"
-
-    def __call__(self, result: Any) -> list[Any]:
-        """Return the tensors and plain values."""
-        leaves, tree = pytree.tree_flatten(result)
-        check(len(leaves), self.tree.num_leaves, self.where)
-        check(tree, self.tree, self.where)
-        return leaves
+# -- copies ----------------------------------------------------------------------------------------
 
 
-# -- small ----------------------------------------------------------------------------------------
+def copied(value: Any, device: torch.device = META) -> Any:
+    """Copy a module, or nested values, with zeros for tensors: on meta they need no memory."""
+    is_module = isinstance(value, nn.Module)
+    found = (t for _, t in owned(value)) if is_module else pytree.tree_leaves(value)
+    memo: dict[int, Any] = {}
+    for tensor in found:
+        if isinstance(tensor, Tensor):
+            needs_grad = tensor.requires_grad
+            made = torch.zeros_like(tensor, device=device).requires_grad_(needs_grad)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, needs_grad) if is_parameter else made
+    return copy.deepcopy(value, memo)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return an argument of torch or of a module with a function of each value nested in it."""
-    if type(value) in (tuple, list, torch.Size):
-        made = [_mapped(function, each) for each in value]
-        return made if type(value) is list else tuple(made)
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {key: _mapped(function, each) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*_mapped(function, (value.start, value.stop, value.step)))
-    return function(value)
+def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, buffers and plain tensors that a model's modules have, by name."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        held = (module._parameters, module._buffers, vars(module))
+        for key, tensor in chain.from_iterable(each.items() for each in held):
+            if isinstance(tensor, Tensor):
+                yield f"{name}.{key}".lstrip("."), tensor
 
 
-def _plain(value: Any) -> Any:
-    """Return an argument with the sample's numbers in place of sizes."""
-    return _mapped(lambda each: each.value if isinstance(each, Number) else each, value)
-
-
-def _number(value: int, node: fx.Node) -> Size:
-    node.meta["number"] = True
-    return Size(value, node)
-
-
-def _not_plain(value: object, what: str) -> CannotCutError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    instead = WHOLE
-    if kind.endswith("Cache"):
-        instead = "give the sample use_cache=False, with which the model makes no cache"
-    elif kind.endswith("PackedSequence"):
-        instead = "pack, run and unpack the sequence in one module"
-    return refusal(f"a value of type {kind} {what}, which is no tensor or plain value", instead)
+# -- what may have changed -------------------------------------------------------------------------
 
 
 def _is_changed(node: fx.Node) -> bool:
     return bool(node.meta["tensor"]._version != node.meta["version"])
 
 
-def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], bytes]:
+def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], Any]:
     """Return the states of random number generators, and of modules' attributes, by their names."""
-    found: dict[tuple[Any, str], bytes] = {}
+    found: dict[tuple[Any, str], Any] = {}
     found[None, "the random numbers of Python or NumPy"] = pickle.dumps(_random_states())
     for module in modules:
-        for name in vars(module).keys() - vars(nn.Module()).keys():
+        for name in (vars(module) | module._parameters | module._buffers).keys() - vars(
+            nn.Module()
+        ).keys():
             with contextlib.suppress(Exception):  # those that cannot be written
-                key = module, f"{type(module).__qualname__}.{name}"
-                found[key] = pickle.dumps(vars(module)[name])
+                value = getattr(module, name)
+                state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)
+                found[module, f"{type(module).__qualname__}.{name}"] = state
     return found
 
 
 def _random_states() -> tuple[Any, Any]:
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), numpy and numpy.get_state()
+    return random.getstate(), np and np.random.get_state()
 
 
 def _set_random_states(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
-    if states[1]:
-        sys.modules["numpy.random"].set_state(states[1])
+    if np:
+        np.random.set_state(states[1])

@@ -1,31 +1,35 @@
 """``sequential(model, *sample)``: an ordinary module as an ``nn.Sequential`` of its own modules.
 
-model ── twin.py ──> a copy on the meta device ── record.py ──> a graph for each mode
-  │                                                               │ modes.py: one graph
-  └──> its modules ─> layers.py: a layer for each piece <─ divide.py: pieces
+model ──> a copy on the meta device ── record.py ──> a graph for each mode
+  │                                                    │
+  └──> its modules ── layers.py ──> layers <── divide.py: one graph, pieces
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
+import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from itertools import chain, filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
-from procpipe.cutting import modes
-from procpipe.cutting.divide import drop_unused, number_pieces
+from procpipe.cutting.divide import join_modes, keep_to_mode, pieces_of
 from procpipe.cutting.layers import layers_of
-from procpipe.cutting.record import Recorder
-from procpipe.cutting.refusal import CannotCutError
-from procpipe.cutting.twin import on_meta, opened_names, owned
+from procpipe.cutting.record import Recorder, copied
+from procpipe.cutting.sizes import WHOLE, CannotCutError, line_of
 from procpipe.divided import Divided
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
+
+#: The modules of torch that may be opened; its others use what is inside in ways of their own.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_OPENED = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 class CutModel(Divided):
@@ -33,12 +37,8 @@ class CutModel(Divided):
 
     def describe(self) -> str:
         """Return a text: for each layer what it takes from where, sends where, and its code."""
-        parts = []
-        layers: Any = self.named_children()
-        for name, layer in layers:
-            number = sum(parameter.numel() for parameter in layer.parameters())
-            parts.append(f"{name}: {number:,} parameters\n{layer.text}")
-        return "\n\n".join(parts)
+        layers: Any = self
+        return "\n\n".join(layer.text for layer in layers)
 
 
 def sequential(
@@ -60,9 +60,9 @@ def sequential(
 
     Args:
         model: a module, in the dtype in which it is to run; it may be on the meta device.
-        inputs: a sample of its inputs, ``(batch, …)`` each, as for training. Only shapes count,
-            unless the forward cannot run on the meta device. Values other than tensors must be the
-            same in each call, and may then be left out if they are named.
+        inputs: a sample of its inputs, ``(batch, …)`` each, as for training. Only shapes count.
+            Values other than tensors must be the same in each call, and may then be left out if
+            they are named.
         whole: classes of modules that are not opened.
         largest: the largest share of the parameters that a module has which is not opened.
         named: the rest of the sample, by name.
@@ -74,106 +74,126 @@ def sequential(
     Raises:
         ValueError: the forward does what layers would not repeat: names the line, and what to do.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a {type(model).__qualname__} is no nn.Module: pass the model, then a sample of its "
-            "inputs"
-        )
-    kind = type(model).__qualname__
-    if is_compiled(model):
+    if is_compiled(model) or has_hooks(model):
         raise CannotCutError(
-            f"the {kind} is compiled as a whole, so its forward cannot be recorded: pass the model "
-            "itself, and compile the stage (stage.compile())"
-        )
-    if has_hooks(model):
-        raise CannotCutError(
-            f"the {kind} has hooks, which the layers would not call: remove them, or register them "
-            "at modules inside it"
+            f"the {type(model).__qualname__} is compiled as a whole or has hooks, which the layers "
+            "would not call",
+            "compile the stage (stage.compile()), and register hooks at modules inside the model",
         )
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
-    arguments = _Arguments(model, inputs, named)
-    graph = _recorded(model, opened_names(model, limit, whole), arguments, inputs, named)
-    number_pieces(graph, limit)
-    made = CutModel(layers_of(model, graph, arguments.tensors))
+    by_name, tensors = _arguments_of(model, inputs, named)
+    graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
+    made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
     made.training = model.training
-    by_name = dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False)) | named
-    made.sample = on_meta(by_name if named else inputs)
+    names = inspect.signature(model.forward).parameters
+    made.sample = copied(dict(zip(names, inputs, strict=False)) | named if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]
     return made
 
 
-class _Arguments:
-    """The arguments of a model's forward, in the form that a sample has."""
+def _opened_names(
+    model: nn.Module, largest: float, whole: Collection[type[nn.Module]]
+) -> dict[str, None]:
+    """Return the names of the modules whose forward is recorded; the others stay whole.
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._signature = inspect.signature(model.forward)
-        self._plain = {
-            name: value
-            for name, value in named.items()
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-        }
-        _, self._form = self._taken_apart(inputs, named)
+    ``largest`` is how many elements of parameters a module may have that is not opened.
+    """
+    kept = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    found: dict[str, None] = {}
 
-    def by_name(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, in the order of the signature."""
-        return dict(self._signature.bind(*inputs, **self._plain | named).arguments)
+    def visit(name: str, module: nn.Module) -> None:
+        kind = type(module)
+        is_whole = (
+            sum(p.numel() for p in module.parameters()) <= largest
+            or isinstance(module, tuple(whole))
+            or kind.__qualname__ in kept
+            or (kind.__module__.startswith("torch.") and kind not in _OPENED)
+            or is_compiled(module)
+            or has_hooks(module)
+            or parametrize.is_parametrized(module)
+            or module.training != model.training
+            or not any(True for _ in module.children())
+        )
+        if module is model or kind in _CONTAINERS or not is_whole:
+            found[name] = None
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}".lstrip("."), child)
 
-    def tensors(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors among a micro-batch's arguments.
+    visit("", model)
+    return found
 
-        Raises:
-            TypeError: they are others than the sample's.
-        """
-        tensors, form = self._taken_apart(inputs, named)
-        if form != self._form:
+
+def _arguments_of(
+    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Callable[..., dict[str, Any]], Callable[..., list[Tensor]]]:
+    """Return two functions of a call's arguments: these by name, and the tensors among them.
+
+    The second raises a ``TypeError`` where they are of another form than the sample.
+    """
+    signature = inspect.signature(model.forward)
+    plain = {k: v for k, v in named.items() if not any(map(_is_tensor, pytree.tree_leaves(v)))}
+
+    def by_name(inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        return dict(signature.bind(*inputs, **plain | named).arguments)
+
+    def taken_apart(inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
+        leaves, tree = pytree.tree_flatten(by_name(inputs, named))
+        return [*filter(_is_tensor, leaves)], (tree, [*filterfalse(_is_tensor, leaves)])
+
+    _, expected = taken_apart(inputs, named)
+
+    def tensors(inputs: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
+        found, form = taken_apart(inputs, named)
+        if form != expected:
             raise TypeError(
-                f"the model was recorded for arguments of the form {self._form}, and is given "
+                f"the model was recorded for arguments of the form {expected}, and is given "
                 f"{form}: give procpipe.sequential such a sample"
             )
-        return tensors
+        return found
 
-    def _taken_apart(self, inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
-        leaves, tree = pytree.tree_flatten(self.by_name(inputs, named))
-        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (tree, plain)
+    return by_name, tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _recorded(
     model: nn.Module,
     opened: dict[str, None],
-    arguments: _Arguments,
+    by_name: Callable[..., dict[str, Any]],
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> fx.Graph:
     """Record the forward in both modes, and return a graph of both."""
+    tensors = chain(pytree.tree_leaves((inputs, named)), model.parameters())
+    devices = (t.device for t in tensors if isinstance(t, Tensor) and not t.is_meta)
+    device = next(devices, torch.device("cpu"))
 
-    def record(copied: Any, is_training: bool) -> fx.Graph:
+    def record(is_training: bool) -> fx.Graph:
         is_loaded = "torch._dynamo" in sys.modules
         as_written = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
         with torch.random.fork_rng(), warnings.catch_warnings(), as_written, said_to_compile():
             warnings.simplefilter("ignore")
             twin, (args, kwargs) = copied(model).train(is_training), copied((inputs, named))
-            recorder = Recorder(twin, opened, arguments.by_name(args, kwargs))
-            recorder.run(args, kwargs)
-        drop_unused(recorder.graph)
+            recorder = Recorder(twin, opened, by_name(args, kwargs), device)
+            try:
+                recorder.run(args, kwargs)
+            except CannotCutError:
+                raise
+            except Exception as error:  # of any kind, since it is the user's code that runs
+                raise CannotCutError(
+                    f"the forward cannot be recorded: {type(error).__name__}: {error}",
+                    f"while recorded, it has no values, and sizes are no ints: {WHOLE}",
+                    line_of(reversed([*traceback.walk_tb(error.__traceback__)])),
+                ) from error
         return recorder.graph
 
-    is_meta = any(tensor.is_meta for _, tensor in owned(model))
-    copied: Any
-    for copied in (on_meta,) if is_meta else (on_meta, copy.deepcopy):
-        try:
-            graph = record(copied, model.training)
-            break
-        except Exception as error:  # of any kind, since it is the user's code that runs
-            fault = error
-    else:
-        fault.add_note("procpipe: while procpipe.sequential recorded the model's forward")
-        raise fault
+    graph = record(model.training)
     try:
-        other = record(copied, not model.training)
-        different = modes.join(graph, other, is_training=model.training)
-    except Exception as error:
-        different = f"{type(error).__name__}: {error}"
+        different = join_modes(graph, record(not model.training), is_training=model.training)
+    except CannotCutError as error:
+        different = str(error)
     if different:
-        modes.keep_to(graph, different, is_training=model.training)
+        keep_to_mode(graph, different, is_training=model.training)
     return graph

@@ -10,15 +10,67 @@ no other class than its ``SymInt``, so these are subclasses of it, whose methods
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import math
 import operator
-from collections.abc import Callable
+import os
+import traceback
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 
-from procpipe.cutting.refusal import must_be, refusal
+_PYTHON, _TORCH, _OWN = (os.path.dirname(file) for file in (os.__file__, torch.__file__, __file__))
+_NUMPY = os.path.join("site-packages", "numpy")
+
+#: What to do about most errors.
+WHOLE = (
+    "let the module around it stay whole (whole=(ItsClass,)), move it into a module of its own, or "
+    "switch it off by an option of the model"
+)
+
+
+class CannotCutError(ValueError):
+    """A model whose forward cannot be recorded; says where, why, and what to do.
+
+    No TypeError, which torch takes from an operator for "try the other operand".
+    """
+
+    def __init__(self, why: str, instead: str = WHOLE, where: str = "") -> None:
+        super().__init__(f"{why}, in {where or line()}\n{instead}")
+
+
+def line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first line of the model's code: ``model.py:12: x = x.view(b, -1)``."""
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
+        if not (is_pythons or file.startswith((_TORCH, _OWN)) or _NUMPY in file):
+            return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    return "an unknown line"
+
+
+def line() -> str:
+    """Return the line of the model's code that runs."""
+    return line_of(traceback.walk_stack(inspect.currentframe()))
+
+
+def must_be(node: fx.Node, value: Any) -> Any:
+    """Have each micro-batch checked for a plain value of the sample, and return it."""
+    node.graph.call_function(check, (node, value, line())).meta["keep"] = True
+    return value
+
+
+def check(found: Any, expected: Any, where: str) -> None:
+    """Raise a ``ValueError`` if what was decided for the sample is wrong for this micro-batch."""
+    if not (found is expected if isinstance(expected, bool) else found == expected):
+        raise ValueError(
+            f"the model's forward was recorded for a sample with {expected!r} here, and has "
+            f"{found!r} now: {where}\n{WHOLE}"
+        )
 
 
 class Number:
@@ -26,11 +78,6 @@ class Number:
 
     def __init__(self, value: Any, source: fx.Node) -> None:
         self.value, self.source = value, source
-
-    @property
-    def node(self) -> Any:
-        """Refuse what torch would do with its own."""
-        raise refusal("an operation on sizes is not known", "use int() of the size")
 
     # Python's int can be hashed. einops asks for a TypeError where a size is to stay one.
     __hash__ = None  # type: ignore[assignment]
@@ -42,9 +89,6 @@ class Number:
 
     def __float__(self) -> float:
         return float(must_be(self.source, self.value))
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(must_be(self.source, self.value), digits)
 
     def __repr__(self) -> str:
         return f"<size {self.value}>"  # for messages; no number, so that no code goes by it
@@ -63,18 +107,25 @@ class Ratio(Number, torch.SymFloat):  # type: ignore[misc]
     """A float."""
 
 
+def number(value: Any, node: fx.Node) -> Any:
+    """Return what stands for the value of a node: a number, or a plain value that is checked."""
+    kind = {int: Size, float: Ratio}.get(type(value))
+    if kind is None:
+        return must_be(node, value)
+    node.meta["number"] = True
+    return kind(value, node)
+
+
 def _noting(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
     """Return the method that computes a function of a number and of others, or decides by it."""
 
-    def method(number: Number, *others: Any) -> Any:
+    def method(this: Number, *others: Any) -> Any:
         if not all(isinstance(other, int | float | Number) for other in others):
             return NotImplemented
-        operands = (*others, number) if is_reflected else (number, *others)
+        operands = (*others, this) if is_reflected else (this, *others)
         values = [n.value if isinstance(n, Number) else n for n in operands]
         sources = [n.source if isinstance(n, Number) else n for n in operands]
-        node, value = number.source.graph.call_function(function, (*sources,)), function(*values)
-        kind = {int: Size, float: Ratio}.get(type(value))
-        return must_be(node, value) if kind is None else kind(value, node)
+        return number(function(*values), this.source.graph.call_function(function, (*sources,)))
 
     return method
 
@@ -84,5 +135,5 @@ for _name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow"):
     setattr(Number, f"__r{_name}__", _noting(getattr(operator, _name), is_reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
     setattr(Number, f"__{_name}__", _noting(getattr(operator, _name)))
-for _function in (math.floor, math.ceil, bool):
+for _function in (math.floor, math.ceil, round, bool):
     setattr(Number, f"__{_function.__name__}__", _noting(_function))

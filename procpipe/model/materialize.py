@@ -25,8 +25,8 @@ def materialize(
     Memory is initialised by its module's ``reset_parameters()`` and then by that of each module
     around it, with random numbers from ``seed`` and the layer's index. Tensors that have values are
     left as they were, and so are the caller's generators. Shared tensors stay shared, and the last
-    layer that initialises one counts: a layer of another stage that shares one with ours is
-    initialised too, and let go of.
+    layer that initialises one counts, but for zeros in an embedding's row of padding: a layer of
+    another stage that shares one with ours is initialised too, and let go of.
 
     ``layers`` are all of the model, by name and in order, of which ``ours`` stay here; the seed is
     the same on all ranks.
@@ -36,6 +36,7 @@ def materialize(
     """
     memory: dict[Tensor, Tensor] = {}
     places: list[_Place] = []
+    padding: dict[Tensor, int] = {}
     shared = {place.tensor for name in ours for place in _places_on_meta(name, layers[name])}
     for index, (name, layer) in enumerate(layers.items()):
         of_layer = _places_on_meta(name, layer)
@@ -60,6 +61,12 @@ def materialize(
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
+            for owner, _, _, tensor in of_layer:
+                if tensor in padding:
+                    memory[tensor][padding[tensor]] = 0
+                row = owner.padding_idx if isinstance(owner, nn.Embedding) else None
+                if row is not None and not memory[tensor][row].any():
+                    padding[tensor] = row
         for place in of_layer:
             if place.tensor in shared:  # and stays so: the model may be given to another stage
                 places.append(place)

@@ -36,6 +36,16 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
 def if_positive(self, h):
     if h.sum() > 0:
         h = h + 1
@@ -64,13 +74,14 @@ def packed(self, h):
 
 
 REFUSED = {
-    "a branch on values": (if_positive, "reads values of a tensor.*__bool__.*if h.sum\\(\\) > 0"),
-    "item": (lambda self, h: h * h.sum().item(), "reads values of a tensor.*item"),
-    "tolist": (lambda self, h: h * h.tolist()[0][0], "reads values"),
-    "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "reads values.*numpy"),
+    "a branch on values": (if_positive, "cannot be recorded: .*if h.sum\\(\\) > 0:.*no values"),
+    "item": (lambda self, h: h * h.sum().item(), "item\\(\\) cannot be called on meta"),
+    "tolist": (lambda self, h: h * h.tolist()[0][0], "cannot be recorded.*meta"),
+    "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "numpy.*meta|meta.*numpy"),
     "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
+    "one that returns a view": (lambda self, h: Reverse.apply(h) + 1, "autograd.Function"),
     "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
-    "an attribute": (sets_attribute, "sets the attribute last"),
+    "an attribute": (sets_attribute, r"changes Model\.last, which"),
     "a list that grows": (appends, "changes Model.calls"),
     "Python's random": (
         lambda self, h: h * random.random(),
@@ -81,14 +92,14 @@ REFUSED = {
         "changes the random numbers of Python",
     ),
     "a generator": (lambda self, h: h * self.rng.random(), "changes Model.rng"),
-    "data": (lambda self, h: h.data + 1, "other effects \\(data\\)"),
-    "a hook": (lambda self, h: h.register_hook(print) and h, "other effects \\(register_hook\\)"),
+    "data": (lambda self, h: h.data + 1, "data of a tensor is used"),
+    "a hook": (lambda self, h: h.register_hook(print) and h, "register_hook of a tensor is used"),
     "a changed parameter": (changes_parameter, "changes second.bias in place"),
     "an object": (
         lambda self, h: self.second(random.Random(h.dim())),
         "Random is passed on.*whole=",
     ),
-    "a packed sequence": (packed, "PackedSequence.*in one module"),
+    "a packed sequence": (packed, "pack_padded_sequence.*module of its own"),
     "reentrant checkpointing": (
         lambda self, h: checkpoint(self.second, h, use_reentrant=True),
         "use_reentrant=False",
@@ -122,7 +133,7 @@ def test_an_attribute_is_compared_for_each_module_of_a_class():
 def test_a_model_that_is_compiled_as_a_whole_is_refused():
     model = Base()
     model.compile(backend="eager")
-    with pytest.raises(ValueError, match=r"the Base is compiled as a whole.*stage\.compile\(\)"):
+    with pytest.raises(ValueError, match=r"(?s)Base is compiled as a whole.*stage\.compile\(\)"):
         procpipe.sequential(model, torch.ones(6, 4))
 
 
@@ -134,7 +145,7 @@ def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
     layers(torch.ones(6, 4))
     assert calls == [1]
     model.register_forward_hook(print)
-    with pytest.raises(ValueError, match="the Base has hooks"):
+    with pytest.raises(ValueError, match="the Base is compiled as a whole or has hooks"):
         procpipe.sequential(model, torch.ones(6, 4))
 
 
@@ -143,6 +154,18 @@ def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
     model = CASES["Llama"].make()
     with pytest.raises(ValueError, match=r"(?s)Cache is passed on.*use_cache=False"):
         procpipe.sequential(model, words(2, 5))
+
+
+def test_what_goes_wrong_with_sizes_is_refused_with_its_line_and_what_to_do():
+    transformers = pytest.importorskip("transformers")
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    convolutions = {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, intermediate_size=20, num_conv_pos_embeddings=4, **layers, **convolutions
+    )
+    model = transformers.Wav2Vec2ForCTC(config)
+    with pytest.raises(ValueError, match=r"(?s)IndexError.*wav2vec2\.py.*no values.*an option"):
+        procpipe.sequential(model, torch.ones(2, 400))
 
 
 def test_modules_in_another_mode_stay_whole():
