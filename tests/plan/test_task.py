@@ -1,4 +1,4 @@
-"""Tasks and plans: their text, their equality, and the tasks and passes of a plan."""
+"""Tasks and plans: their text and their equality."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
+from procpipe.plan.schedules.gpipe import forward_plan
 from procpipe.plan.task import KINDS, Plan, Task
 from tests.cases import for_each
 
@@ -61,18 +61,3 @@ def test_bad_text_is_refused_with_its_line(text: str, fault: str) -> None:
 def test_the_digest_is_short_and_distinguishes_plans() -> None:
     assert forward_plan(2, 2).digest == "7dc3465c80185b13"
     assert forward_plan(2, 2).digest != forward_plan(2, 3).digest
-
-
-def test_a_plan_lists_the_tasks_of_a_stage() -> None:
-    plan = gpipe(2, 2, recompute={0})
-    assert [str(task) for task in plan.tasks_of(1)] == ["F0@1", "F1@1", "B1@1", "R0@1", "B0@1"]
-    assert [k for k, _ in plan.row(1)] == [1, 2, 3, 4, 5]
-    assert Plan(2, 2, tuple(plan.cycles)).row(1) == plan.row(1)
-    assert list(Plan(1, 3, ((Task("F", 0, 0),),)).row(2)) == []
-
-
-def test_a_plan_has_its_passes_and_the_end_of_forward() -> None:
-    whole, forward, backward = gpipe(3, 2), forward_plan(3, 2), backward_plan(3, 2)
-    assert [p.has_forward for p in (whole, forward, backward)] == [True, True, False]
-    assert [p.has_backward for p in (whole, forward, backward)] == [True, False, True]
-    assert [p.last_forward for p in (whole, forward, backward)] == [2, 2, None]

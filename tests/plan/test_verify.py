@@ -111,17 +111,6 @@ def can_run(plan: Plan) -> bool:
 
 
 @for_each("plan", SMALL)
-def test_a_dropped_task_is_reported(plan: Plan) -> None:
-    for k, p in places(plan):
-        task = plan.cycles[k][p]
-        if task.kind == "R":  # the plan that does not recompute here is valid
-            verify(edited(plan, (k, p, ())), Routes(plan.num_stages))
-        else:
-            faults = faults_of(edited(plan, (k, p, ())), Routes(plan.num_stages))
-            assert any(f"{task} is missing" in f or f"must have {task}" in f for f in faults)
-
-
-@for_each("plan", SMALL)
 def test_swapped_tasks_are_reported_exactly_if_they_cannot_run(plan: Plan) -> None:
     verdicts = set()
     for first, second in combinations(places(plan), 2):

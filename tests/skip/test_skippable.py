@@ -144,19 +144,6 @@ def test_a_class_declares_once_and_its_subclass_declares_names_of_its_own() -> N
 # -- isolate --------------------------------------------------------------------------------------
 
 
-def test_isolated_pairs_of_one_name() -> None:
-    """The inner pair holds 2 x 1, the outer one 1."""
-    outer, inner = Namespace(), Namespace()
-    model = nn.Sequential(
-        isolated(stasher("a"), outer),
-        isolated(stasher("a"), inner),
-        isolated(popper("a"), inner),
-        isolated(popper("a"), outer),
-    )
-    verify_skippables(model)
-    assert model(ONE).tolist() == [4 + 2 + 1]
-
-
 @for_each("only", [["ab"], iter(["ab"])])
 def test_isolate_only_some_names(only: Any) -> None:
     namespace = Namespace()

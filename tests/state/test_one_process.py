@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from procpipe import SavedStateError, Stage, state
-from procpipe.state.optimizers import SavedOptimizers
 from procpipe.state.resumable import restore_generators, states_of_generators
 from procpipe.state.values import copied, read_torch
 from tests.dist.script import run_forked
@@ -201,13 +200,6 @@ def test_without_strict_an_optimizer_keeps_what_was_not_saved(tmp_path):
         (loaded.state[other[0].weight], optimizer.state[model[0].weight]["exp_avg"]),
     ):
         assert torch.equal(ours["exp_avg"], expected)
-
-
-def test_an_empty_group_takes_the_options_of_a_rank_with_a_parameter():
-    empty: dict[str, Any] = {"params": {}, "options": {"lr": 0}}
-    other = {"params": {"a": []}, "options": {"lr": 1}}
-    contents = [{"state": {}, "groups": {(0, 0): group}} for group in (empty, other)]
-    assert SavedOptimizers(contents).of_place[0, 0]["options"] == {"lr": 1}
 
 
 # -- folders -------------------------------------------------------------------------------------

@@ -93,6 +93,13 @@ def save_trained(bare, folder):
         train(stage, optimizer, mini_batches())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         state.save(folder, stage, optimizer, extra={"scheduler": scheduler}, step=3)
+        expected = copy.deepcopy(stage.state_dict())
+        state.export(f"{folder}/exported", stage)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.zero_()
+        state.load_weights(f"{folder}/exported", stage)
+        assert_same_as(stage.state_dict(), expected, "exported")
 
 
 @pytest.fixture(scope="module")
@@ -160,21 +167,6 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert none_kind == step_kind == "FileNotFoundError"
     assert none == f"there is no saved state in {saved / 'none'}"
     assert step.endswith(f"no saved state in {saved} of step 4, but 000001-step-3")
-
-
-def resume_tied(bare, folder):
-    model = small_model()
-    model[2].weight = model[0].weight
-    with stage_of(bare, "tied", model, [1, 2]) as stage:
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, weight_decay=bare.rank)
-        state.save(folder, stage, optimizer)  # groups by types of modules would differ, too
-        optimizer.param_groups[0]["weight_decay"] = 7.0
-        state.load(folder, stage, optimizer)
-        return optimizer.param_groups[0]["weight_decay"]
-
-
-def test_a_shared_parameter_keeps_the_options_of_its_rank(ranks, tmp_path):
-    assert ranks(2).run(resume_tied, str(tmp_path), world=False).values() == [0, 1]
 
 
 def small_model():

@@ -273,23 +273,6 @@ print("attempt", ATTEMPT, "goes well")
     assert ended.logs["attempt_2/rank_1/stdout.log"] == "attempt 2 goes well\n"
 
 
-def test_the_rank_that_fails_is_reported_and_the_other_ended():
-    code = """
-if RANK == 0:
-    time.sleep(1000)
-print("no data", file=sys.stderr)
-sys.exit(3)
-"""
-    with started("-n", "2", script=plain(code)) as run:
-        ended = run.wait()
-
-    assert ended.code == 3, ended
-    assert ended.left == ()
-    assert ended.err.startswith("procpipe: rank 1 ended with exit code 3: no data\n")
-    assert "Its last lines on standard error:\n  no data\n" in ended.err
-    assert re.search(r"Exit code 3 after 0:00:\d+\n", ended.err)
-
-
 #: Two pipelines, whose stages share layers by FSDP2.
 IN_A_MESH = """
 import torch, torch.distributed as dist, torch.nn.functional as F
