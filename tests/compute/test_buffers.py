@@ -80,3 +80,16 @@ def test_a_buffer_that_changes_only_now_is_found(how, start):
     layer.how = how
     forward(buffers, layer)
     assert buffers.changed(by_forward=True) == "the buffer 'layer.0.count'"
+
+
+def test_a_buffer_in_two_places_has_one_copy():
+    a, b = Counter(), Counter()
+    b.count = a.count
+    buffers = buffers_of(a=a, b=b)
+    model = nn.ModuleList([a, b])
+    _, copies = forward(buffers, lambda: [layer() for layer in model])
+    before = put(copies)
+    assert [layer() for layer in model] == [1, 2]
+    put(before)
+    assert a.count is b.count
+    assert a.count == 2

@@ -152,6 +152,24 @@ def test_outputs_must_consist_of_plain_tensors_on_the_device():
         run(segment_of(Do(lambda t: (t, NoChunk(t)))), received(torch.ones(2)))
 
 
+def test_a_recomputation_that_fails_leaves_all_as_it_was():
+    def fail_again(x):
+        x = x * layer.count.add_(1) * torch.rand(2)
+        return x / (not is_recomputing() or None)
+
+    layer, count = Do(fail_again), torch.zeros(())
+    layer.register_buffer("count", count)
+    segment = segment_of(layer)
+    forward(segment, 0, received(torch.ones(2)), keep=True, recompute=True)
+    drawn = torch.get_rng_state()
+
+    with pytest.raises(TypeError):
+        segment.recompute(0)
+
+    assert (layer.count is count, count.item(), is_recomputing()) == (True, 1, False)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 def test_a_long_name_of_a_layer_is_cut_on_the_board_only():
     name, board = "x" * 200, Board.create(0, 1)
     segment = segment_of({name: Do(lambda t: t @ t)})

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from procpipe.compute.segment import Segment
+from procpipe.compute.split import suited
 from tests.cases import for_each, pairs
 from tests.compute.segments import Do, backward, forward, received, segment_of
 
@@ -405,6 +406,14 @@ def test_a_layer_whose_forward_was_replaced(linear):
     next(tasks)
     assert linear.weight.grad is not None
     assert "forward" in linear.__dict__
+
+
+def test_compiled_layers_and_shared_weights_are_left_as_they_are(linear):
+    """Another forward would be compiled anew; hooks of a shared weight would run twice."""
+    compiled, table, head = nn.Linear(6, 6), nn.Embedding(9, 6), nn.Linear(6, 9)
+    compiled.compile(backend="eager")
+    head.weight = table.weight
+    assert suited([linear, nn.Sequential(compiled), table, head]) == [linear]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
