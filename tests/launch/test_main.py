@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from procpipe.launch import main as launcher
 from procpipe.launch.main import main
+from procpipe.launch.run import command
 
 MISTAKES = [
     (["-n", "2", "nowhere.py"], "there is no file nowhere.py (seen from "),
@@ -45,6 +47,13 @@ def test_each_mistake_in_the_command_line_is_named(words, message, capsys, monke
 
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_torchs_agent_gets_the_settings_of_its_rendezvous():
+    words = "-n 1 --nnodes 2:4 --rdzv-endpoint first:1 --rdzv-conf is_host=1,read_timeout=9 x.py"
+    made = command._config(command._parser().parse_args(words.split()), Path("logs/a-run"))
+    assert (made.min_nodes, made.max_nodes, made.run_id) == (2, 4, "procpipe")
+    assert {"is_host": "1", "read_timeout": "9"}.items() <= made.rdzv_configs.items()
 
 
 def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monkeypatch):

@@ -18,16 +18,15 @@ from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 
 
-def prove(plan: Plan, routes: Routes, steps: Sequence[Program] | None = None) -> None:
-    """Prove that a plan, by default with its own programs, runs to its end on any transport.
+def prove(plan: Plan, routes: Routes) -> None:
+    """Prove that a plan runs to its end on any transport.
 
     Raises:
         PlanError: the plan has faults.
         AssertionError: its programs have one.
     """
     verify(plan, routes)
-    made = programs(plan, routes) if steps is None else steps
-    assert len(made) == plan.num_stages
+    made = programs(plan, routes)
     _check_transfers(plan, routes, made)
     waits = deadlocked(made, routes)
     assert not waits, waits

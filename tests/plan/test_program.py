@@ -13,7 +13,6 @@ from procpipe.plan.program import (
 )
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
-from procpipe.plan.task import Plan
 from tests.cases import for_each
 from tests.plan.proof import programs
 
@@ -74,22 +73,3 @@ def test_the_loss_passes_every_stage_as_gradients_do() -> None:
     assert hops(*folded(6, 3)) == [(0, 1), (1, 2)]
     assert hops(0, 1, 0, 2) == [(0, 1), (2, 0)]
     assert hops(0, 1, 2, 1, 0, 1) == [(1, 0), (1, 2)]
-
-
-def steps_of_middle(plan: Plan) -> list[str]:
-    return [str(step) for step in program(plan, Routes(3), 1, has_loss=True)]
-
-
-def test_a_stage_passes_the_loss_on_ahead_of_the_gradient_of_the_last_forward() -> None:
-    assert steps_of_middle(gpipe(2, 3))[4:] == [
-        "receive loss 0: 2->1",
-        "receive gradient 1: 2->1",
-        "run F1@1",
-        "send activation 1: 1->2",
-        "receive gradient 0: 2->1",
-        "run B1@1",
-        "send loss 0: 1->0",
-        "send gradient 1: 1->0",
-        "run B0@1",
-        "send gradient 0: 1->0",
-    ]
