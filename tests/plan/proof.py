@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program
 from procpipe.plan.routes import LOSS, Routes, Transfer
@@ -90,13 +90,14 @@ def deadlocked(programs: Sequence[Program], routes: Routes) -> Mapping[int, str]
         programs: the program of each stage, in which every transfer has its send and its receive.
         routes: what each task needs.
     """
+    awaited = [[_awaited(step, routes) for step in steps] for steps in programs]
     done: set[Step] = set()
     places = [0] * len(programs)
     goes_on = True
     while goes_on:
         goes_on = False
         for stage, steps in enumerate(programs):
-            while places[stage] < len(steps) and _may_run(steps[places[stage]], routes, done):
+            while places[stage] < len(steps) and done >= awaited[stage][places[stage]]:
                 done.add(steps[places[stage]])
                 places[stage] += 1
                 goes_on = True
@@ -107,13 +108,14 @@ def deadlocked(programs: Sequence[Program], routes: Routes) -> Mapping[int, str]
     }
 
 
-def _may_run(step: Step, routes: Routes, done: Collection[Step]) -> bool:
+def _awaited(step: Step, routes: Routes) -> set[Step]:
+    """Return the steps that must be done before one, as listed above."""
     if isinstance(step, Receive):
-        return True
+        return set()
     if isinstance(step, Run):
-        return all(Send(transfer) in done for transfer in routes.needed(step.task))
-    awaited: list[Step] = [Receive(step.transfer)]
+        return {Send(transfer) for transfer in routes.needed(step.task)}
+    awaited: set[Step] = {Receive(step.transfer)}
     if step.transfer.payload == LOSS:
         here, _ = routes.stages_of(step.transfer)
-        awaited += [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == here]
-    return all(each in done for each in awaited)
+        awaited |= {Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == here}
+    return awaited
