@@ -15,7 +15,6 @@ import torch
 from procpipe.channel.link import INLINE_BYTES, Receiver, Sender
 from procpipe.errors import OverwrittenError, RemoteStageError
 from procpipe.tree import Flat
-from tests.channel.meshes import make_meshes
 
 LARGE_BYTES = 1 << 24
 BIG = torch.zeros(INLINE_BYTES + 1, dtype=torch.uint8)
@@ -45,11 +44,8 @@ class Broken:
 
 
 @pytest.fixture
-def meshes():
-    made = make_meshes(2, timeout_s=60.0)
-    yield made
-    for mesh in made:
-        mesh.close()
+def meshes(net):
+    return net(2, timeout_s=60.0)
 
 
 def ends(meshes, ours: Any = None, theirs: Any = None):

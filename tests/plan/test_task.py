@@ -15,11 +15,6 @@ from tests.cases import for_each
 TASKS = st.builds(Task, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
 
 
-def test_the_text_of_a_task_is_its_kind_micro_batch_and_partition() -> None:
-    assert str(Task("F", 3, 1)) == "F3@1"
-    assert Task.parse("F3@1") == Task("F", 3, 1)
-
-
 @for_each("text", ["", "F3", "F@1", "F-1@0", "F3@1 ", "f3@1", "3@1", "X3@1", "F3@1F3@2"])
 def test_text_that_is_not_a_task_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a task; one reads like 'F3@1', of the kinds F, R"):

@@ -57,16 +57,3 @@ def test_rates_are_of_the_time_between_readings():
     board = rows.ranks[0].board = Board.create(0, 1)  # of another Stage
     do_steps(board, 2, samples=10)
     assert shown(rows)[0]["samples/s"] == ""
-
-
-def test_stages_of_replicas_and_of_several_pipelines_are_named():
-    boards = [Board.create(rank, 4) for rank in range(4)]
-    for board in boards:
-        board.page.num_replicas = 2
-    rows = shown(Rows(ranks_of(*boards)))
-    names = ["0 of replica 0", "1 of replica 0", "0 of replica 1", "1 of replica 1"]
-    assert [(row["rank"], row["stage"]) for row in rows] == list(zip("0123", names, strict=True))
-
-    boards = [Board.create(rank, 2, place=rank % 2) for rank in range(4)]
-    rows = shown(Rows(ranks_of(*boards)))
-    assert [(row["rank"], row["stage"]) for row in rows] == list(zip("0123", "0101", strict=True))
