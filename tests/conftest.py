@@ -156,7 +156,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of processes for ``-n auto``: one more than cores if tests wait."""
-    waits = config.option.markexpr != "not dist"
+    waits: bool = config.option.markexpr != "not dist"
     return min(len(os.sched_getaffinity(0)) + waits, MOST_PROCESSES)
 
 

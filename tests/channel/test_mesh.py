@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 
@@ -18,6 +19,24 @@ def failed(mesh, error=RemoteStageError, **options):
     with pytest.raises(error) as caught:
         mesh.wait(lambda: False, nothing, **options)
     return caught.value
+
+
+# -- frames --------------------------------------------------------------------------------------
+
+
+def test_an_early_frame_is_kept_for_its_handler(net):
+    a, b = net(2, timeout_s=math.inf, stall_timeout_s=math.inf)
+    order = received_by(b, 0, 1)
+
+    a.send(1, 7, 0, 0, b"early")
+    a.send(1, 7, 1, 1, b"too")
+    a.send(1, 1, 0, 0)
+    b.wait(lambda: order, nothing)
+    received = received_by(b, 0, 7)
+    a.send(1, 7, 0, 2, b"late")
+    b.wait(lambda: len(received) == 3, nothing)
+
+    assert received == [(0, 0, b"early"), (1, 1, b"too"), (2, 0, b"late")]
 
 
 # -- waits ---------------------------------------------------------------------------------------

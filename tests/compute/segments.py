@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def forward(segment: Segment, i: int, inputs: Flat, **options: Any) -> Flat:
     return output
 
 
-def backward(segment: Segment, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+def backward(segment: Segment, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients of the only input."""
     (of_input,) = segment.backward(i, gradients)
     return of_input

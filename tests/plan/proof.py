@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program
 from procpipe.plan.routes import LOSS, Routes, Transfer
@@ -36,6 +37,11 @@ def programs(plan: Plan, routes: Routes) -> tuple[Program, ...]:
     """Make the programs of all stages; the loss passes them where there is one."""
     n, has_loss = plan.num_stages, plan.has_forward
     return tuple(program(plan, routes, stage, has_loss=has_loss) for stage in range(n))
+
+
+def all_skips(n: int) -> tuple[tuple[int, int], ...]:
+    """Return all pairs of partitions that a skip tensor may go between."""
+    return tuple(combinations(range(n), 2))
 
 
 def before(task: Task) -> set[Task]:

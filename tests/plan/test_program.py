@@ -5,18 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from procpipe.plan.placement import folded, looped
-from procpipe.plan.program import (
-    Program,
-    Receive,
-    Run,
-    program,
-)
+from procpipe.plan.program import Program, Receive, Run, program
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
 from tests.cases import for_each
-from tests.plan.proof import programs
-
-SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
+from tests.plan.proof import all_skips, programs
+from tests.plan.schedules.grids import SIZES
 
 
 def text(steps: Program) -> list[str]:
@@ -41,10 +35,6 @@ def test_the_program_of_the_last_stage() -> None:
         run B0@1
         send gradient 0: 1->0
     """)
-
-
-def all_skips(n: int) -> tuple[tuple[int, int], ...]:
-    return tuple((a, b) for a in range(n) for b in range(a + 1, n))
 
 
 @for_each(("m", "n"), SIZES)

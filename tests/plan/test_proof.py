@@ -15,13 +15,8 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Cycle, Plan, Task
 from tests.cases import for_each
-from tests.plan.proof import before, deadlocked, prove
+from tests.plan.proof import all_skips, before, deadlocked, prove
 from tests.plan.schedules.grids import SOME_SIZES
-
-
-def all_skips(n: int) -> tuple[tuple[int, int], ...]:
-    return tuple((a, b) for a in range(n) for b in range(a + 1, n))
-
 
 # Plans that can run -------------------------------------------------------------------------
 

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.skip.tracker import SkipKey, Tracker, current_tracker, tracking
+from procpipe.skip.tracker import Tracker, tracking
 from tests.skip.layers import popper, stasher
-
-KEY = SkipKey(None, "a")
-
-
-@pytest.fixture(autouse=True)
-def tracker() -> Iterator[Tracker]:
-    """Give each test a tracker of its own."""
-    with tracking(Tracker()):
-        tracker = current_tracker()
-        assert isinstance(tracker, Tracker)
-        yield tracker
 
 
 def test_a_tensor_is_released_when_it_is_popped_last() -> None:
@@ -38,15 +26,15 @@ def test_a_tensor_is_released_when_it_is_popped_last() -> None:
     assert found == [None]
 
 
-def test_threads_do_not_see_each_others_tensors(tracker: Tracker) -> None:
-    stasher("a")(torch.tensor([100.0]))
+def test_threads_do_not_see_each_others_tensors() -> None:
     model = nn.Sequential(stasher("a"), popper("a"))
 
     def pop_alone() -> Tensor:
         output: Tensor = popper("a")(torch.ones(1))
         return output
 
-    with ThreadPoolExecutor(1) as pool:
+    with tracking(tracker := Tracker()), ThreadPoolExecutor(1) as pool:
+        stasher("a")(torch.tensor([100.0]))
         assert pool.submit(model, torch.ones(1)).result().tolist() == [3]
         with pytest.raises(RuntimeError, match="was not stashed"):
             pool.submit(pop_alone).result()
