@@ -14,7 +14,7 @@ substitute:
 
 A name may stay while its behaviour changes. Where no check could detect that (the engine), it is
 used in tested releases only. ``tests/test_torch_internals.py`` looks for each in the installed
-release, and finds private names used elsewhere.
+release; ruff finds private names used elsewhere.
 
 Not here: attributes that exist since torch 1.0 and that torch's own notes name (``_version`` of
 tensors; ``_modules``, ``_parameters`` and ``_buffers`` of modules).

@@ -154,9 +154,10 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of processes for ``-n auto``: one more than cores, since tests wait."""
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes for ``-n auto``: one more than cores if tests wait."""
+    waits: bool = config.option.markexpr != "not dist"
+    return min(len(os.sched_getaffinity(0)) + waits, MOST_PROCESSES)
 
 
 def num_needed(item: pytest.Item) -> int:

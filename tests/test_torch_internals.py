@@ -1,12 +1,9 @@
-"""The private names of torch that procpipe uses, and no others."""
+"""The private names of torch that procpipe uses; that it uses no others is checked by ruff."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import logging
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +14,6 @@ from torch.distributed import ProcessGroupGloo
 from procpipe import torch_internals
 from procpipe.compute import split
 from procpipe.torch_versions import RELEASE, TESTED
-
-ROOT = Path(__file__).parents[1]
-
 
 GLOO: Any = ProcessGroupGloo  # torch's stubs leave its options out
 
@@ -79,67 +73,6 @@ def test_private_names_are_in_each_release(where):
     find, names = NAMES[where]
     if RELEASE in TESTED:
         assert [name for name in names.split() if not hasattr(find(), name)] == []
-
-
-#: Attributes of tensors, modules, named tuples and processes that are not private, or Python's.
-USABLE = {
-    *("_version", "_is_view", "_modules", "_parameters", "_buffers", "_metadata"),
-    *("_replace", "_fields", "_exit", "_inst"),
-    *("_current_frames", "_DummyThread", "_register_atexit"),
-}
-
-
-#: Names of classes of models in transformers, and of their configurations.
-OF_TRANSFORMERS = {
-    *("_can_record_outputs", "_keys_to_ignore_on_load_unexpected", "_init_weights"),
-    *("_from_config", "_attn_implementation", "_experts_implementation"),
-}
-
-
-def test_no_other_module_uses_private_names_of_torch():
-    """Nor any attribute with an underscore that no class of procpipe has."""
-    paths = [path for folder in ("procpipe", "launch") for path in (ROOT / folder).rglob("*.py")]
-    nodes = {path: [*ast.walk(ast.parse(path.read_text("utf-8")))] for path in paths}
-    own = {name for of_file in nodes.values() for name in defined_by(of_file)}
-    found = [
-        f"{path.relative_to(ROOT)}:{line} {name}"
-        for path, of_file in nodes.items()
-        if path.stem != "torch_internals"
-        for line, name in private_names_in(of_file, own)
-        if not (path.parent.name in ("hf", "cutting") and name in OF_TRANSFORMERS)
-    ]
-
-    assert found == []
-    inside = private_names_in(nodes[ROOT / "procpipe" / "torch_internals.py"], own)
-    assert {"_Options", "_pytree", "_BatchNorm"} <= {name for _, name in inside}
-
-
-def defined_by(nodes: list[ast.AST]) -> set[str]:
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
-            found |= {node.attr} if is_own else set()
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-        if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
-def private_names_in(nodes: list[ast.AST], own: set[str]) -> list[tuple[int, str]]:
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            found.append((node.lineno, node.attr))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            names = [alias.name for alias in node.names] + str(node.module).split(".")
-            found += [(node.lineno, name) for name in names]
-    return [
-        (line, name) for line, name in found if re.match("_[^_]", name) and name not in own | USABLE
-    ]
 
 
 # -- without the names ---------------------------------------------------------------------------

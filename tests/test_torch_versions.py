@@ -45,12 +45,6 @@ def test_newer_and_unknown_versions_are_accepted(version, tmp_path):
     assert "'torch'" in ended.stderr.splitlines()[-1]  # which has no nn, Tensor, …
 
 
-def test_the_release_of_a_version():
-    assert release_of("2.11.0+cu130") == (2, 11)
-    assert release_of("2.15.0a0+gitabc") == (2, 15)
-    assert release_of("main") is None
-
-
 def test_the_package_requires_what_is_checked():
     required = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
 

@@ -21,7 +21,7 @@ _DECODERS = (
 )
 _BERTS = ("BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM")
 
-#: The classes that docs/language_models.md lists, which ``python -m tests.hf`` compares.
+#: The classes that docs/language_models.md lists, which ``tests/hf/test_pipelines.py`` compares.
 COMPARED = {"GPT2LMHeadModel", *_BERTS, *(f"{name}ForCausalLM" for name in _DECODERS)}
 
 _NUM_WORDS, _NUM_SAMPLES, _LENGTH = 64, 3, 7

@@ -8,10 +8,8 @@ import re
 import time
 
 import pytest
-from torch.distributed import PrefixStore
 
 from procpipe.channel.monitor import FAILURE
-from procpipe.channel.store import MeshStore
 from procpipe.errors import PeerLostError, RemoteStageError, WaitTimeoutError
 from tests.channel.meshes import Recorded, frame, make_meshes, nothing, received_by
 
@@ -151,9 +149,3 @@ def test_a_peer_that_reads_nothing_holds_nobody_up(net, monkeypatch):
     one.close()
 
     assert time.monotonic() - start_s < 4.0  # 5 s where the limit above is not used
-
-
-def test_torchs_store_over_the_mesh(net):
-    stores = [PrefixStore("group", MeshStore(mesh)) for mesh in net(3)]
-    stores[0].set("key", "value")
-    assert [store.get("key") for store in stores] == [b"value"] * 3

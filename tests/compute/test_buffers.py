@@ -70,15 +70,6 @@ def test_recomputation_repeats_and_leaves_buffers_unchanged(how, start):
     assert forward(buffers, layer)[0] == 4
 
 
-def test_running_statistics_always_count_as_changing():
-    """Nothing changes in evaluation, where the first forward may be."""
-    norm = nn.BatchNorm1d(3).eval()
-    buffers = buffers_of(norm=norm)
-    for _ in range(2):
-        forward(buffers, lambda: norm(torch.randn(4, 3)))
-    assert len(buffers.before_forward()) == 3
-
-
 @pytest.mark.parametrize(("how", "start"), [("in place", 0), ("assigned", 0), ("assigned", None)])
 def test_a_buffer_that_changes_only_now_is_found(how, start):
     layer = Counter("never", start)
@@ -102,13 +93,3 @@ def test_a_buffer_in_two_places_has_one_copy():
     put(before)
     assert a.count is b.count
     assert a.count == 2
-
-
-def test_a_module_that_two_layers_have_does_not_count_as_changed():
-    """Else what is known of its buffers would be found out anew in each mini-batch."""
-    shared = Counter()
-    layers = {"a": nn.Sequential(shared), "b": nn.Sequential(nn.Identity(), shared)}
-    buffers = buffers_of(**layers)
-    forward(buffers, shared)
-    buffers.read(module for layer in layers.values() for module in layer.modules())
-    assert len(buffers.before_forward()) == 1

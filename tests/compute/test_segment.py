@@ -8,52 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.layers import Layers
 from procpipe.compute.recompute import is_recomputing
-from procpipe.compute.segment import Segment
 from procpipe.data.microbatch import NoChunk
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.job.board import Board
-from procpipe.tree import Flat, is_plain
+from procpipe.tree import is_plain
 from tests.cases import for_each
-
-CPU = torch.device("cpu")
-
-
-class Do(nn.Module):
-    """A layer from a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
-
-
-def segment_of(*layers: Any, is_first: bool = False) -> Segment:
-    is_named = len(layers) == 1 and isinstance(layers[0], dict)
-    named = layers[0] if is_named else {str(k): layer for k, layer in enumerate(layers)}
-    return Segment(Layers(named, CPU, is_first=is_first))
-
-
-def received(value: Any, requires_grad: bool = True) -> Flat:
-    """Return a value as received from the stage before."""
-    tensors, structure, _ = Flat.of(value)
-    flags = tuple(requires_grad and tensor.is_floating_point() for tensor in tensors)
-    return Flat([tensor.clone() for tensor in tensors], structure, flags)
-
-
-def forward(segment, i, inputs, **options):
-    """Run a forward task of one input and one output."""
-    (output,) = segment.forward(i, [inputs], **options)
-    return output
-
-
-def backward(segment, i, gradients):
-    """Return the gradients of the only input."""
-    (of_input,) = segment.backward(i, gradients)
-    return of_input
+from tests.compute.segments import Do, backward, forward, received, segment_of
 
 
 def run(segment, inputs, gradient=1.0, recompute=False, i=0):
@@ -70,35 +31,6 @@ def run(segment, inputs, gradient=1.0, recompute=False, i=0):
 
 
 BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-
-
-def test_without_backward_nothing_is_kept():
-    segment = segment_of(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    output = forward(segment, 0, received(torch.randn(5, 3)), keep=False, recompute=False)
-    assert output.requires_grad == (False,)
-    assert output.tensors[0].grad_fn is None
-    assert segment.num_held == 0
-
-
-@BOTH
-def test_outputs_require_gradients_if_parameters_or_inputs_do(recompute):
-    def case(layer, value, with_gradients=True):
-        output, gradients = run(
-            segment_of(layer), received(value, with_gradients), recompute=recompute
-        )
-        return output.requires_grad, [gradient is not None for gradient in gradients]
-
-    x, ids = torch.randn(4, 3), torch.arange(4)
-    linear, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
-    assert case(linear, x) == ((True,), [True])
-    assert case(linear, x, with_gradients=False) == ((True,), [])
-    assert case(frozen, x) == ((True,), [True])
-    assert case(frozen, x, with_gradients=False) == ((False,), [])
-    assert case(Do(lambda t: (t[0], t[1] > 2)), (x, ids)) == ((True, False), [True])
-    assert case(nn.Embedding(4, 2), ids) == ((True,), [])
-    assert case(Do(lambda t: t.detach()), x) == ((False,), [False])
-    assert case(Do(lambda t: t[1] * 2.0), (x, x)) == ((True,), [False, True])
-    assert case(Do(lambda t: torch.ones(2, requires_grad=True)), x) == ((True,), [False])
 
 
 @BOTH
@@ -125,19 +57,6 @@ def test_what_is_frozen_is_not_recomputed():
     assert phases == [False]
 
 
-@BOTH
-def test_a_layer_may_change_what_it_receives_in_place(recompute):
-    x = torch.tensor([-1.0, 2.0])
-    segment = segment_of(nn.Sequential(nn.ReLU(inplace=True)))
-    inputs = received(x)
-    output, (gradient,) = run(segment, inputs, recompute=recompute)
-    assert output.tensors[0].tolist() == [0.0, 2.0]
-    assert gradient is not None
-    assert gradient.tolist() == [0.0, 1.0]
-    if recompute:
-        assert inputs.tensors[0].tolist() == [-1.0, 2.0]
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     segment = segment_of({"view": Do(lambda t: t[:]), "add": Do(lambda t: t.add_(1))})
@@ -161,41 +80,30 @@ def test_a_change_between_forward_and_recomputation_is_an_error(is_between):
         segment.recompute(4)
 
 
-def test_a_recomputation_with_another_path_is_an_error():
-    calls: list[int] = []
+class AnotherWay(nn.Module):
+    """Returns something else when it is recomputed, if that is given."""
 
-    def another_way(t: Tensor) -> Any:
-        calls.append(1)
-        return (t, t) if len(calls) > 1 else (t, t.detach())
-
-    segment = segment_of(Do(another_way))
-    forward(segment, 0, received(torch.ones(2)), keep=True, recompute=True)
-    with pytest.raises(
-        RecomputeError,
-        match=r"\(\(2,\), True\)\], but its first forward gave .*\(\(2,\), False\)\]:",
-    ):
-        segment.recompute(0)
-
-
-class AnotherShape(nn.Module):
-    """Returns fewer rows when it is recomputed, if ``is_on``."""
-
-    is_on = False
+    again: Any = None
 
     def forward(self, t: Tensor) -> Tensor:
-        return t[:1] if self.is_on and is_recomputing() else t
+        other: Tensor = self.again(t) if self.again and is_recomputing() else t
+        return other
 
 
-def test_another_shape_is_an_error_also_where_outputs_are_not_compared():
-    layer = AnotherShape()
+@for_each(
+    ("again", "form"),
+    [(lambda t: t[:1], r"\(1, 3\), True"), (lambda t: t.detach(), r"\(4, 3\), False")],
+)
+def test_another_form_is_an_error_also_where_outputs_are_not_compared(again, form):
+    layer = AnotherWay()
     segment = segment_of(layer)
     for _ in range(2):
         segment.begin()
         run(segment, received(torch.ones(4, 3)), recompute=True)
-    layer.is_on = True
+    layer.again = again
     segment.begin()
     forward(segment, 0, received(torch.ones(4, 3)), keep=True, recompute=True)
-    with pytest.raises(RecomputeError, match=r"\(1, 3\), True.*first forward gave \[\(\(4, 3\), T"):
+    with pytest.raises(RecomputeError, match=rf"{form}.*first forward gave \[\(\(4, 3\), True"):
         segment.recompute(0)
 
 
@@ -244,36 +152,25 @@ def test_outputs_must_consist_of_plain_tensors_on_the_device():
         run(segment_of(Do(lambda t: (t, NoChunk(t)))), received(torch.ones(2)))
 
 
-class FailsAgain(nn.Module):
-    """Counts its forwards and draws; fails in a recomputation."""
-
-    count: Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        x = x * self.count.add_(1) * torch.rand(2)
+def test_a_recomputation_that_fails_leaves_all_as_it_was():
+    def fail_again(x):
+        x = x * layer.count.add_(1) * torch.rand(2)
         if is_recomputing():
             raise ZeroDivisionError
         return x
 
-
-def test_a_recomputation_that_fails_leaves_all_as_it_was():
-    layer = FailsAgain()
-    segment, count = segment_of(layer), layer.count
+    layer: Any = Do(fail_again)
+    count = torch.zeros(())
+    layer.register_buffer("count", count)
+    segment = segment_of(layer)
     forward(segment, 0, received(torch.ones(2)), keep=True, recompute=True)
-    torch.rand(1)
     drawn = torch.get_rng_state()
 
     with pytest.raises(ZeroDivisionError):
         segment.recompute(0)
 
-    assert layer.count is count
-    assert count == 1
+    assert (layer.count is count, count.item(), is_recomputing()) == (True, 1, False)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert not is_recomputing()
 
 
 def test_a_long_name_of_a_layer_is_cut_on_the_board_only():
@@ -352,19 +249,13 @@ class Marked(Tensor):
 
 
 def test_a_tensor_of_another_class_is_not_sent():
-    layers = {"0": nn.Linear(3, 3), "1": Do(lambda x: x.as_subclass(Marked))}
+    layers, inputs = (nn.Linear(3, 3), Do(lambda x: x.as_subclass(Marked))), torch.randn(2, 3)
+    options: Any = {"keep": False, "recompute": False}
     with torch.no_grad():
-        output = forward(
-            Segment(Layers(layers, CPU, is_first=False)),
-            0,
-            received(torch.randn(2, 3)),
-            keep=False,
-            recompute=False,
-        )
+        output = forward(segment_of(*layers), 0, received(inputs), **options)
     assert not is_plain(output.tensors[0])  # as in the plain model: the partition is the last
-    segment = Segment(Layers(layers, CPU, is_first=False, is_last=False))
     with pytest.raises(BoundaryError, match=r"^layer '1' \(Do\) returned.*\.Marked of"):
-        forward(segment, 0, received(torch.randn(2, 3)), keep=False, recompute=False)
+        forward(segment_of(*layers, is_last=False), 0, received(inputs), **options)
 
 
 class CountsLater(nn.Module):

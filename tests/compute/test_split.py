@@ -17,24 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
-from procpipe.tree import TENSOR, Flat
+from procpipe.compute.split import suited
 from tests.cases import for_each, pairs
-
-CPU = torch.device("cpu")
-
-
-class Do(nn.Module):
-    """A layer from a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, x):
-        return self.function(*self.parts, x)
+from tests.compute.segments import Do, backward, forward, received, segment_of
 
 
 class Own(nn.Linear):
@@ -42,22 +28,6 @@ class Own(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) * 2
-
-
-def partition_of(model: nn.Sequential) -> Segment:
-    return Segment(Layers(dict(model.named_children()), CPU, is_first=False))
-
-
-def forward(segment: Segment, i: int, inputs: Flat, **options: Any) -> Flat:
-    """Run a forward task of one input and one output."""
-    (output,) = segment.forward(i, [inputs], **options)
-    return output
-
-
-def backward(segment: Segment, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the only input."""
-    (of_input,) = segment.backward(i, gradients)
-    return of_input
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -93,14 +63,13 @@ def in_tasks(
     num_split: int,
 ) -> list[Tensor | None]:
     """Run micro-batches: the first ``num_split`` with I and W, all others with B."""
-    partition = partition_of(model)
+    partition = segment_of(*model)
     gradients: list[Tensor | None] = []
     with autocast():
         partition.begin()
         outputs = []
         for i, x in enumerate(xs):
-            inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
-            is_split = i < num_split
+            inputs, is_split = received(x, x.requires_grad), i < num_split
             made = forward(partition, i, inputs, keep=True, recompute=recompute, split=is_split)
             outputs.append(made.tensors[0])
         for i, output in enumerate(outputs):
@@ -118,8 +87,8 @@ def in_tasks(
 def num_put_off(model: nn.Sequential, x: Tensor) -> int:
     """Return how many parameters have no gradient, or only a part, between I and W."""
     model = copy.deepcopy(model)
-    partition = partition_of(model)
-    inputs = Flat([x.detach()], Flat.of(x).structure, (x.requires_grad,))
+    partition = segment_of(*model)
+    inputs = received(x, x.requires_grad)
     output = forward(partition, 0, inputs, keep=True, recompute=False, split=True).tensors[0]
     backward(partition, 0, [ramp(*output.shape, dtype=output.dtype)])
     before = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
@@ -174,7 +143,6 @@ def seed() -> None:
 # -- linear layers -------------------------------------------------------------------------------
 
 DTYPES = [torch.float32, torch.float64]
-FLOATS = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "f64"])
 BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 
 
@@ -221,13 +189,6 @@ def test_layouts_of_the_input_of_a_linear_layer(layout, bias, dtype):
     check(Do(forward, layer), x, put_off=1 + bias)
 
 
-@FLOATS
-def test_a_weight_by_columns(dtype):
-    layer = nn.Linear(7, 12, dtype=dtype)
-    layer.weight = nn.Parameter(ramp(7, 12, dtype=dtype).t())
-    check(layer, ramp(33, 7, dtype=dtype), put_off=2)
-
-
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
 def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
     ran: list[str] = []
@@ -237,8 +198,8 @@ def test_the_models_first_layer_does_nothing_in_the_first_task(layer):
             ran.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    partition = partition_of(nn.Sequential(layer))
-    inputs = Flat([ramp(2, 3, 6)], TENSOR, (False,))
+    partition = segment_of(layer)
+    inputs = received(ramp(2, 3, 6), requires_grad=False)
     forward(partition, 0, inputs, keep=True, recompute=False, split=True)
     gradient = ramp(2, 3, 6)
     with Listen():
@@ -304,39 +265,39 @@ def test_a_change_in_place_of_saved_tensors_is_an_error(layer):
         x.add_(1)
         return y
 
-    partition = partition_of(nn.Sequential(Do(changes, layer)))
+    partition = segment_of(Do(changes, layer))
     forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         backward(partition, 0, [torch.ones(3, 6)])
     assert partition.num_held == 0
 
 
-def received(x: Tensor) -> Flat:
-    return Flat([x], Flat.of(x).structure, (True,))
+def with_a_computed_weight(maker, layer, x):
+    weight = maker(x.mean(0)).reshape(6, 6)
+    return torch.func.functional_call(layer, {"weight": weight}, (x,))
 
 
-def test_a_weight_that_is_an_embedding_too_is_not_put_off():
-    def forward(embedding, head, x):
-        return head(x + embedding(torch.arange(4)))
-
-    embedding, head = nn.Embedding(9, 6), nn.Linear(6, 9)
-    head.weight = embedding.weight
-    check(nn.Sequential(nn.Linear(6, 6), Do(forward, embedding, head)), ramp(4, 6), put_off=2)
+class Scaled(nn.Conv1d):
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight * 2, bias)
 
 
-def test_a_weight_that_another_layer_computes_is_not_put_off():
-    def forward(maker, layer, x):
-        weight = maker(x.mean(0)).reshape(6, 6)
-        return torch.func.functional_call(layer, {"weight": weight}, (x,))
-
-    check(Do(forward, nn.Linear(6, 36), nn.Linear(6, 6)), ramp(4, 6), put_off=2)
+by_columns = nn.Linear(6, 6)
+by_columns.weight = nn.Parameter(ramp(6, 6).t())
 
 
-def test_complex_and_vmapped_tensors_are_not_put_off():
-    complex_layer = nn.Linear(6, 6, dtype=torch.complex64)
-    check(Do(lambda layer, x: layer(x + 0j).real, complex_layer), ramp(4, 6), put_off=0)
-    vmapped = Do(lambda layer, x: torch.func.vmap(layer)(x), nn.Linear(6, 6))
-    check(vmapped, ramp(4, 6), put_off=0)
+@for_each(
+    ("layer", "put_off"),
+    [
+        (by_columns, 2),
+        (Do(with_a_computed_weight, nn.Linear(6, 36), nn.Linear(6, 6)), 2),
+        (Do(lambda f, x: f(x + 0j).real, nn.Linear(6, 6, dtype=torch.complex64)), 0),
+        (Do(lambda f, x: torch.func.vmap(f)(x), nn.Linear(6, 6)), 0),
+        (Do(lambda f, x: f(x[None])[0], Scaled(4, 4, 1)), 0),
+    ],
+)
+def test_only_weights_of_stock_layers_are_put_off(layer, put_off):
+    check(layer, ramp(4, 6), put_off=put_off)
 
 
 @BOTH
@@ -377,6 +338,20 @@ def test_checkpointing_inside_a_layer(use_reentrant, recompute):
     check(model, ramp(4, 6), put_off=8, recompute=recompute)
 
 
+def run_split(
+    partition: Segment, x: Tensor, i: int = 0, *, recompute: bool = False
+) -> Iterator[None]:
+    """Run the tasks of a micro-batch, one at each yield."""
+    output = forward(partition, i, received(x), keep=True, recompute=recompute, split=True)
+    if recompute:
+        partition.recompute(i)
+    yield
+    backward(partition, i, [torch.ones_like(output.tensors[0])])
+    yield
+    partition.backward_weight(i)
+    yield
+
+
 def grad_in_forward(layer, x):
     with torch.enable_grad():
         x = x * 1
@@ -411,12 +386,12 @@ def test_a_backward_pass_inside_a_layer_is_refused(layer, how, function, recompu
 
     if how.startswith("re"):
         function = grad_in_forward  # of the others torch refuses one, and one has no graph
-    partition = partition_of(nn.Sequential(Do(forward, copy.deepcopy(layer))))
+    partition = segment_of(Do(forward, copy.deepcopy(layer)))
     with pytest.raises(RuntimeError, match="use a schedule that does not split backward"):
         list(run_split(partition, ramp(2, 3, 6), recompute=recompute))
 
 
-# -- hooks ---------------------------------------------------------------------------------------
+# -- layers that are not changed -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -424,66 +399,21 @@ def linear() -> nn.Linear:
     return nn.Linear(6, 6)
 
 
-def run_split(
-    partition: Segment, x: Tensor, i: int = 0, *, recompute: bool = False
-) -> Iterator[None]:
-    """Run the tasks of a micro-batch, one at each yield."""
-    output = forward(partition, i, received(x), keep=True, recompute=recompute, split=True)
-    if recompute:
-        partition.recompute(i)
-    yield
-    backward(partition, i, [torch.ones_like(output.tensors[0])])
-    yield
-    partition.backward_weight(i)
-    yield
-
-
-def test_hooks_run_once_a_micro_batch(linear):
-    calls: list[str] = []
-    model = nn.Sequential(nn.Linear(6, 6), Do(lambda layer, x: layer(layer(x)), linear))
-    linear.weight.register_hook(lambda g: calls.append("weight"))
-    linear.bias.register_post_accumulate_grad_hook(lambda p: calls.append("bias"))
-    model[0].register_forward_pre_hook(lambda *_: calls.append("before"))
-    model[0].register_forward_hook(lambda *_: calls.append("after"))
-    model[0].register_full_backward_hook(lambda *_: calls.append("module"))
-    partition = partition_of(model)
-    for i in range(2):
-        tasks = run_split(partition, ramp(3, 6), i)
-        next(tasks)
-        assert calls == ["before", "after"]
-        next(tasks)
-        assert calls == ["before", "after", "module"]
-        next(tasks)
-        assert sorted(calls[3:]) == ["bias", "weight"]
-        calls.clear()
-
-
-# -- layers that are not changed -----------------------------------------------------------------
-
-
-def test_no_forward_is_replaced_before_the_first_split_task(linear):
-    partition = partition_of(nn.Sequential(linear))
-    output = forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False)
-    backward(partition, 0, [torch.ones_like(output.tensors[0])])
-    assert "forward" not in linear.__dict__
-
-
 def test_a_layer_whose_forward_was_replaced(linear):
     linear.forward = lambda x: F.linear(x, linear.weight) * 3
-    partition = partition_of(nn.Sequential(linear))
-    tasks = run_split(partition, ramp(3, 6))
+    tasks = run_split(segment_of(linear), ramp(3, 6))
     next(tasks)
     next(tasks)
     assert linear.weight.grad is not None
     assert "forward" in linear.__dict__
 
 
-def test_a_convolution_with_its_own_conv_forward():
-    class Scaled(nn.Conv1d):
-        def _conv_forward(self, input, weight, bias):
-            return super()._conv_forward(input, weight * 2, bias)
-
-    check(Scaled(3, 3, 1), ramp(2, 3, 6), put_off=0)
+def test_compiled_layers_and_shared_weights_are_left_as_they_are(linear):
+    """Another forward would be compiled anew; hooks of a shared weight would run twice."""
+    compiled, table, head = nn.Linear(6, 6), nn.Embedding(9, 6), nn.Linear(6, 9)
+    compiled.compile(backend="eager")
+    head.weight = table.weight
+    assert suited([linear, nn.Sequential(compiled), table, head]) == [linear]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -500,7 +430,7 @@ def test_a_layer_that_a_compiled_function_calls(linear):
 
     expected = nn.Linear(6, 6)
     expected.load_state_dict(linear.state_dict())
-    partition = partition_of(nn.Sequential(Do(torch.compile(forward, backend=backend), linear)))
+    partition = segment_of(Do(torch.compile(forward, backend=backend), linear))
     for _ in range(2):
         partition.begin()
         tasks = run_split(partition, ramp(3, 6))
@@ -514,7 +444,7 @@ def test_a_layer_that_a_compiled_function_calls(linear):
 
 
 def test_layers_can_be_copied_and_pickled_after_a_split_task(linear):
-    list(run_split(partition_of(nn.Sequential(linear)), ramp(3, 6)))
+    list(run_split(segment_of(linear), ramp(3, 6)))
     for copied in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
         with torch.no_grad():
             copied.weight.add_(1)
@@ -543,7 +473,7 @@ def test_between_the_tasks_only_two_tensors_a_layer_are_held():
     def alive() -> set[str]:
         return {name for name, reference in notes.items() if not reference.expired()}
 
-    partition = partition_of(nn.Sequential(Do(forward_noted, nn.Linear(6, 5))))
+    partition = segment_of(Do(forward_noted, nn.Linear(6, 5)))
     forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
     assert alive() == {"x", "y", "z"}
     backward(partition, 0, [torch.ones(3, 5)])
@@ -575,11 +505,10 @@ class Workspace(nn.Module):
 
 def test_overwriting_an_input_before_task_w_is_an_error() -> None:
     """Autograd checks for changes in task I, which has ended before this change."""
-    partition = Segment(Layers({"0": Workspace()}, torch.device("cpu"), is_first=False))
+    partition = segment_of(Workspace())
     partition.begin()
     for i in range(2):
-        x = Flat([torch.randn(2, 4)], TENSOR, (True,))
-        forward(partition, i, x, keep=True, recompute=False, split=True)
+        forward(partition, i, received(ramp(2, 4)), keep=True, recompute=False, split=True)
         backward(partition, i, [torch.ones(2, 3)])
     with pytest.raises(RuntimeError, match=r"layer whose weight is \(3, 4\) was changed in place"):
         partition.backward_weight(0)

@@ -317,6 +317,7 @@ def _load(names: Sequence[str]) -> None:
     # which starts a thread (24.0; scikit-learn imports it where pandas is installed).
     absent: dict[str, Any] = {"triton": None, "pyarrow": None}
     sys.modules.update(absent)
+    gc.disable()  # it would read all modules again and again
     for name in names:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
@@ -326,6 +327,7 @@ def _load(names: Sequence[str]) -> None:
     assert len(threads) == 1, f"{len(threads)} threads: a child would have only one"
     gc.collect()
     gc.freeze()  # so that no child writes to shared pages, which would copy them
+    gc.enable()
 
 
 def _hand_over(argv: Sequence[str]) -> int:

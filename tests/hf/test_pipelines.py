@@ -1,15 +1,18 @@
-"""Models as pipelines of several processes, against transformers in float64."""
+"""Models as pipelines of several processes, against transformers in float64.
+
+With ``PROCPIPE_HF=all`` these are all models of docs/language_models.md.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from procpipe.hf import compared
 from tests.hf.cases import CASES, class_of
-from tests.hf.compare import (
-    rows_of,
-    summary,
-)
+from tests.hf.compare import kinds_of, rows_of, summary
 
 #: Tied or not; with position embeddings, windows, routers, states in place of keys.
 SOME = [("GPT-2", True), ("Gemma 3", False), ("Mixtral", True), ("Mamba 2", False)]
@@ -18,11 +21,13 @@ SOME = [("GPT-2", True), ("Gemma 3", False), ("Mixtral", True), ("Mamba 2", Fals
 def test_all_classes_of_the_page_are_cases():
     assert compared.COMPARED == {class_of(name).__name__ for name in CASES}
     page = Path(__file__).parents[2] / "docs/language_models.md"
-    assert summary(dict.fromkeys(CASES, "")) in page.read_text()
+    assert summary(CASES) in page.read_text()
 
 
-def test_some_of_the_page_are_those_of_transformers(ranks, tmp_path):
-    """``python -m tests.hf`` compares all models, on one, two and three processes."""
-    found = rows_of(ranks, SOME, [3], tmp_path)
+@pytest.mark.timeout(3600 if os.environ.get("PROCPIPE_HF") == "all" else 120)
+def test_models_of_the_page_are_those_of_transformers(ranks, tmp_path):
+    is_all = os.environ.get("PROCPIPE_HF") == "all"
+    kinds, numbers = (kinds_of(CASES), [1, 2, 3]) if is_all else (SOME, [3])
+    found = rows_of(ranks, kinds, numbers, tmp_path)
 
-    assert found == {name: "" for name, _ in SOME}
+    assert found == {name: "" for name, _ in kinds}

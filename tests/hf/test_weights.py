@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from procpipe import Stage, hf
@@ -17,6 +16,12 @@ from tests.hf.compare import logits_of, on_meta, read_again
 
 #: Parameters are at other addresses, where sums may be of another order.
 TOLERANCE = 1e-13
+
+
+def empty(name, **others):
+    """Return all layers of a case, on the meta device, as one stage."""
+    layers = on_meta(name, **others)
+    return Stage(layers, [len(layers)])
 
 
 def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
@@ -36,8 +41,7 @@ def test_a_model_on_the_meta_device_is_initialised_as_transformers_does():
 def test_weights_of_the_base_model_alone_load(tmp_path):
     plain = model_of("GPT-2")
     plain.transformer.save_pretrained(tmp_path)
-    layers = on_meta("GPT-2")
-    stage = Stage(layers, [len(layers)])
+    stage = empty("GPT-2")
 
     hf.load_pretrained(stage, tmp_path)
 
@@ -47,18 +51,16 @@ def test_weights_of_the_base_model_alone_load(tmp_path):
 
 def test_what_does_not_fit_is_one_error(tmp_path):
     model_of("Llama").save_pretrained(tmp_path / "Llama")
-    layers = on_meta("Qwen2")
-    stage = Stage(layers, [len(layers)])
+    stage = empty("Qwen2")
 
     with pytest.raises(ValueError, match=r"q_proj\.bias in the file\) is missing") as error:
         hf.load_pretrained(stage, tmp_path / "Llama")
     assert str(error.value).count("is missing") == 5
     assert "4 more like this" in str(error.value)
     hf.load_pretrained(stage, tmp_path / "Llama", strict=False)
-    layers = on_meta("Llama")
     with pytest.raises(FileNotFoundError, match="holds none of"):
-        hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
-    stage = Stage(on_meta("Llama"), [5])
+        hf.load_pretrained(empty("Llama"), tmp_path)
+    stage = empty("Llama")
     with pytest.raises(FileNotFoundError, match=r"snapshot_download\('meta/Llama-9'\) returns"):
         hf.load_pretrained(stage, "meta/Llama-9")
     with pytest.raises(TypeError, match=r"was not made by hf\.sequential"):
@@ -72,16 +74,14 @@ def test_experts_that_cannot_be_joined_are_named(tmp_path):
     last = max(key for key in values if "experts.3." in key)
     values[last] = values[last][1:].clone()
     save_file(values, file, metadata={"format": "pt"})
-    layers = on_meta("Mixtral")
 
     with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.gate_up_proj cannot be made"):
-        hf.load_pretrained(Stage(layers, [len(layers)]), tmp_path)
+        hf.load_pretrained(empty("Mixtral"), tmp_path)
 
 
 def test_a_folder_with_another_model_holds_only_the_new_one(tmp_path):
     """As by save_pretrained of transformers: one file, several, and other numbers of them."""
-    layers = on_meta("Llama")
-    stage = Stage(layers, [5])
+    stage = empty("Llama")
     hf.load_pretrained(stage, saved_by_transformers(tmp_path / "in", "Llama"))
     expected = logits_of(model_of("Llama"), "Llama")
     for before in ("1GB", "20KB"):
@@ -108,7 +108,7 @@ def test_the_generation_config_of_a_folder_is_that_of_the_model(tmp_path):
     plain.generation_config.eos_token_id = [*range(3, 20)]
     plain.generation_config.pad_token_id = 30
     plain.save_pretrained(tmp_path / "in")
-    stage = Stage(on_meta("Llama"), [5])
+    stage = empty("Llama")
     prompts = torch.tensor([[20, 21, 22], [23, 24, 25]])
 
     hf.load_pretrained(stage, tmp_path / "in")
@@ -124,31 +124,6 @@ def test_the_generation_config_of_a_folder_is_that_of_the_model(tmp_path):
     assert saved["eos_token_id"] == [*range(3, 20)]
 
 
-def test_a_shared_matrix_is_saved_once_and_read_under_any_of_its_names(tmp_path):
-    plain = model_of("Llama", tie_word_embeddings=True)
-    layers = on_meta("Llama", tie_word_embeddings=True)
-    stage = Stage(layers, [len(layers)])
-    values = plain.state_dict()
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= values.keys()
-    folders = [tmp_path / name for name in ("both", "first", "last", "out")]
-    for folder, lacking in zip(
-        folders, ("", "lm_head.weight", "model.embed_tokens.weight"), strict=False
-    ):
-        folder.mkdir()
-        saved = {key: value.clone() for key, value in values.items() if key != lacking}
-        save_file(saved, folder / "model.safetensors")
-
-        hf.load_pretrained(stage, folder)
-
-        found = logits_of(stage, "Llama")
-        assert (found - logits_of(plain, "Llama")).abs().max() <= TOLERANCE, folder.name
-        torch.nn.init.zeros_(stage[0].model.embed_tokens.weight)
-    hf.load_pretrained(stage, folders[0])
-    hf.save_pretrained(stage, folders[3])
-    with safe_open(folders[3] / "model.safetensors", "pt") as file:
-        assert values.keys() - file.keys() == {"lm_head.weight"}
-
-
 def test_a_save_that_is_killed_leaves_no_mixed_model(tmp_path, monkeypatch):
     """Shards of two saves under one index would be read without an error."""
     folder = saved_by_transformers(tmp_path, "Llama", max_shard_size="20KB")
@@ -159,7 +134,7 @@ def test_a_save_that_is_killed_leaves_no_mixed_model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        hf.save_pretrained(Stage(on_meta("Llama"), [5]), folder)
+        hf.save_pretrained(empty("Llama"), folder)
 
     with pytest.raises(FileNotFoundError, match="holds none of"):
         values_in(folder)

@@ -25,13 +25,6 @@ def board():
         each.close()
 
 
-def found():
-    """Return what is found in the files of this process: the newest of its boards."""
-    reader = Board.of_process(os.getpid())
-    assert reader is not None
-    return reader
-
-
 @pytest.mark.usefixtures("board")
 def test_a_process_without_a_board():
     """A loader's worker has its parent's open; a file of that name may be just being made."""
@@ -41,12 +34,6 @@ def test_a_process_without_a_board():
         return Board.of_process(os.getpid()), Board.of_process(2**22 + 1)
 
     assert in_child(look) == "(None, None)"
-
-
-def test_texts_that_are_too_long_are_cut(board):
-    board.start_call("x" + "ä" * 1000)
-
-    assert found().read().call == "x" + "ä" * 127
 
 
 def test_a_closed_board_keeps_its_content_for_its_process():

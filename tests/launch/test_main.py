@@ -49,26 +49,11 @@ def test_each_mistake_in_the_command_line_is_named(words, message, capsys, monke
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("-n 3 train.py", (1, 1, 3, "a-run", "localhost:0", "127.0.0.1", {})),
-        (
-            "-n 1 --nnodes 2:4 --rdzv-endpoint first:29500 --rdzv-id it --local-addr me train.py",
-            (2, 4, 1, "it", "first:29500", "me", {}),
-        ),
-        (
-            "-n 1 --rdzv-endpoint first:1 --rdzv-conf is_host=1,read_timeout=9 -m my.train",
-            (1, 1, 1, "procpipe", "first:1", None, {"is_host": "1", "read_timeout": "9"}),
-        ),
-    ],
-)
-def test_torchs_agent_is_configured(words, expected):
+def test_torchs_agent_gets_the_settings_of_its_rendezvous():
+    words = "-n 1 --nnodes 2:4 --rdzv-endpoint first:1 --rdzv-conf is_host=1,read_timeout=9 x.py"
     made = command._config(command._parser().parse_args(words.split()), Path("logs/a-run"))
-
-    found = (made.min_nodes, made.max_nodes, made.nproc_per_node, made.run_id)
-    del made.rdzv_configs["timeout"]  # torch's default
-    assert (*found, made.rdzv_endpoint, made.local_addr, made.rdzv_configs) == expected
+    assert (made.min_nodes, made.max_nodes, made.run_id) == (2, 4, "procpipe")
+    assert {"is_host": "1", "read_timeout": "9"}.items() <= made.rdzv_configs.items()
 
 
 def test_a_command_whose_folder_is_missing_is_not_offered(tmp_path, capsys, monkeypatch):

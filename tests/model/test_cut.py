@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from procpipe.errors import BalanceError
-from procpipe.model.cut import check_balance, check_model, cut, layer_facts
+from procpipe.model.cut import check_balance, check_model, layer_facts
 from tests.cases import for_each
 from tests.model.layers import model_of_many_layers
 
@@ -61,15 +61,6 @@ EMPTY = "less than one layer: give each at least 1"
 def test_a_balance_that_is_none_is_refused(balance: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         check_balance(balance, 6)
-
-
-def test_cut_keeps_the_names() -> None:
-    model = nn.Sequential()
-    for name in ("stem", "body", "norm", "head"):
-        model.add_module(name, nn.ReLU())
-    partitions = cut(model, (1, 2, 1))
-    assert [list(layers) for layers in partitions] == [["stem"], ["body", "norm"], ["head"]]
-    assert [layer for layers in partitions for layer in layers.values()] == list(model)
 
 
 def test_layer_facts_do_not_depend_on_the_device() -> None:

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from procpipe.plan.program import Program, Receive, Run, Send, Step, program
 from procpipe.plan.routes import LOSS, Routes, Transfer
@@ -18,16 +19,15 @@ from procpipe.plan.task import Plan, Task
 from procpipe.plan.verify import verify
 
 
-def prove(plan: Plan, routes: Routes, steps: Sequence[Program] | None = None) -> None:
-    """Prove that a plan, by default with its own programs, runs to its end on any transport.
+def prove(plan: Plan, routes: Routes) -> None:
+    """Prove that a plan runs to its end on any transport.
 
     Raises:
         PlanError: the plan has faults.
         AssertionError: its programs have one.
     """
     verify(plan, routes)
-    made = programs(plan, routes) if steps is None else steps
-    assert len(made) == plan.num_stages
+    made = programs(plan, routes)
     _check_transfers(plan, routes, made)
     waits = deadlocked(made, routes)
     assert not waits, waits
@@ -37,6 +37,11 @@ def programs(plan: Plan, routes: Routes) -> tuple[Program, ...]:
     """Make the programs of all stages; the loss passes them where there is one."""
     n, has_loss = plan.num_stages, plan.has_forward
     return tuple(program(plan, routes, stage, has_loss=has_loss) for stage in range(n))
+
+
+def all_skips(n: int) -> tuple[tuple[int, int], ...]:
+    """Return all pairs of partitions that a skip tensor may go between."""
+    return tuple(combinations(range(n), 2))
 
 
 def before(task: Task) -> set[Task]:
@@ -91,13 +96,14 @@ def deadlocked(programs: Sequence[Program], routes: Routes) -> Mapping[int, str]
         programs: the program of each stage, in which every transfer has its send and its receive.
         routes: what each task needs.
     """
+    awaited = [[_awaited(step, routes) for step in steps] for steps in programs]
     done: set[Step] = set()
     places = [0] * len(programs)
     goes_on = True
     while goes_on:
         goes_on = False
         for stage, steps in enumerate(programs):
-            while places[stage] < len(steps) and _may_run(steps[places[stage]], routes, done):
+            while places[stage] < len(steps) and done >= awaited[stage][places[stage]]:
                 done.add(steps[places[stage]])
                 places[stage] += 1
                 goes_on = True
@@ -108,13 +114,14 @@ def deadlocked(programs: Sequence[Program], routes: Routes) -> Mapping[int, str]
     }
 
 
-def _may_run(step: Step, routes: Routes, done: Collection[Step]) -> bool:
+def _awaited(step: Step, routes: Routes) -> set[Step]:
+    """Return the steps that must be done before one, as listed above."""
     if isinstance(step, Receive):
-        return True
+        return set()
     if isinstance(step, Run):
-        return all(Send(transfer) in done for transfer in routes.needed(step.task))
-    awaited: list[Step] = [Receive(step.transfer)]
+        return {Send(transfer) for transfer in routes.needed(step.task)}
+    awaited: set[Step] = {Receive(step.transfer)}
     if step.transfer.payload == LOSS:
         here, _ = routes.stages_of(step.transfer)
-        awaited += [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == here]
-    return all(each in done for each in awaited)
+        awaited |= {Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == here}
+    return awaited

@@ -6,11 +6,11 @@ import pytest
 
 from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.placement import folded, looped, partitions_of
-from procpipe.plan.routes import ACTIVATION, Routes, Transfer
+from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.schedules.named import SCHEDULES, schedule_of
 from procpipe.plan.schedules.zero_bubble import zb_v
-from procpipe.plan.task import Plan, Task
+from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from tests.plan.proof import prove
 from tests.plan.schedules.grids import grid, read
@@ -49,22 +49,6 @@ def test_a_placement_is_part_of_a_plans_text() -> None:
     assert Plan.from_text("plan m=1 n=3\n").placement == (0, 1, 2)
     with pytest.raises(ValueError, match="line 1: 'plan m=2 n=2 placement=0,x' is not a header"):
         Plan.from_text("plan m=2 n=2 placement=0,x\n")
-
-
-def test_nothing_is_sent_between_partitions_of_one_stage() -> None:
-    routes = Routes(2, skips=((0, 3), (1, 3)), placement=(0, 1, 1, 0))
-    plan = gpipe(1, 2, placement=routes.placement)
-    sent = sorted(fenced for stage in range(2) for fenced in routes.sent(plan, stage))
-    assert [str(transfer) for _, transfer in sent] == [
-        "activation 0: 0->1",  # 1 and 2 are on stage 1, 0 and 3 on stage 0
-        "skip 0: 1->3",
-        "activation 0: 2->3",
-        "gradient 0: 3->2",
-        "skip gradient 0: 3->1",
-        "gradient 0: 1->0",
-    ]
-    assert Transfer(ACTIVATION, 0, 1, 2) in routes.used_by(Task("F", 0, 2))
-    assert routes.needed(Task("F", 0, 2)) == []
 
 
 def test_all_micro_batches_pass_one_partition_before_the_next() -> None:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from procpipe.plan.placement import folded, looped
-from procpipe.plan.program import (
-    Program,
-    Receive,
-    Run,
-    program,
-)
+from procpipe.plan.program import Program, Receive, Run, program
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe, recomputed
-from procpipe.plan.task import Plan
 from tests.cases import for_each
-from tests.plan.proof import programs
-
-SIZES = [(m, n) for m in range(1, 7) for n in range(1, 7)]
+from tests.plan.proof import all_skips, programs
+from tests.plan.schedules.grids import SIZES
 
 
 def text(steps: Program) -> list[str]:
@@ -42,10 +35,6 @@ def test_the_program_of_the_last_stage() -> None:
         run B0@1
         send gradient 0: 1->0
     """)
-
-
-def all_skips(n: int) -> tuple[tuple[int, int], ...]:
-    return tuple((a, b) for a in range(n) for b in range(a + 1, n))
 
 
 @for_each(("m", "n"), SIZES)
@@ -74,22 +63,3 @@ def test_the_loss_passes_every_stage_as_gradients_do() -> None:
     assert hops(*folded(6, 3)) == [(0, 1), (1, 2)]
     assert hops(0, 1, 0, 2) == [(0, 1), (2, 0)]
     assert hops(0, 1, 2, 1, 0, 1) == [(1, 0), (1, 2)]
-
-
-def steps_of_middle(plan: Plan) -> list[str]:
-    return [str(step) for step in program(plan, Routes(3), 1, has_loss=True)]
-
-
-def test_a_stage_passes_the_loss_on_ahead_of_the_gradient_of_the_last_forward() -> None:
-    assert steps_of_middle(gpipe(2, 3))[4:] == [
-        "receive loss 0: 2->1",
-        "receive gradient 1: 2->1",
-        "run F1@1",
-        "send activation 1: 1->2",
-        "receive gradient 0: 2->1",
-        "run B1@1",
-        "send loss 0: 1->0",
-        "send gradient 1: 1->0",
-        "run B0@1",
-        "send gradient 0: 1->0",
-    ]

@@ -143,7 +143,7 @@ def test_a_second_computation_agrees_also_with_skips(
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # it takes 0.25 s; what looks at all pairs of tasks, for ever
 def test_a_thousand_stages_are_simulated() -> None:
-    m, n = 64, 1024
+    m, n = 16, 1024
     timeline = simulate(gpipe(m, n), Costs.uniform(n, output_bytes=1))
     assert timeline.total_s == 3 * (m + n - 1)
     assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -54,21 +53,6 @@ def test_a_failed_step_is_not_counted(log):
     log.end_step(ORDER)
 
     assert (log.num_steps, log.busy_ns, dict(log.num_tasks)) == (1, 0, {})
-
-
-def test_sums_over_replicas_are_counted(log):
-    log.begin_step(ORDER)
-    now_ns = time.perf_counter_ns()
-    log.added_up("gradients 0", 100, now_ns - 900, now_ns - 600)
-    log.added_up("gradients 1", 10, now_ns - 700, now_ns - 450)
-    log.end_step(ORDER)
-
-    assert log.all_reduce_bytes == 110
-    assert log.exposed_ns >= 600 + 450
-    assert [one[:4] for one in log.last_record()["sums"]] == [
-        ("gradients 0", 100, now_ns - 900, now_ns - 600),
-        ("gradients 1", 10, now_ns - 700, now_ns - 450),
-    ]
 
 
 def test_statistics_before_the_first_step_have_no_split(log):

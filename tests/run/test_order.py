@@ -1,20 +1,8 @@
-"""Orders read back as written; differences of ranks are whole sentences."""
+"""Differences of ranks are whole sentences."""
 
 from __future__ import annotations
 
-import json
-
 from procpipe.run.coordinator import compare_facts
-from procpipe.run.order import Order, encode, order_of
-
-
-def test_an_order_is_short_and_reads_back():
-    order = Order("step", plan="0123456789abcdef", sizes=(2, 2), weights=(2.0, 0.1))
-    text = encode(order)
-    assert text == (
-        b'["step",true,true,"","0123456789abcdef","",[2,2],[2.0,0.1],null,1,[],"local",true,null]'
-    )
-    assert order_of(json.loads(text)) == order
 
 
 def test_every_difference_of_every_rank_is_a_sentence():

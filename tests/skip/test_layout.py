@@ -6,7 +6,6 @@ each, ``names("+a | -a")`` of one stage of two.
 
 from __future__ import annotations
 
-from procpipe.skip import Namespace
 from procpipe.skip.layout import SkipLayout, layout_of
 from tests.skip.layers import drawn
 
@@ -21,18 +20,6 @@ def names(*partitions: str) -> dict[tuple[int, int], str]:
     return {pair: " ".join(key.name for key in keys) for pair, keys in found}
 
 
-def test_within_a_stage_nothing_is_sent() -> None:
-    assert names("", "") == names("+a | -a", "+b | | -b") == {}
-
-
-def test_a_tensor_is_sent_past_stages_that_do_not_use_it() -> None:
-    assert names("+a", "", "", "-a") == {(0, 3): "a"}
-
-
-def test_two_tensors_popped_on_one_stage_come_from_different_stages() -> None:
-    assert names("+a", "+b", "-b -a") == {(0, 2): "a", (1, 2): "b"}
-
-
 def test_tensors_between_two_stages_are_in_the_order_of_stashing() -> None:
     """Whatever the order of pops, so that a message need not name its tensors."""
     assert names("+a | +b | +c", "-c | -a | -b") == {(0, 1): "a b c"}
@@ -44,11 +31,3 @@ def test_a_tensor_popped_on_several_stages_is_sent_once_to_each() -> None:
     """Four layers pop it: one where it is made, two on the next stage, one on the last."""
     shared = layout("+a*4 | -a", "-a | -a", "", "-a")
     assert {pair: [*keys.values()] for pair, keys in shared.items()} == {(0, 1): [2], (0, 3): [1]}
-
-
-def test_namespaces_distinguish_tensors_of_one_name() -> None:
-    outer, inner = Namespace(), Namespace()
-    first = {"0": drawn("+a", outer), "1": drawn("+a", inner)}
-    crossed = layout_of([first, {"2": drawn("-a", inner)}, {"3": drawn("-a", outer)}])
-    found = {pair: key.namespace for pair, (key,) in crossed.items()}
-    assert found == {(0, 1): inner, (0, 2): outer}

@@ -1,8 +1,10 @@
-"""Maps from a model's keys to those in files: reading, writing, and what the errors advise."""
+"""Maps from a model's keys to those in files: reading, writing, and what the errors advise.
+
+On several stages, which share a parameter: tests/hf/test_pipelines.py.
+"""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage, state
-from tests.dist.stages import assert_same, stage_of
+from tests.dist.stages import assert_same
 
 #: What a language model's keys may be in files; lm_head may share the embedding's weight.
 IN_FILE = {
@@ -155,55 +157,3 @@ def test_a_map_that_is_none_is_refused(tmp_path):
             with pytest.raises(TypeError, match=match):
                 call(tmp_path / "x.safetensors", stage, keys=keys)
     state.export(tmp_path / "out", stage)  # it can still be used
-
-
-# -- several processes ---------------------------------------------------------------------------
-
-
-def exchange(bare, folder):
-    """Load and export under a map that the model has, with a parameter that both stages share."""
-    truth = make_model(1, is_tied=True)
-    model = make_model(2, is_tied=True)
-    model.keys = in_file
-    with stage_of(bare, "exchange", model, [2, 2], check_tied=True) as stage:
-        for case in range(2):
-            with torch.no_grad():
-                for parameter in stage.parameters():
-                    parameter.zero_()
-            state.load_weights(f"{folder}/{case}.safetensors", stage)
-            assert_same_weights(stage, truth, case)
-        state.export(f"{folder}/exported", stage)
-        state.export(f"{folder}/one", stage, keys=to_one)
-        messages = []
-        for keys in (lambda key: key.replace("weight", "bias"), str):
-            with pytest.raises(ValueError, match="do not fit") as caught:
-                state.load_weights(f"{folder}/own", stage, keys=keys)
-            messages.append(str(caught.value))
-    return messages
-
-
-@pytest.mark.on_gpus
-def test_stages_that_share_a_parameter_exchange_weights(ranks, tmp_path):
-    model = make_model(1, is_tied=True)
-    write(tmp_path / "0.safetensors", model, without=["lm_head.weight"])
-    write(tmp_path / "1.safetensors", model, without=["model.embed.weight"])
-    state.export(tmp_path / "own", model, keys="module.{}".format)
-    first, second = ranks(2).run(exchange, str(tmp_path), world=False).values()
-
-    for folder, keys in (
-        ("exported", set(IN_FILE.values())),
-        ("one", set(IN_FILE.values()) - {"lm_head.weight"}),
-    ):
-        exported = read_all(tmp_path / folder)
-        index = json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())
-        assert exported.keys() == index["weight_map"].keys() == keys, folder
-        num_bytes = sum(value.nbytes for value in exported.values())
-        assert index["metadata"]["total_size"] == num_bytes, "each is written once"
-        for key, value in model.state_dict().items():
-            if IN_FILE[key] in exported:
-                assert_same(exported[IN_FILE[key]], value, f"{folder}, {key}")
-    assert first == second
-    collided, own = first
-    assert "1.weight and 1.bias are different tensors" in collided
-    assert "rank 1: layer '2' (BatchNorm1d): 2.weight is missing" in own
-    assert "module.2.num_batches_tracked is there, but no layer of the model has it" in own

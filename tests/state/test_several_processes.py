@@ -1,6 +1,7 @@
 """Saved state on real processes: faults, the background, and memory.
 
-That a run saved on n stages goes on as the plain model does on n': tests/fuzz.
+That a run saved on n stages goes on as the plain model does on n': tests/fuzz; and where loaders
+were: test_one_process.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 from procpipe import state
 from tests.dist.stages import assert_same, stage_of
@@ -51,48 +51,19 @@ def assert_same_as(found, expected, what):
         assert_same(value, expected[key], f"{what}: {key}")
 
 
-def noisy_run(bare, name, folder, *, seed, stop=0):
-    """Train for 15 steps, with dropout on every stage and a shuffled loader; return the weights."""
-    torch.manual_seed(1)
-    layers = [(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.ReLU()) for _ in range(3)]
-    model = nn.Sequential(*[layer for group in layers for layer in group])
-    data = TensorDataset(torch.randn(40, 6), torch.randn(40, 6))
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"chunks": 2, "deferred_batch_norm": True, "loss_fn": F.mse_loss}
-    with stage_of(bare, name, model, [4, 4, 4], **options) as stage:
-        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.05)
-        loader = state.Resumable(DataLoader(data, batch_size=8, shuffle=True))
-        progress: dict[str, Any] = {"step": 0, "loader": loader}
-        state.load(folder, stage, optimizer, extra=progress, missing_ok=True)
-        while progress["step"] < 15:
-            for input, target in stage.batches(loader):
-                train(stage, optimizer, [(input, target)])
-                progress["step"] += 1
-                if progress["step"] == stop:
-                    saving = state.save(
-                        folder, stage, optimizer, extra=progress, asynchronous=stop > 10
-                    )
-                    saving.wait()
-        return stage.state_dict()
-
-
-def stop_and_go_on(bare, folder):
-    for stop in (7, 10, 11):  # within an epoch, after its last mini-batch, after the first of one
-        whole = noisy_run(bare, f"{stop}", f"{folder}/{stop}", seed=5, stop=stop)
-        rest = noisy_run(bare, f"{stop} resumed", f"{folder}/{stop}", seed=6)
-        assert_same_as(rest, whole, f"stopped after {stop} steps")
-
-
-def test_a_resumed_run_is_the_same_bit_by_bit(ranks, tmp_path):
-    ranks(3).run(stop_and_go_on, str(tmp_path), world=False).values()
-
-
 def save_trained(bare, folder):
     with stage_of(bare, "saved", make_model(), [1, 2, 2], loss_fn=F.mse_loss) as stage:
         optimizer = torch.optim.Adam(stage.parameters())
         train(stage, optimizer, mini_batches())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         state.save(folder, stage, optimizer, extra={"scheduler": scheduler}, step=3)
+        expected = copy.deepcopy(stage.state_dict())
+        state.export(f"{folder}/exported", stage)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.zero_()
+        state.load_weights(f"{folder}/exported", stage)
+        assert_same_as(stage.state_dict(), expected, "exported")
 
 
 @pytest.fixture(scope="module")
@@ -160,21 +131,6 @@ def test_every_rank_raises_all_faults_of_all_ranks(ranks, saved):
     assert none_kind == step_kind == "FileNotFoundError"
     assert none == f"there is no saved state in {saved / 'none'}"
     assert step.endswith(f"no saved state in {saved} of step 4, but 000001-step-3")
-
-
-def resume_tied(bare, folder):
-    model = small_model()
-    model[2].weight = model[0].weight
-    with stage_of(bare, "tied", model, [1, 2]) as stage:
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, weight_decay=bare.rank)
-        state.save(folder, stage, optimizer)  # groups by types of modules would differ, too
-        optimizer.param_groups[0]["weight_decay"] = 7.0
-        state.load(folder, stage, optimizer)
-        return optimizer.param_groups[0]["weight_decay"]
-
-
-def test_a_shared_parameter_keeps_the_options_of_its_rank(ranks, tmp_path):
-    assert ranks(2).run(resume_tied, str(tmp_path), world=False).values() == [0, 1]
 
 
 def small_model():

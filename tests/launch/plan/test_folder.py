@@ -56,8 +56,8 @@ def bytes_of(profile: Table) -> Any:
 
 
 def test_bytes_are_those_of_the_real_model_with_padding() -> None:
-    for case, dropout in [("Gemma", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]:
-        config = write(case, case, dropout)
+    for case, dropout in [("Llama", 0.0), ("GPT-2", 0.1), ("BERT, tied", 0.1)]:
+        config = write(case, case, dropout, tie_word_embeddings=True)
         subject, _, _ = load_folder(case, 3, 9, "")
         mask = torch.ones(3, 9, dtype=torch.long)
         mask[1, -3:] = 0
@@ -101,7 +101,7 @@ def test_dropout_of_attention_keeps_no_scores_on_gpus() -> None:
 
 
 def test_a_folder_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    for case, loss in {"Gemma": "hf.causal_lm_loss", "BERT": "F.cross_entropy"}.items():
+    for case, loss in {"Llama": "hf.causal_lm_loss", "BERT": "F.cross_entropy"}.items():
         write(case, case)
         words = ("--hf", case, "-n", "2", "--chunks", "2", "--memory", "1GiB")
 

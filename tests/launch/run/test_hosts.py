@@ -80,7 +80,7 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 def start(job, port, place, num_ranks, options, conf="", attempts=1):
     """Start ``procpipe run`` on a host, at most so many times; the meeting point is the first."""
     address = HOSTS[place != "first"]
-    words = [*RUN, "-n", num_ranks, "--local-addr", address, "--rdzv-id", "test", *options]
+    words = [*RUN, "-n", num_ranks, "--local-addr", address, *options]
     words += ["--rdzv-endpoint", f"{HOSTS[0]}:{port}"]
     words += ["--rdzv-conf", f"is_host={int(place == 'first')},{conf}", "train.py"]
     return job.start(words, address, num_ranks=num_ranks * attempts, PLACE=place)
@@ -189,7 +189,7 @@ SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
 def test_training_continues_without_a_lost_host_and_with_it_after_its_return():
     """The returned host counts its restarts from 0 again; the other host counts from 1."""
     port = free_port()
-    options = ["--nnodes", "1:2", "--max-restarts", 3]
+    options = ["--nnodes", "1:2", "--max-restarts", 3, "--rdzv-id", "elastic"]
     with Job() as job:
         job.write("train.py", TRAIN + ELASTIC)
         first = start(job, port, "first", 1, options, SOON, attempts=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -58,34 +57,3 @@ def test_rates_are_of_the_time_between_readings():
     board = rows.ranks[0].board = Board.create(0, 1)  # of another Stage
     do_steps(board, 2, samples=10)
     assert shown(rows)[0]["samples/s"] == ""
-
-
-def test_a_row_shows_the_activity_of_a_stage():
-    board, ended_board = Board.create(0, 2), Board.create(1, 2)
-    ranks = [*ranks_of(board, ended_board), Rank(2, Path("x"))]
-    child = subprocess.Popen(["true"])
-    ranks[1].process = psutil.Process(child.pid)
-    child.wait()
-    rows = Rows(ranks)
-
-    assert [row["now"] for row in shown(rows)] == ["user's code", "ended", "no Stage yet"]
-    board.start_call("step")
-    assert shown(rows)[0]["now"] == "step()"
-    board.start_task("F", 3)
-    board.page.layer = "layer 'conv' (Conv2d)"
-    assert shown(rows)[0]["now"] == "F3 'conv' (Conv2d)"
-    board.note_wait("gradient from stage 1 (rank 1)", 1)
-    assert shown(rows)[0]["now"].endswith(" s for gradient from stage 1 (rank 1)")
-
-
-def test_stages_of_replicas_and_of_several_pipelines_are_named():
-    boards = [Board.create(rank, 4) for rank in range(4)]
-    for board in boards:
-        board.page.num_replicas = 2
-    rows = shown(Rows(ranks_of(*boards)))
-    names = ["0 of replica 0", "1 of replica 0", "0 of replica 1", "1 of replica 1"]
-    assert [(row["rank"], row["stage"]) for row in rows] == list(zip("0123", names, strict=True))
-
-    boards = [Board.create(rank, 2, place=rank % 2) for rank in range(4)]
-    rows = shown(Rows(ranks_of(*boards)))
-    assert [(row["rank"], row["stage"]) for row in rows] == list(zip("0123", "0101", strict=True))
