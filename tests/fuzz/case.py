@@ -234,11 +234,6 @@ class Case(_Written):
         return [word.rstrip("*") for word in self.layers]
 
     @property
-    def num_ranks(self) -> int:
-        """How many processes there are in the run with the most."""
-        return max(run.num_ranks for run in self.runs)
-
-    @property
     def is_exact(self) -> bool:
         """Whether every bit must be the plain model's: where additions are in the same order.
 

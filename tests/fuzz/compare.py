@@ -9,13 +9,11 @@ behind norms, which divide rounding errors by small deviations.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, compress
 from operator import and_
@@ -49,56 +47,46 @@ EXPECTED = (
     "loss_weight is 0 for every micro-batch",
 )
 
-#: How long a rank without a stage waits for a run of the others.
-TIMEOUT_S = 30.0
-
 #: A call's act, the mini-batch of each replica, and what the stage is given.
 _OneCall = Callable[[str, list[Batch], Batch], Any]
 
 
-class EndedElsewhereError(Exception):
-    """A run has failed on other ranks, where this one has no stage."""
-
-
-def run_case(bare: BareWorld, case: Case, folder: str, *, truth: Case | None = None) -> None:
-    """Run one case; a difference raises an ``AssertionError``, other errors are passed on.
+def run_one(
+    bare: BareWorld,
+    case: Case,
+    r: int,
+    folder: str,
+    drawn: Sequence[Sequence[float]] = (),
+    truth: Case | None = None,
+) -> list[float]:
+    """Do run ``r`` of a case; a difference is an ``AssertionError``, other errors are passed on.
 
     Args:
         bare: this rank.
         case: what is run.
+        r: which run; the oracle repeats those before it.
         folder: for saved state.
+        drawn: what each rank of the run before this has returned.
         truth: what the oracle runs; a different case shows that the comparison can fail.
+
+    Returns:
+        Random numbers that were drawn after the end of the run.
     """
     torch.set_default_dtype(torch.float64)
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message)
     truth = truth or case
     oracle = Oracle(truth)
-    drawn: list[float] = []  # the run's number of ranks, and what this rank drew after it was saved
-    for r, run in enumerate(case.runs):
-        with _those_with_a_stage(bare, f"run {r}", run) as world:
-            oracle.begin(truth.runs[r])
-            hooks = Hooks(case, run, oracle.model, oracle.model)
-            if world is None:
-                drawn.clear()
-                for number, call in _calls_of(run, oracle):
-                    _expect(oracle, case, run, call, 10 * r + number)
-                hooks.remove()
-            else:
-                _run_one(world, case, r, oracle, hooks, folder, drawn)
-
-
-def _run_one(
-    bare: BareWorld,
-    case: Case,
-    r: int,
-    oracle: Oracle,
-    hooks: Hooks,
-    folder: str,
-    drawn: list[float],
-) -> None:
+    for k, run in enumerate(case.runs[:r]):
+        oracle.begin(truth.runs[k])
+        hooks = Hooks(case, run, oracle.model, oracle.model)
+        for number, call in _calls_of(run, oracle):
+            _expect(oracle, case, run, call, 10 * k + number)
+        hooks.remove()
     run = case.runs[r]
-    with stage_for(bare, f"run {r}", case, run, is_new=r == 0) as stage:
+    oracle.begin(truth.runs[r])
+    hooks = Hooks(case, run, oracle.model, oracle.model)
+    with stage_for(bare, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
         if r > 0:
             comparison.load(folder, r, drawn)
@@ -111,7 +99,7 @@ def _run_one(
         comparison.compare_hooks(hooks.remove())
         if r < len(case.runs) - 1:
             comparison.save(folder, r)
-            drawn[:] = [run.num_ranks, *_draw_numbers()]
+        return _draw_numbers()
 
 
 def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
@@ -123,7 +111,7 @@ def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
 
 
 def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> None:
-    """Do a call on the oracle alone, on a rank without a stage."""
+    """Do a call on the oracle alone."""
     act, numbers = call
     if act not in BETWEEN:
         for shares in _common(act, _rounds(case, run, numbers, number)):
@@ -149,29 +137,6 @@ def _common(act: str, rounds: list[list[Batch]]) -> list[list[Batch]]:
     return [*compress(rounds, accumulate(is_whole, and_))]
 
 
-@contextmanager
-def _those_with_a_stage(bare: BareWorld, name: str, run: Run) -> Iterator[BareWorld | None]:
-    """Yield this rank among those that have a stage in a run; on others None, and wait for them.
-
-    Raises:
-        EndedElsewhereError: on others, if the run fails.
-    """
-    n = run.num_ranks
-    if bare.rank >= n:
-        yield None
-        bare.store.wait([f"{name} ended"], timedelta(seconds=TIMEOUT_S))
-        if bare.store.get(f"{name} ended") != b"well":
-            raise EndedElsewhereError(f"{name} has failed on the ranks that have a stage")
-        return
-    end = "badly"
-    try:
-        yield dataclasses.replace(bare, num_ranks=n, devices=bare.devices[:n])
-        end = "well"
-    finally:
-        if bare.rank == 0:
-            bare.store.set(f"{name} ended", end)
-
-
 class Comparison:
     """One run on one rank: its stage, and the oracle beside it."""
 
@@ -193,16 +158,15 @@ class Comparison:
         extra = {**self._training.state, "progress": {"run": r, "losses": [0.5, None]}}
         state.save(folder, self._stage, self._training.optimizer, extra=extra, step=r)
 
-    def load(self, folder: str, r: int, drawn: list[float]) -> None:
+    def load(self, folder: str, r: int, drawn: Sequence[Sequence[float]]) -> None:
         """Resume what the run before this has saved; ``drawn`` are numbers drawn after that."""
         extra = {**self._training.state, "progress": {}}
         saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
         assert saved is not None
         assert saved.step == r - 1, saved
         assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
-        num_ranks, *before = drawn or [0]
-        if self._stage.rank == 0 or num_ranks == self._run.num_ranks:
-            now = _draw_numbers()
+        if self._stage.rank == 0 or len(drawn) == self._run.num_ranks:
+            now, before = _draw_numbers(), drawn[self._stage.rank]
             assert now == before, f"random numbers after loading: {now}, not {before}"
         self._compare_state()
 

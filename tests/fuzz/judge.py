@@ -9,10 +9,10 @@ from collections.abc import Callable
 from tests.dist.pool import Pool, Ranks
 from tests.dist.report import RanksHungError
 from tests.fuzz.case import Case, simpler
-from tests.fuzz.compare import run_case
+from tests.fuzz.compare import run_one
 
 #: Errors of ranks that end because of another one.
-VICTIMS = ("RemoteStageError", "PeerLostError", "EndedElsewhereError")
+VICTIMS = ("RemoteStageError", "PeerLostError")
 
 #: How often a case that fails is run again to make it smaller, and for how long.
 MAX_TRIES, MAX_S = 120, 60.0
@@ -20,15 +20,21 @@ MAX_TRIES, MAX_S = 120, 60.0
 
 def fault_of(pool: Pool, case: Case) -> str | None:
     """Run a case; return what was wrong, of each rank that failed first, or None."""
+    drawn: list[list[float]] = []
     with tempfile.TemporaryDirectory(prefix="procpipe-fuzz-") as folder:
-        try:
-            outcomes = Ranks(pool, case.num_ranks).run(run_case, case, folder, world=False)
-        except RanksHungError as error:
-            return f"rank ?: RanksHungError: {error}"
-    errors = {outcome.rank: outcome.error for outcome in outcomes if outcome.error}
-    causes = {rank: error for rank, error in errors.items() if error.type not in VICTIMS} or errors
-    lines = [f"rank {rank}: {error.type}: {error.text}" for rank, error in causes.items()]
-    return "\n".join([*lines, *(error.traceback for error in causes.values())]) or None
+        for r, run in enumerate(case.runs):
+            ranks = Ranks(pool, run.num_ranks)
+            try:
+                outcomes = ranks.run(run_one, case, r, folder, drawn, world=False)
+            except RanksHungError as error:
+                return f"rank ?: RanksHungError: {error}"
+            if errors := {outcome.rank: outcome.error for outcome in outcomes if outcome.error}:
+                causes = {k: each for k, each in errors.items() if each.type not in VICTIMS}
+                causes = causes or errors
+                lines = [f"rank {rank}: {each.type}: {each.text}" for rank, each in causes.items()]
+                return "\n".join([*lines, *(each.traceback for each in causes.values())])
+            drawn = outcomes.values()
+    return None
 
 
 def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:

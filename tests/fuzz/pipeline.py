@@ -19,7 +19,7 @@ from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
 
 
 def stage_for(
-    bare: BareWorld, name: str, case: Case, run: Run, *, is_new: bool
+    bare: BareWorld, case: Case, run: Run, *, is_new: bool
 ) -> AbstractContextManager[Stage]:
     """Return the stage of a run, to be entered; unless it is new, it has other values."""
     model = _model(case if is_new else dataclasses.replace(case, seed=case.seed + 1))
@@ -29,7 +29,7 @@ def stage_for(
         loss_fn.num_counted, loss_weight = loss_weight, None
     return stage_of(
         bare,
-        name,
+        "the only one",
         model,
         run.balance(len(case.layers) + 1),
         replicas=run.replicas,

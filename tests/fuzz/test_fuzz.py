@@ -32,7 +32,7 @@ from tests.fuzz.case import (
     draw,
     simpler,
 )
-from tests.fuzz.compare import run_case
+from tests.fuzz.compare import run_one
 from tests.fuzz.judge import explain, fault_of
 from tests.fuzz.layers import LAYERS
 
@@ -145,7 +145,9 @@ def test_a_case_is_drawn_the_same_is_valid_and_can_be_made_simpler():
 def test_a_difference_is_detected(ranks, tmp_path, change, truth, message):
     assert EXACT.is_exact
     case = with_(EXACT, **change, cuts=(1,)) if change else EXACT
-    outcomes = ranks(2).run(run_case, case, str(tmp_path), truth=with_(case, **truth), world=False)
+    outcomes = ranks(2).run(
+        run_one, case, 0, str(tmp_path), truth=with_(case, **truth), world=False
+    )
     with pytest.raises(RanksFailedError, match=message):
         outcomes.values()
 
