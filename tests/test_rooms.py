@@ -17,45 +17,22 @@ OPTIONAL = (
     *("channel/nccl.py", "channel/cuda_ipc.py"),
 )
 
-#: Imports procpipe from a tree, with the whole job in forks of one process.
-SCRIPT = """
-import os, socket, sys, traceback
+#: Imports procpipe from a tree, in a fork of a process that has imported it from here.
+IMPORT = """
+import sys
 import torch, torch.distributed
 from torch import nn
 
-tree = sys.argv[1]
-
-def forked(function, *args):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            function(*args)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stderr.flush()
-        os._exit(code)
-    return pid
-
-def check_exit_codes(*pids):
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(pids)
-
-def import_procpipe():
-    for name in [name for name in sys.modules if name.split(".")[0] == "procpipe"]:
-        del sys.modules[name]
-    # An editable installation would add what the tree lacks.
-    finders = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
-    sys.meta_path[:] = finders
-    sys.path.insert(0, tree)
-    import procpipe
-    assert procpipe.__file__.startswith(tree), procpipe.__file__
-    return procpipe
-
-def set_rank(rank, num_ranks, port):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-    os.environ |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+tree, *optional = sys.argv[1:]
+for name in [name for name in sys.modules if name.split(".")[0] == "procpipe"]:
+    del sys.modules[name]
+# An editable installation would add what the tree lacks.
+sys.meta_path[:] = (f for f in sys.meta_path if not f.__module__.startswith("__editable__"))
+sys.path.insert(0, tree)
+import procpipe
+assert procpipe.__file__.startswith(tree), procpipe.__file__
+parts = {"procpipe." + part.removesuffix(".py").replace("/", ".") for part in optional}
+assert parts.isdisjoint(sys.modules), parts.intersection(sys.modules)
 
 def assert_lacks(what, call):
     try:
@@ -65,66 +42,61 @@ def assert_lacks(what, call):
     else:
         raise AssertionError(f"no error without {what}")
 
-def run_step(rank, port):
-    set_rank(rank, "2", port)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 1 << 16), nn.Linear(1 << 16, 1))  # too much for a token
-    options = {"loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
-    stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
-    stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
-    assert all(parameter.grad.any() for parameter in stage.parameters())
-    assert_lacks("report() needs procpipe.timeline", stage.report)
-    stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
-    stage.close()
-
 def build_with(**options):
     return lambda: procpipe.Stage(nn.Sequential(nn.Linear(1, 1)), **options)
+"""
 
-def ask_for_what_is_gone(port):
-    by_time = build_with(balance="time", sample=torch.ones(2, 1))
-    assert_lacks(" needs procpipe.balance", by_time)
-    assert_lacks(" needs procpipe.timeline", build_with(balance=[1], trace="run.json"))
-    cut = lambda: procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
-    assert_lacks("procpipe.sequential needs procpipe.cutting", cut)
-    set_rank(0, "1", port)
-    assert_lacks(" needs procpipe.balance", build_with(schedule="zb-v"))  # two partitions
+STEP = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(1, 1 << 16), nn.Linear(1 << 16, 1))  # too much for a token
+options = {"loss_fn": nn.functional.mse_loss, "timeout_s": 60.0}
+stage = procpipe.Stage(model, [1, 1], chunks=2, **options)
+stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))
+assert all(parameter.grad.any() for parameter in stage.parameters())
+assert_lacks("report() needs procpipe.timeline", stage.report)
+stage.step(torch.ones(4, 1), target=torch.zeros(4, 1))  # the stage still works
+stage.close()
+"""
 
-def plan_a_folder():
-    from procpipe.launch.main import main
-    with open(f"{tree}/config.json", "w") as file:
-        file.write("{}")
-    try:
-        main(["plan", "--hf", tree, "-n", "2"])
-    except SystemExit as error:
-        message = str(error.__cause__)
-        assert "procpipe plan --hf needs procpipe.hf, which this installation" in message, message
-    else:
-        raise AssertionError("a folder was planned without hf")
+GONE = """
+assert_lacks(" needs procpipe.balance", build_with(balance="time", sample=torch.ones(2, 1)))
+assert_lacks(" needs procpipe.timeline", build_with(balance=[1], trace="run.json"))
+cut = lambda: procpipe.sequential(nn.Linear(1, 1), torch.ones(1, 1))
+assert_lacks("procpipe.sequential needs procpipe.cutting", cut)
+"""
 
-procpipe = import_procpipe()
-parts = {"procpipe." + part.removesuffix(".py").replace("/", ".") for part in sys.argv[3:]}
-assert parts.isdisjoint(sys.modules), parts.intersection(sys.modules)
-if sys.argv[2] == "hf":
-    plan_a_folder()
+TWO_PARTITIONS = """
+assert_lacks(" needs procpipe.balance", build_with(schedule="zb-v"))
+"""
+
+A_FOLDER = """
+from procpipe.launch.main import main
+with open(f"{tree}/config.json", "w") as file:
+    file.write("{}")
+try:
+    main(["plan", "--hf", tree, "-n", "2"])
+except SystemExit as error:
+    message = str(error.__cause__)
+    assert "procpipe plan --hf needs procpipe.hf, which this installation" in message, message
 else:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    check_exit_codes(*(forked(run_step, rank, port) for rank in range(2)))
-    check_exit_codes(forked(ask_for_what_is_gone, port))
+    raise AssertionError("a folder was planned without hf")
 """
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("what", "gone"), [("all", OPTIONAL), ("hf", ["hf"])])
-def test_a_step_runs_without_optional_parts(tmp_path, what, gone):
+def test_a_step_runs_without_optional_parts(tmp_path):
     """It needs none of them, and an import loads none; a command needs one."""
-    package = tmp_path / "procpipe"
-    shutil.copytree(ROOT / "procpipe", package, ignore=shutil.ignore_patterns("launch"))
-    shutil.copytree(ROOT / "launch", package / "launch")
-    for part in gone:
-        path = package / part
-        assert path.exists(), part
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    run_forked(SCRIPT, args=[str(tmp_path), what, *OPTIONAL]).check()
+    for code, num_ranks, gone in (
+        (STEP, 2, OPTIONAL),
+        (GONE, None, OPTIONAL),
+        (TWO_PARTITIONS, 1, OPTIONAL),
+        (A_FOLDER, None, ["hf"]),
+    ):
+        package = tmp_path / f"without {len(gone)}" / "procpipe"
+        if not package.exists():
+            shutil.copytree(ROOT / "procpipe", package, ignore=shutil.ignore_patterns("launch"))
+            shutil.copytree(ROOT / "launch", package / "launch")
+            for path in map(package.joinpath, gone):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        arguments = [str(package.parent), *OPTIONAL]
+        run_forked(IMPORT + code, num_ranks=num_ranks, args=arguments).check()
