@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -100,9 +101,10 @@ def start(round_: Round, job: Job, *, is_new: bool) -> list[Process]:
     tmp.mkdir()
     words = ["-m", "tests.faults.job", json.dumps(dataclasses.asdict(round_)), job.path]
     if round_.launcher == NONE:
+        environments: Any = script.environments_of(number)
         return [
             job.start(words, tears_down=round_.tears_down, TMPDIR=str(tmp), **env)
-            for env in script.environments_of(number)
+            for env in environments
         ]
     launcher = ["-m", "procpipe.launch", "run"]
     if round_.launcher == TORCHRUN:

@@ -182,7 +182,7 @@ class Run(_Written):
             and all(map(self._is_valid_call, self.calls))
         )
 
-    def _is_valid_call(self, call: Call) -> bool:
+    def _is_valid_call(self, call: tuple[Any, ...]) -> bool:
         act, numbers = call if len(call) == 2 else ("chunks", ())
         if act in BETWEEN:
             return len(numbers) == (act in NUMBERED)
@@ -334,12 +334,15 @@ def _smaller(value: Any) -> Iterator[Any]:
         for k, entry in enumerate(value):
             yield from ((*value[:k], each, *value[k + 1 :]) for each in _smaller(entry))
     elif isinstance(value, Case | Run):
-        changed = [each for each in fields(value) if getattr(value, each.name) != each.default]
-        for name in [each.name for each in changed if each.name != "seed"]:
-            yield from (replace(value, **{name: each}) for each in _smaller(getattr(value, name)))
-        yield from (
-            replace(value, **{each.name: each.default}) for each in changed if each.name not in KEPT
-        )
+        defaults: dict[str, Any] = {each.name: each.default for each in fields(value)}
+        changed = [name for name in defaults if getattr(value, name) != defaults[name]]
+        for name in changed:
+            if name != "seed":
+                smaller = _smaller(getattr(value, name))
+                yield from (replace(value, **{name: each}) for each in smaller)
+        for name in changed:
+            if name not in KEPT:
+                yield replace(value, **{name: defaults[name]})
     elif isinstance(value, int) and value > 1:
         yield from {1, value // 2, value - 1}
 

@@ -161,7 +161,9 @@ def with_(case, **changes):
 
 def test_a_failure_is_made_smaller_and_printed_as_a_command_that_repeats_it(pool, capsys):
     wrong = dataclasses.replace(RESUMED, layers=("affine", "unknown", "linear", "gru"))
-    text = explain(pool, 1, 2, wrong, fault_of(pool, wrong))
+    fault = fault_of(pool, wrong)
+    assert fault
+    text = explain(pool, 1, 2, wrong, fault)
     assert "--seed 1 --case 2" in text
     (small,) = re.findall(r'--this "(.*)"', text)
     assert small == "Case(seed=4, layers=('unknown',), runs=(Run(calls=()),))"
