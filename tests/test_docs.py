@@ -43,7 +43,7 @@ def printed(program: str, num_ranks: int | None = None) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+def test_links_lead_to_a_file_and_a_heading(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
         if path.startswith("https:"):
@@ -60,7 +60,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.dist
-def test_the_readme_example_trains_and_has_no_branch_on_the_rank(tmp_path: Path) -> None:
+def test_the_readme_example_trains_and_has_no_branch_on_the_rank(tmp_path):
     training, with_own_loss, saving = blocks_in("README.md")
     assert "rank ==" not in training + with_own_loss + saving
     code = "import torch\ntorch.manual_seed(0)\n" + training
@@ -109,6 +109,7 @@ LOOP, MODEL = blocks_in("docs/from_your_loop.md"), blocks_in("docs/your_model.md
 
 #: The programs with procpipe that stand beside those of peers.
 BESIDE_PEERS = [each for each in blocks_in("docs/coming_from.md") if "from procpipe import" in each]
+assert len(blocks_in("docs/coming_from.md")) == 2 * len(BESIDE_PEERS) == 6
 
 #: A program with stages, one without any, and what they print.
 SAME = {
@@ -124,7 +125,7 @@ SAME = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", SAME)
-def test_a_program_prints_the_same_on_any_number_of_stages(name: str) -> None:
+def test_a_program_prints_the_same_on_any_number_of_stages(name):
     program, plain, pattern = SAME[name]
     assert "rank ==" not in program
     if plain:
@@ -135,15 +136,11 @@ def test_a_program_prints_the_same_on_any_number_of_stages(name: str) -> None:
     assert not plain or printed(plain) == alone
 
 
-def test_each_peer_has_a_program_before_and_after() -> None:
-    assert len(blocks_in("docs/coming_from.md")) == 2 * len(BESIDE_PEERS) == 6
-
-
 # -- docs/your_model.md ----------------------------------------------------------------------------
 
 
 @pytest.mark.dist
-def test_a_class_kept_as_it_is_trains_the_same_over_stages(tmp_path: Path) -> None:
+def test_a_class_kept_as_it_is_trains_the_same_over_stages(tmp_path):
     of_gpt, ordinary, with_stages, back, *_ = MODEL
 
     def program(code: str, num_ranks: int | None = None) -> str:
@@ -167,7 +164,7 @@ def test_a_class_kept_as_it_is_trains_the_same_over_stages(tmp_path: Path) -> No
     printed(program(back, 2))
 
 
-def test_the_page_says_how_many_lines_change() -> None:
+def test_the_page_says_how_many_lines_change():
     _, ordinary, with_stages, *_ = MODEL
     lines = difflib.unified_diff(ordinary.splitlines(), with_stages.splitlines(), "-", "+", n=0)
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
@@ -218,7 +215,7 @@ for of_pipelines in zip(*shares, strict=True):
 
 
 @pytest.mark.dist
-def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
+def test_the_program_for_a_device_mesh_trains_as_one_model():
     (program,) = (block for block in blocks_in("docs/replicas.md") if "init_device_mesh" in block)
     dtype = torch.get_default_dtype()
     names: dict[str, object] = {}
@@ -237,22 +234,20 @@ def test_the_program_for_a_device_mesh_trains_as_one_model() -> None:
         assert [float(v) for v in values] == pytest.approx(expected[name].flatten().tolist())
 
 
-def test_the_simulation_of_all_reduces_prints_what_the_page_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_simulation_of_all_reduces_prints_what_the_page_says(capsys):
     (program,) = (block for block in blocks_in("docs/replicas.md") if "simulate" in block)
     (printed,) = blocks_in("docs/replicas.md", "text")
     exec(program, {})
     assert capsys.readouterr().out == printed
 
 
-# -- docs/timeline.md ----------------------------------------------------------------------------
+# -- docs/timeline.md ------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
 def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks_in("docs/timeline.md")
     code = code.replace('"run.json"', repr(str(tmp_path / "run.json"))).replace(
@@ -271,19 +266,17 @@ def test_the_timeline_of_the_recorded_program_has_the_tables_of_its_page(
     assert ours == theirs
 
 
-# -- docs/schedules.md ---------------------------------------------------------------------------
+# -- docs/schedules.md -----------------------------------------------------------------------------
 
 
-def test_a_users_own_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_own_schedule(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec("".join(blocks_in("docs/schedules.md")), {})
     assert "10   B2        B3\n" in capsys.readouterr().out
     assert Path("two_by_two.plan").read_text().startswith("plan m=4 n=2\nF0@0\nF1@0 F0@1\n")
 
 
-def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
+def test_the_grids_of_the_page_are_those_of_the_schedules():
     page = text_of("docs/schedules.md")
     for plan, column in ((interleaved(4, 2, 2), 0), (zb_v(3, 2), 45)):
         drawn = [line[4 + column :][:40].rstrip() for line in page.splitlines()]
@@ -292,13 +285,11 @@ def test_the_grids_of_the_page_are_those_of_the_schedules() -> None:
             assert words in [row.split() for row in drawn], line
 
 
-# -- docs/planning.md ----------------------------------------------------------------------------
+# -- docs/planning.md ------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
-def test_the_commands_of_planning_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_of_planning_run(tmp_path, monkeypatch, capsys):
     (model,) = blocks_in("docs/planning.md")
     (commands,) = blocks_in("docs/planning.md", "sh")
     (tmp_path / "mymodel.py").write_text(model)
@@ -326,34 +317,34 @@ def test_the_commands_of_planning_run(
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
 
 
-# -- docs/dev/peer_tests.md ----------------------------------------------------------------------
+# -- docs/dev/peer_tests.md ------------------------------------------------------------------------
 
 
-def test_every_test_of_the_checklist_exists() -> None:
+def test_every_test_of_the_checklist_exists():
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", text_of("docs/dev/peer_tests.md"))
     assert len(named) > 100
     texts = {file: text_of(f"tests/{file}") for file, _ in named}
     assert [each for each in named if f"\ndef {each[1]}(" not in texts[each[0]]] == []
 
 
-# -- docs/architecture.md -----------------------------------------------------------------------
+# -- docs/architecture.md --------------------------------------------------------------------------
 
 
-def test_what_the_pipeline_in_one_file_leaves_out_is_where_it_says() -> None:
+def test_what_the_pipeline_in_one_file_leaves_out_is_where_it_says():
     file = text_of("examples/tiny_pipeline.py")
     listed = re.findall(r"procpipe/[\w/.]*\w/?", ast.get_docstring(ast.parse(file)) or "")
     assert len(listed) > 8
     assert [place for place in listed if not (ROOT / place).exists()] == []
 
 
-def test_the_files_in_the_drawing_of_the_parts_exist() -> None:
+def test_the_files_in_the_drawing_of_the_parts_exist():
     drawing = text_of("docs/architecture.md").partition("## The parts")[2].partition("\n## ")[0]
     files = re.findall(r"  (\w+(?:/\w+)?\.py)", drawing.partition("```\n")[2].partition("```")[0])
     assert len(files) >= 24
     assert [file for file in files if not (ROOT / "procpipe" / file).exists()] == []
 
 
-def test_the_reading_path_takes_an_hour() -> None:
+def test_the_reading_path_takes_an_hour():
     table = text_of("docs/architecture.md")
     rows = re.findall(r"^\| \d+ \| `(procpipe/\S+)` \|", table, re.MULTILINE)
     assert rows[0] == "procpipe/stage.py"
@@ -361,7 +352,7 @@ def test_the_reading_path_takes_an_hour() -> None:
     assert sum(len(text_of(row).splitlines()) for row in rows) <= 3000
 
 
-def test_each_numbered_step_of_the_drawing_is_in_the_code() -> None:
+def test_each_numbered_step_of_the_drawing_is_in_the_code():
     _, _, page = text_of("docs/architecture.md").partition("## One step")
     drawing = page.partition("## A message")[0]
     drawn = re.findall(r"^ ?(\d+) {3}", drawing, re.MULTILINE)
@@ -374,7 +365,7 @@ def test_each_numbered_step_of_the_drawing_is_in_the_code() -> None:
 
 
 @pytest.mark.dist
-def test_the_u_net_of_the_page_is_cut_as_it_is_and_describes_its_layers() -> None:
+def test_the_u_net_of_the_page_is_cut_as_it_is_and_describes_its_layers():
     (program,) = blocks_in("docs/any_module.md")
     alone, together = printed(program), printed(program, 2)
 

@@ -22,6 +22,7 @@ import re
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import termios
 import threading
@@ -35,8 +36,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from tests.dist.devices import is_on_gpus, visible_to_script
-from tests.dist.forks import Forked, fork_server
-from tests.dist.pool import job_environment
+from tests.dist.forks import ROOT, Forked, fork_server
 from tests.dist.report import RanksHungError
 
 TOKEN = "PROCPIPE_TEST_JOB"
@@ -46,6 +46,13 @@ TIMEOUT_S = 90.0
 
 #: How long a process may take to end once it was aborted, and once it was killed.
 END_TIMEOUT_S, KILL_TIMEOUT_S = 5.0, 10.0
+
+#: A job must not inherit these from whatever launched the tests. (The last two are of readline,
+#: which pytest imports: pytest-xdist's processes have them.)
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("COLUMNS", "LINES"),
+)
 
 _POLL_S = 0.02
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
@@ -66,8 +73,9 @@ class Ended(NamedTuple):
 class Process:
     """One command of a job, with all its output and its children's."""
 
-    def __init__(self, job: Job, popen: Forked, name: str) -> None:
-        self.job, self.popen = job, popen
+    def __init__(self, job: Job, popen: Any, name: str) -> None:
+        self.job = job
+        self.popen: Forked = popen  # or a Popen, which has the same methods
         self._logs = {stream: job.path / f"{name}.{stream}" for stream in ("out", "err")}
         self.terminal: int | None = None
         self._reader: threading.Thread | None = None
@@ -166,14 +174,18 @@ class Job:
 
     def __init__(self) -> None:
         self.token = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-job-")
+        self.path = Path(self._folder.name)
         self._processes: list[Process] = []
 
     def __enter__(self) -> Job:
-        self._folder = tempfile.TemporaryDirectory(prefix="procpipe-job-")
-        self.path = Path(self._folder.name)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all processes, and remove the folder."""
         kill_job(self.token)
         for process in self._processes:
             process.popen.wait()
@@ -191,6 +203,8 @@ class Job:
         num_ranks: int = 0,
         on_terminal: bool = False,
         tears_down: bool = False,
+        is_new: bool = False,
+        stdin: int | None = None,
         **extra: str,
     ) -> Process:
         """Start what Python runs, as a fork.
@@ -203,6 +217,8 @@ class Job:
             on_terminal: whether both outputs are a terminal of 30 lines of 120 characters.
             tears_down: also free all modules at the end, as Python does; see tests/dist/forks.py.
                 Always on GPUs, where libraries have much to free.
+            is_new: start a new interpreter, as a user does.
+            stdin: a descriptor for its standard input; None for no input.
             extra: environment variables.
         """
         words = [*map(str, argv)]
@@ -212,20 +228,26 @@ class Job:
             env["PROCPIPE_ADDRESS"] = address
         name = f"log{len(self._processes)}"
         with (
-            open(os.devnull) as stdin,
-            (self.path / f"{name}.out").open("w") as out,
-            (self.path / f"{name}.err").open("w") as err,
+            open(os.devnull) as nothing,
+            (self.path / f"{name}.out").open("a") as out,
+            (self.path / f"{name}.err").open("a") as err,
         ):
-            files = (stdin.fileno(), out.fileno(), err.fileno())
+            files = (nothing.fileno() if stdin is None else stdin, out.fileno(), err.fileno())
             if on_terminal:
                 ours, theirs = os.openpty()
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 120, 0, 0))
-                files = (stdin.fileno(), theirs, theirs)
-            popen = fork_server().start(
-                words, env=env, cwd=self.path, files=files,
-                tears_down=tears_down or is_on_gpus(),
-                num_ranks=0 if is_on_gpus() else num_ranks,
-            )  # fmt: skip
+                files = (files[0], theirs, theirs)
+            if is_new:
+                popen: Any = subprocess.Popen(
+                    [sys.executable, *words], cwd=self.path, env=env, start_new_session=True,
+                    stdin=files[0], stdout=files[1], stderr=files[2],
+                )  # fmt: skip
+            else:
+                popen = fork_server().start(
+                    words, env=env, cwd=self.path, files=files,
+                    tears_down=tears_down or is_on_gpus(),
+                    num_ranks=0 if is_on_gpus() else num_ranks,
+                )  # fmt: skip
         process = Process(self, popen, name)
         if on_terminal:
             os.close(theirs)
@@ -237,7 +259,7 @@ class Job:
         """Abort the processes one by one, the launcher last; return what all have written.
 
         One by one, so that stacks do not mix where processes share a file; all others are stopped
-        meanwhile, so that the end of one does not wake them.
+        meanwhile, so that all stacks are of one moment: the end of one does not wake them.
         """
         launchers = [process.popen.pid for process in self._processes]
         alive = sorted(job_of(self.token), key=lambda process: process.pid in launchers)
@@ -248,7 +270,8 @@ class Job:
                 process.send_signal(signal.SIGABRT)
                 process.send_signal(signal.SIGCONT)
                 wait_end(process.pid, END_TIMEOUT_S)
-        return "\n".join(process.output for process in self._processes)
+        written = [each.output.rstrip() for each in self._processes]
+        return "\n".join(f"--- process {k} has written\n{text}" for k, text in enumerate(written))
 
     def survivors(self) -> list[str]:
         """Return the command lines of processes that still run."""
@@ -257,6 +280,17 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 found.append(" ".join(process.cmdline()))
         return found
+
+
+def job_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a process under test: this one's without launcher variables."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)
+    }
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["OMP_NUM_THREADS"] = "1"
+    return environment | (extra or {})
 
 
 def job_of(token: str) -> Iterator[psutil.Process]:

@@ -1,7 +1,7 @@
 """The process behind one rank of the pool: runs one function after another until it is stopped.
 
-tests/dist/pool.py starts it with the arguments <rank> <store's port> <file for stacks>, and
-exchanges pickles with it over a pipe that is its standard input (this is test code on one machine).
+tests/dist/pool.py starts it with the arguments <rank> <store's port>, and exchanges pickles with it
+over a pipe that is its standard input (this is test code on one machine).
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 #: if the parent has ended.
 GRACE_S = 20.0
 
+#: The time limit that a world is built with; smaller than a run's, so that its errors come first.
+WORLD_TIMEOUT_S = 20.0
+
 
 @dataclass(frozen=True)
-class Job:
+class Task:
     """The message that starts a run on each rank.
 
     Attributes:
@@ -45,7 +48,6 @@ class Job:
         call: pickled ``(function, args, kwargs)``; pickled separately, so that a failure to load
             it is an outcome.
         timeout_s: the run's time limit.
-        world_timeout_s: the time limit that the world is built with.
         world: pass a ``procpipe.job.world.World``, or a :class:`BareWorld` if false.
     """
 
@@ -53,7 +55,6 @@ class Job:
     devices: list[str]
     call: bytes
     timeout_s: float
-    world_timeout_s: float
     world: bool
 
 
@@ -74,41 +75,33 @@ class BareWorld:
 
 
 def main() -> None:
-    """Serve jobs until the pipe ends."""
-    rank, port = map(int, sys.argv[1:3])
-    seed_only_cpu()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # So that nothing printed is lost when the process is killed.
-    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
-    pipe = Connection(os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    # The parent requests stacks by SIGABRT; a crash writes them too.
-    with open(sys.argv[3], "w") as stacks:
-        faulthandler.enable(file=stacks, all_threads=True)
-        store = _connect(port)
-        pipe.send_bytes(b"ready")
-        while True:
-            try:
-                job = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                # At once: objects left over from tests must not delay or fail the end.
-                os._exit(0)
-            faulthandler.dump_traceback_later(job.timeout_s + GRACE_S, exit=True, file=stacks)
-            outcome = _run(job, rank, store, f"pool/{port}/{job.number}")
-            faulthandler.cancel_dump_traceback_later()
-            pipe.send_bytes(_dumps(outcome))
-
-
-def _connect(port: int) -> dist.Store:
+    """Serve tasks until the pipe ends."""
     import torch
     import torch.distributed as dist
 
+    rank, port = map(int, sys.argv[1:])
+    seed_only_cpu()
     torch.set_num_threads(1)
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipe = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            # At once: objects left over from tests must not delay or fail the end.
+            os._exit(0)
+        for descriptor in (1, 2):
+            os.ftruncate(descriptor, 0)  # what an earlier run has written
+        faulthandler.dump_traceback_later(task.timeout_s + GRACE_S, exit=True)
+        outcome = _run(task, rank, store, f"pool/{port}/{task.number}")
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(_dumps(outcome))
 
 
-def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
+def _run(task: Task, rank: int, store: dist.Store, name: str) -> Outcome:
     import torch
 
     torch.manual_seed(0)
@@ -119,10 +112,10 @@ def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
     world: Any = None
     start = time.monotonic()
     try:
-        function, args, kwargs = pickle.loads(job.call)
+        function, args, kwargs = pickle.loads(task.call)
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
-            world = _make_world(job, rank, store, name)
+            world = _make_world(task, rank, store, name)
             start = time.monotonic()
             value = function(world, *args, **kwargs)
     except BaseException as error:
@@ -132,38 +125,38 @@ def _run(job: Job, rank: int, store: dist.Store, name: str) -> Outcome:
         try:
             world.close()
         except BaseException as error:
-            failure = _with_close(failure, _failure_of(error))
+            closing = _failure_of(error)
+            story = f"{failure.traceback}\nand then closing the world failed:\n" if failure else ""
+            first = failure or closing
+            failure = Failure(first.type, first.text, story + closing.traceback)
     if failure is not None:
         gc.collect()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    return Outcome(
-        rank, None if failure else value, failure, duration_s=duration_s, is_spoilt=_is_spoilt()
-    )
-
-
-def _is_spoilt() -> bool:
-    """Return whether a stage that failed has left transfers on this process's GPU."""
+    # Whether a stage that failed has left transfers on this process's GPU.
     transports = sys.modules.get("procpipe.job.transports")
-    return transports is not None and bool(transports._left_behind)
+    is_spoilt = transports is not None and bool(transports._left_behind)
+    return Outcome(rank, None if failure else value, failure, "", duration_s, is_spoilt)
 
 
-def _make_world(job: Job, rank: int, store: dist.Store, name: str) -> Any:
+def _make_world(task: Task, rank: int, store: dist.Store, name: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    devices = [torch.device(device) for device in job.devices]
+    devices = [torch.device(device) for device in task.devices]
     if devices[rank].type == "cuda":
         torch.cuda.set_device(devices[rank])
-    store, timeout_s = dist.PrefixStore(f"run{job.number}", store), job.world_timeout_s
-    if not job.world:
-        return BareWorld(rank, len(devices), store, name, devices[rank], devices, timeout_s)
+    store = dist.PrefixStore(f"run{task.number}", store)
+    if not task.world:
+        own = devices[rank]
+        return BareWorld(rank, len(devices), store, name, own, devices, WORLD_TIMEOUT_S)
     from procpipe.job.grid import Grid
     from procpipe.job.start import Meeting
     from procpipe.job.world import World
 
-    made: Any = World(Grid(rank, len(devices)), devices, Meeting(name), timeout_s=timeout_s)
+    grid = Grid(rank, len(devices))
+    made: Any = World(grid, devices, Meeting(name), timeout_s=WORLD_TIMEOUT_S)
     made.store = store  # for the test
     return made
 
@@ -173,13 +166,6 @@ def _failure_of(error: BaseException) -> Failure:
     # Frames would keep groups and pending transfers alive into the next test.
     traceback.clear_frames(error.__traceback__)
     return failure
-
-
-def _with_close(first: Failure | None, closing: Failure) -> Failure:
-    if first is None:
-        return closing
-    story = f"{first.traceback}\nand then closing the world failed:\n{closing.traceback}"
-    return Failure(first.type, first.text, story)
 
 
 class ToCpu(pickle.Pickler):

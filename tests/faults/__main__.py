@@ -10,13 +10,13 @@ went wrong; such a round prints its faults, its output and the command that repe
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import sys
+import time
 
 from tests.dist.forks import find_launch
-from tests.faults.rounds import LARGE, Round, draw
-from tests.faults.runner import TIME_LIMIT_S, Rounds
+from tests.faults.rounds import correct, draw
+from tests.faults.runner import TIME_LIMIT_S, run
 
 
 def main() -> int:
@@ -35,37 +35,26 @@ def main() -> int:
     find_launch()
     command = f"python -m tests.faults --seed {options.seed}"
     command += " --short" * options.short + " --fresh" * options.fresh
-    rounds = Rounds(
-        fresh=options.fresh,
-        is_verbose=options.verbose,
-        command=command,
-        time_limit_s=options.time_limit,
-    )
+    numbers = range(options.first, options.first + options.rounds)
+    rounds = {number: draw(options.seed, number, short=options.short) for number in numbers}
+    rounds |= {-1 - number: correct(options.seed) for number in range(options.repeat_correct)}
+    num_wrong = 0
     print(f"seed {options.seed}", flush=True)
-    for number in range(options.first, options.first + options.rounds):
-        rounds.run(number, draw(options.seed, number, short=options.short))
-    for number in range(options.repeat_correct):
-        rounds.run(number, correct(options.seed))
-    rounds.print_sums()
-    return int(bool(rounds.sums["wrong"]))
-
-
-def correct(seed: int) -> Round:
-    """Return a job without a fault, with large tensors by sockets, which ends as Python does."""
-    return dataclasses.replace(
-        draw(seed, 0),
-        what="nothing",
-        when="between steps",
-        where="between",
-        origin=0,
-        step=0,
-        launcher="none",
-        num_stages=2,
-        replicas=1,
-        rows=LARGE,
-        transport="sockets",
-        tears_down=True,
-    )
+    for number, round_ in rounds.items():
+        start_s = time.monotonic()
+        faults = run(
+            number,
+            round_,
+            command=command,
+            is_new=options.fresh,
+            time_limit_s=options.time_limit,
+        )
+        num_wrong += bool(faults)
+        if options.verbose:
+            took_s, verdict = time.monotonic() - start_s, "WRONG" if faults else "ok"
+            print(f"{number:4d} {verdict:5} {took_s:5.1f} s  {round_}", flush=True)
+    print(f"{len(rounds)} rounds, {num_wrong} wrong")
+    return int(bool(num_wrong))
 
 
 if __name__ == "__main__":

@@ -11,34 +11,49 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-START, BETWEEN, TASK, TRANSFER, SAVING, CLOSE = TIMES = (
-    *("start", "between steps", "in a task", "in a transfer"),
-    *("while saving", "at close"),
-)
+START, BETWEEN, TASK = "start", "between steps", "in a task"
+TRANSFER, SAVING, CLOSE = "in a transfer", "while saving", "at close"
 
-#: What happens, and when it may.
-WHATS: dict[str, tuple[str, ...]] = {
-    "nothing": (BETWEEN,),
-    "raise in forward": (TASK, TRANSFER),
-    "raise in recompute": (TASK,),
-    "raise in backward": (TASK,),
-    "raise in loss": (TASK,),
-    "raise in loader": (BETWEEN,),
-    "raise in optimizer": (BETWEEN,),
-    "raise in script": (START, BETWEEN, TRANSFER, SAVING, CLOSE),
-    "exit": TIMES,
-    "kill": TIMES,
-    "stop": TIMES,
-    "stop for good": (START, BETWEEN, TASK, TRANSFER, SAVING),
-    "catch": (TASK, TRANSFER, SAVING),
-    "call another method": (BETWEEN,),
-    "leave the loop": (BETWEEN,),
-    "fork": TIMES,
-    "kill beside a child": TIMES,
-    "kill the launcher": (BETWEEN, TASK, SAVING),
-    "SIGTERM": (BETWEEN, TASK),  # on which the loop ends everywhere
+#: Where in the job's code a fault strikes, by time; ``Fault.strike`` gets these words.
+EVERYWHERE = {
+    START: ("Stage()", "built"),
+    BETWEEN: ("between",),
+    TASK: ("forward", "backward", "loss"),
+    TRANSFER: ("forward", "between"),
+    SAVING: ("state_dict", "saved"),
+    CLOSE: ("close", "closed"),
+}
+
+#: A signal comes at any moment, too, with a message or a save under way.
+ANY_MOMENT = ("any moment", "any moment of save")
+_BY_SIGNAL = EVERYWHERE | {
+    TRANSFER: (*EVERYWHERE[TRANSFER], ANY_MOMENT[0]),
+    SAVING: (*EVERYWHERE[SAVING], ANY_MOMENT[1]),
+}
+
+#: What happens, and where it may.
+WHATS: dict[str, dict[str, tuple[str, ...]]] = {
+    "nothing": {BETWEEN: ("between",)},
+    "raise in forward": {TASK: ("forward",), TRANSFER: ("forward",)},
+    "raise in recompute": {TASK: ("recompute",)},
+    "raise in backward": {TASK: ("backward",)},
+    "raise in loss": {TASK: ("loss",)},
+    "raise in loader": {BETWEEN: ("loader",)},
+    "raise in optimizer": {BETWEEN: ("optimizer",)},
+    "raise in script": {**EVERYWHERE, TASK: (), TRANSFER: ("between",)},
+    "exit": EVERYWHERE,
+    "kill": _BY_SIGNAL,
+    "stop": _BY_SIGNAL,
+    "stop for good": {**_BY_SIGNAL, CLOSE: ()},
+    "catch": {TASK: ("forward",), TRANSFER: ("forward",), SAVING: ("state_dict",)},
+    "call another method": {BETWEEN: ("between",)},
+    "leave the loop": {BETWEEN: ("between",)},
+    "fork": {**EVERYWHERE, START: ("built",)},
+    "kill beside a child": EVERYWHERE,
+    "kill the launcher": {time: EVERYWHERE[time] for time in (BETWEEN, TASK, SAVING)},
+    "SIGTERM": {time: EVERYWHERE[time] for time in (BETWEEN, TASK)},  # the loop ends everywhere
 }
 
 TORCHRUN, PROCPIPE_RUN, NONE = LAUNCHERS = "torchrun", "procpipe run", "none"
@@ -54,18 +69,6 @@ PAIRS = tuple(
 #: The launchers of short rounds, in turn; and what launchers need long to end.
 _SHORT = (NONE, TORCHRUN, NONE, PROCPIPE_RUN)
 _LONG = ("stop for good", TORCHRUN), ("stop for good", PROCPIPE_RUN)
-
-#: Where in the job's code it strikes, by time; ``Fault.strike`` gets these words.
-_PLACES = {
-    START: ("Stage()", "built"),
-    BETWEEN: ("between",),
-    TASK: ("forward", "backward", "loss"),
-    TRANSFER: ("forward", "between", "any moment"),
-    SAVING: ("state_dict", "saved", "any moment of save"),
-    CLOSE: ("close", "closed"),
-}
-_OWN_PLACES = ("forward", "recompute", "backward", "loss", "loader", "optimizer")
-ANY_MOMENT = ("any moment", "any moment of save")
 
 #: How long after an exception, and after a kill, the last script may end. On a quiet machine it is
 #: 2 s and 5 s at most; other work may make it several times as long.
@@ -185,11 +188,17 @@ def draw(seed: int, number: int, *, short: bool = False) -> Round:
     return _draw(random.Random(f"{seed}/{number}"), what, launcher)
 
 
+def correct(seed: int) -> Round:
+    """Return a job without a fault, with large tensors by sockets, which ends as Python does."""
+    round_ = _draw(random.Random(seed), "nothing", NONE)
+    return replace(
+        round_, origin=0, step=0, num_stages=2, replicas=1, rows=LARGE, transport="sockets",
+        tears_down=True,
+    )  # fmt: skip
+
+
 def _draw(chance: random.Random, what: str, launcher: str) -> Round:
-    # Before the ranks are connected, only a launcher is sure to detect the end of a process.
-    is_late = what.startswith("kill") and launcher == NONE
-    when = chance.choice([time for time in WHATS[what] if time != START or not is_late])
-    where = _drawn_place(chance, what, when, launcher)
+    when, where = chance.choice(_places(what, launcher))
     num_stages, replicas = chance.choice([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)])
     needs_peer = when == TRANSFER or what == "call another method"
     num_stages = max(num_stages, 2) if needs_peer else num_stages
@@ -233,21 +242,15 @@ def _draw(chance: random.Random, what: str, launcher: str) -> Round:
     )
 
 
-def _drawn_place(chance: random.Random, what: str, when: str, launcher: str) -> str:
-    own = what.removeprefix("raise in ")
-    if own in _OWN_PLACES:
-        return own
-    places = list(_PLACES[when])
-    is_signal = what in ("kill", "stop", "stop for good")
-    if when in (TASK, TRANSFER) and what == "catch":
-        places = ["forward"]
-    elif what == "raise in script" and when == TRANSFER:
-        places = ["between"]
-    elif when == START and (what == "fork" or launcher == NONE) and own != "script":
-        places = ["built"]  # an end before that looks like a late start
-    elif when == SAVING and what == "catch":
-        places = ["state_dict"]
-    return chance.choice([p for p in places if is_signal or p not in ANY_MOMENT])
+def _places(what: str, launcher: str) -> list[tuple[str, str]]:
+    """List the times and places at which a fault may strike."""
+    places = [(when, where) for when, of_time in WHATS[what].items() for where in of_time]
+    if launcher == NONE and what != "raise in script":
+        # Before the ranks are connected, only a launcher is sure to detect the end of a process;
+        # before one has begun to connect, its end looks like a late start.
+        is_kill = what.startswith("kill")
+        places = [p for p in places if p != (START, "Stage()") and not (is_kill and p[0] == START)]
+    return places
 
 
 @dataclass(frozen=True)
@@ -332,7 +335,6 @@ class Ending:
         has_struck: whether the fault happened.
         fault_s: from the fault to the end of the last rank's script, before its interpreter is
             torn down; None where that could not be noted.
-        job_s: from the fault to the end of the launcher, or of all ranks; 0 without a fault.
         left: the processes, memory, sockets and temporary files that are left.
         saved_step: after how many steps a rank has noted the end of a save; 0 for none.
         loaded_step: after how many steps the newest saved state that loads was made; 0 for none.
@@ -346,7 +348,6 @@ class Ending:
     duration_s: float = 0.0
     has_struck: bool = True
     fault_s: float | None = None
-    job_s: float = 0.0
     left: tuple[str, ...] = ()
     saved_step: int = 0
     loaded_step: int = 0

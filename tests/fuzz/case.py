@@ -4,26 +4,25 @@ A case says which layers a model has, how it is trained, and in which runs. The 
 with new values; each other one resumes what the run before it has saved, perhaps on another number
 of stages. Layers are words (see layers.py), any of which may follow any other:
 
-    "gru linear* stash.0 relu_ pop.0"       * is frozen; .0 is the number of a pair of stash and pop
+    ("gru", "linear*", "stash.0", "relu_", "pop.0")     * is frozen; .0 is the number of a pair
 
-A call is an act with numbers: ``("step", (7,))`` is one step with 7 samples, ``("step", (7, 2))``
-one with 7 that the first replica has read and 2 that the second has, ``("loop", (7, 2, 4, 0))``
-a loop whose second mini-batch only the first replica has; ``("chunks", (3,))`` sets the number of
-micro-batches. Imports neither torch nor procpipe; starts nothing.
+A call is an act with numbers: ``("step", ((7,),))`` is one step with 7 samples, ``("step", ((7,
+2),))`` one with 7 that the first replica has read and 2 that the second has, ``("loop", ((7, 2),
+(4, 0)))`` a loop whose second mini-batch only the first replica has; ``("chunks", (3,))`` sets the
+number of micro-batches. Imports neither torch nor procpipe; starts nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-#: An act and its numbers.
-Call = tuple[str, tuple[int, ...]]
+#: An act, and its numbers: of a call with mini-batches the samples of each, replica by replica.
+Call = tuple[str, tuple[Any, ...]]
 
 #: The schedule that is a function, ``two_at_a_time``.
 PAIRS = "pairs"
@@ -38,7 +37,7 @@ SCHEDULES = {
     PAIRS: (1,),
 }
 
-#: Numbers of stages and of replicas of a run.
+#: Numbers of stages and of replicas of a run, which has four ranks at most.
 GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 #: What a case may call with a mini-batch, in training.
@@ -73,6 +72,9 @@ EVALUATION = (
 #: What a case may call between mini-batches.
 BETWEEN = ("update", "clip", "zero", "zero to zeros", "chunks", "overflow")
 
+#: Those of them that have a number.
+NUMBERED = ("clip", "chunks", "overflow")
+
 ACTS = {*TRAINING, *EVALUATION, *BETWEEN}
 
 #: Layers without those that stash and pop; layers.py defines them.
@@ -96,6 +98,9 @@ INEXACT = {
     *("strided", "expanded", "transposed", "wide", "list", "same", "weight", "stash.1", "stash.5"),
 }
 
+#: Fields that have no default to be simplified to.
+KEPT = ("seed", "layers", "runs", "calls")
+
 #: How many skip tensors a case may have; each is of another kind.
 MAX_SKIPS = 6
 
@@ -113,14 +118,24 @@ NORMS = (2.0, 1.0, math.inf)
 GROUPS = ("one", "decay", "head", "both")
 
 
-@dataclass(frozen=True)
-class Run:
+class _Written:
+    """Is written as Python, without what has its default."""
+
+    def __repr__(self) -> str:
+        values = [(each, getattr(self, each.name)) for each in fields(self)]  # type: ignore[arg-type]
+        changed = [f"{each.name}={value!r}" for each, value in values if value != each.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Run(_Written):
     """How a model runs, from its building or from a saved state on.
 
     Attributes:
-        balance: layers in each partition, the head included.
-        num_stages: of each replica.
-        replicas: as in ``Stage``; so are the next three.
+        cuts: before which layers a partition begins; of a model that has become shorter, the last
+            of them are as far behind as they can.
+        each: how many partitions each rank has, if the schedule allows that.
+        replicas: as in ``Stage``; so are the next four.
         chunks: before the first call.
         schedule: a name, or ``PAIRS``.
         checkpoint: the mode.
@@ -128,27 +143,57 @@ class Run:
         calls: what is called.
     """
 
-    balance: tuple[int, ...]
-    num_stages: int = 1
+    cuts: tuple[int, ...] = ()
+    each: int = 1
     replicas: int = 1
     chunks: int = 1
     schedule: str = "gpipe"
     checkpoint: str = "never"
     transport: str = "shm"
-    calls: tuple[Call, ...] = (("step", (4,)),)
+    calls: tuple[Call, ...] = (("step", ((4,),)),)
+
+    @property
+    def num_stages(self) -> int:
+        """How many processes each replica has."""
+        allowed = SCHEDULES[self.schedule]
+        return (len(self.cuts) + 1) // (self.each if self.each in allowed else allowed[0])
 
     @property
     def num_ranks(self) -> int:
         """How many processes there are."""
         return self.num_stages * self.replicas
 
-    def rounds(self, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def balance(self, num_layers: int) -> tuple[int, ...]:
+        """Return how many layers each partition has, the head included."""
+        num_cuts = len(self.cuts)
+        ends = [min(cut, num_layers - num_cuts + k) for k, cut in enumerate(self.cuts)]
+        return tuple(b - a for a, b in itertools.pairwise([0, *ends, num_layers]))
+
+    def rounds(self, sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
         """Return the numbers of samples of each mini-batch of a call, replica by replica."""
-        return [*zip(*[iter(sizes)] * self.replicas, strict=True)]
+        return [(*of_round, *(0,) * self.replicas)[: self.replicas] for of_round in sizes]
+
+    def is_valid(self, num_layers: int) -> bool:
+        """Return whether there is such a run."""
+        return (
+            0 < self.num_ranks <= max(n * replicas for n, replicas in GRIDS)
+            and (len(self.cuts) + 1) % self.num_stages == 0
+            and min(self.balance(num_layers)) > 0
+            and all(map(self._is_valid_call, self.calls))
+        )
+
+    def _is_valid_call(self, call: tuple[Any, ...]) -> bool:
+        act, numbers = call if len(call) == 2 else ("chunks", ())
+        if act in BETWEEN:
+            return len(numbers) == (act in NUMBERED)
+        rounds = self.rounds(numbers)
+        if act in LOOPS:
+            return bool(rounds) and all(map(any, rounds))
+        return len(rounds) == 1 and all(rounds[0])
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(_Written):
     """A model, how it is trained, and its runs in a pipeline beside the plain model.
 
     Attributes:
@@ -169,8 +214,8 @@ class Case:
     """
 
     seed: int
-    layers: str
-    runs: tuple[Run, ...]
+    layers: tuple[str, ...]
+    runs: tuple[Run, ...] = (Run(),)
     inputs: str = "one"
     head: str = "tensor"
     is_head_tied: bool = False
@@ -184,19 +229,9 @@ class Case:
     has_hooks: bool = False
 
     @property
-    def words(self) -> list[str]:
-        """The layers' words."""
-        return self.layers.split()
-
-    @property
     def kinds(self) -> list[str]:
         """The layers' words, whether frozen or not."""
-        return [word.rstrip("*") for word in self.words]
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes there are in the run with the most."""
-        return max(run.num_ranks for run in self.runs)
+        return [word.rstrip("*") for word in self.layers]
 
     @property
     def is_exact(self) -> bool:
@@ -210,7 +245,7 @@ class Case:
             kinds & INEXACT
             or self.inputs == "images"
             or any(run.replicas > 1 for run in self.runs)
-            or (is_tied and any(len(run.balance) > 1 for run in self.runs))
+            or (is_tied and any(run.cuts for run in self.runs))
             or (
                 (is_tied or "twice" in kinds)
                 and any(run.schedule in ("zb-h1", "zb-v") for run in self.runs)
@@ -218,9 +253,14 @@ class Case:
         )
         return not inexact
 
-    def __str__(self) -> str:
-        """Write the case as Python, without what has its default."""
-        return _written(self)
+    def is_valid(self) -> bool:
+        """Return whether there is such a case."""
+        return (
+            bool(self.layers and self.runs)
+            and (self.inputs == "ids" or not self.is_head_tied)
+            and (self.loss in MAY_WEIGH or not self.is_weighted)
+            and all(run.is_valid(len(self.layers) + 1) for run in self.runs)
+        )
 
 
 def is_training(act: str) -> bool:
@@ -246,11 +286,11 @@ def draw(seed: int, number: int) -> Case:
     scale = chance.choice((0.0, 0.0, 0.0, 2.0**4, 2.0**10))
     return Case(
         seed=chance.randrange(1 << 20),
-        layers=" ".join(words),
+        layers=tuple(words),
         runs=tuple(
             Run(
-                balance=_balance(chance, len(words) + 1, parts),
-                num_stages=num_stages,
+                cuts=tuple(sorted(chance.sample(range(1, len(words) + 1), parts - 1))),
+                each=parts // num_stages,
                 replicas=replicas,
                 chunks=chance.randint(1, 6),
                 schedule=schedule,
@@ -278,34 +318,33 @@ def draw(seed: int, number: int) -> Case:
 
 def simpler(case: Case) -> Iterator[Case]:
     """Yield smaller cases, each by one change, the largest changes first."""
-    for r in range(len(case.runs)):
-        if len(case.runs) > 1:
-            yield replace(case, runs=case.runs[:r] + case.runs[r + 1 :])
-    for r, run in enumerate(case.runs):
-        for smaller in (*_with_fewer_calls(run), *_on_fewer_ranks(run)):
-            yield _with_run(case, r, smaller)
-    for k in range(len(case.words)):
-        words = case.words[:k] + case.words[k + 1 :]
-        if words and all(run.balance[_part_of(run, k)] > 1 for run in case.runs):
-            runs = tuple(replace(run, balance=_without(run, k)) for run in case.runs)
-            yield replace(case, layers=" ".join(words), runs=runs)
-    for r, run in enumerate(case.runs):
-        for name in ("schedule", "transport", "checkpoint", "chunks"):
-            if name != "schedule" or len(run.balance) == run.num_stages:
-                yield _with_run(case, r, replace(run, **{name: _default(Run, name)}))
-    for name in (each.name for each in dataclasses.fields(Case)[3:]):
-        if name != "inputs" or not case.is_head_tied:
-            yield replace(case, **{name: _default(Case, name)})
-    for k, kind in enumerate(case.kinds):
-        if kind != "affine":
-            words = [*case.words[:k], "affine", *case.words[k + 1 :]]
-            yield replace(case, layers=" ".join(words))
-    for r, run in enumerate(case.runs):
-        for k, (act, sizes) in enumerate(run.calls):
-            if max(sizes, default=0) > 2:
-                fewer = (act, tuple(min(size, max(sizes) - 1) for size in sizes))
-                calls = (*run.calls[:k], fewer, *run.calls[k + 1 :])
-                yield _with_run(case, r, replace(run, calls=calls))
+    plain = (
+        replace(case, layers=(*case.layers[:k], "affine", *case.layers[k + 1 :]))
+        for k, kind in enumerate(case.kinds)
+        if kind != "affine"
+    )
+    return (each for each in (*_smaller(case), *plain) if each.is_valid())
+
+
+def _smaller(value: Any) -> Iterator[Any]:
+    """Yield values with fewer entries, with a field's default, or with a smaller number."""
+    if isinstance(value, tuple):
+        for size in sorted({len(value) // 2 or 1, 2, 1}, reverse=True):
+            yield from (value[:k] + value[k + size :] for k in range(len(value) - size + 1))
+        for k, entry in enumerate(value):
+            yield from ((*value[:k], each, *value[k + 1 :]) for each in _smaller(entry))
+    elif isinstance(value, Case | Run):
+        defaults: dict[str, Any] = {each.name: each.default for each in fields(value)}
+        changed = [name for name in defaults if getattr(value, name) != defaults[name]]
+        for name in changed:
+            if name != "seed":
+                smaller = _smaller(getattr(value, name))
+                yield from (replace(value, **{name: each}) for each in smaller)
+        for name in changed:
+            if name not in KEPT:
+                yield replace(value, **{name: defaults[name]})
+    elif isinstance(value, int) and value > 1:
+        yield from {1, value // 2, value - 1}
 
 
 def _words(chance: random.Random, num_words: int, *, may_be_exact: bool) -> list[str]:
@@ -334,11 +373,6 @@ def _words(chance: random.Random, num_words: int, *, may_be_exact: bool) -> list
     return words
 
 
-def _balance(chance: random.Random, num_layers: int, num_partitions: int) -> tuple[int, ...]:
-    cuts = [0, *sorted(chance.sample(range(1, num_layers), num_partitions - 1)), num_layers]
-    return tuple(b - a for a, b in itertools.pairwise(cuts))
-
-
 def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator[Call]:
     for k in range(chance.randint(1, 3)):
         if k and chance.random() < 0.3:
@@ -361,69 +395,14 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
             yield chance.choice(("zero", "zero to zeros")), ()
 
 
-def _sizes(chance: random.Random, replicas: int, num_rounds: int = 1) -> tuple[int, ...]:
+def _sizes(
+    chance: random.Random, replicas: int, num_rounds: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Draw the sizes of mini-batches, round by round; a replica's loader may end earlier."""
     lengths = [num_rounds] * replicas
     if num_rounds > 1 and replicas > 1 and chance.random() < 0.5:
         lengths[chance.randrange(replicas)] = chance.randrange(num_rounds)
     return tuple(
-        chance.randint(1, 9) if k < length else 0 for k in range(num_rounds) for length in lengths
+        tuple(chance.randint(1, 9) if k < length else 0 for length in lengths)
+        for k in range(num_rounds)
     )
-
-
-def _with_run(case: Case, r: int, run: Run) -> Case:
-    return replace(case, runs=(*case.runs[:r], run, *case.runs[r + 1 :]))
-
-
-def _with_fewer_calls(run: Run) -> Iterator[Run]:
-    for k, (act, sizes) in enumerate(run.calls):
-        yield replace(run, calls=run.calls[:k] + run.calls[k + 1 :])
-        if act in LOOPS and len(sizes) > run.replicas:
-            fewer = (act, sizes[run.replicas :])
-            yield replace(run, calls=(*run.calls[:k], fewer, *run.calls[k + 1 :]))
-
-
-def _on_fewer_ranks(run: Run) -> Iterator[Run]:
-    """Yield the run without the last replica, and without the last stage.
-
-    The partitions of that stage are joined to the partition before them.
-    """
-    if run.replicas > 1:
-        calls = tuple(
-            (act, tuple(map(max, run.rounds(sizes))) if act not in BETWEEN else sizes)
-            for act, sizes in run.calls
-        )
-        yield replace(run, replicas=1, calls=calls)
-    if run.num_stages > 1:
-        num_left = len(run.balance) // run.num_stages * (run.num_stages - 1)
-        balance = (*run.balance[: num_left - 1], sum(run.balance[num_left - 1 :]))
-        yield replace(run, num_stages=run.num_stages - 1, balance=balance)
-
-
-def _part_of(run: Run, k: int) -> int:
-    """Return the partition of a layer."""
-    return next(j for j, end in enumerate(itertools.accumulate(run.balance)) if k < end)
-
-
-def _without(run: Run, k: int) -> tuple[int, ...]:
-    """Return the balance without a layer."""
-    return tuple(size - (j == _part_of(run, k)) for j, size in enumerate(run.balance))
-
-
-def _default(kind: type, name: str) -> Any:
-    return next(each.default for each in dataclasses.fields(kind) if each.name == name)
-
-
-def _written(value: Any, indent: str = "") -> str:
-    """Write a case or run as Python."""
-    deeper = indent + "    "
-    if isinstance(value, tuple) and value and isinstance(value[0], Run):
-        return f"({''.join(_written(run, indent) + ', ' for run in value).rstrip()})"
-    if not isinstance(value, (Case, Run)):
-        return repr(value)
-    lines = [
-        f"{deeper}{each.name}={_written(getattr(value, each.name), deeper)},\n"
-        for each in dataclasses.fields(value)
-        if getattr(value, each.name) != each.default
-    ]
-    return f"{type(value).__name__}(\n{''.join(lines)}{indent})"

@@ -9,14 +9,11 @@ behind norms, which divide rounding errors by small deviations.
 
 from __future__ import annotations
 
-import dataclasses
 import random
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, compress
 from operator import and_
@@ -26,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from procpipe import RemoteStageError, Stage, state
+from procpipe import Stage, state
 from tests.dist.stages import assert_same, num_held
 from tests.dist.worker import BareWorld
 from tests.fuzz.case import BETWEEN, LOOPS, Call, Case, Run, is_training
-from tests.fuzz.data import Batch, mapped, own_loss, unwrapped
+from tests.fuzz.data import Batch, mapped, own_loss
 from tests.fuzz.hooks import Hooks
 from tests.fuzz.oracle import SEVERAL, TOTAL, Expected, Oracle
 from tests.fuzz.pipeline import as_passed, stage_for
@@ -50,80 +47,46 @@ EXPECTED = (
     "loss_weight is 0 for every micro-batch",
 )
 
-#: How long a rank without a stage waits for a run of the others.
-TIMEOUT_S = 30.0
-
 #: A call's act, the mini-batch of each replica, and what the stage is given.
 _OneCall = Callable[[str, list[Batch], Batch], Any]
 
 
-class EndedElsewhereError(Exception):
-    """A run has failed on other ranks, where this one has no stage."""
-
-
-def run_cases(bare: BareWorld, cases: Iterable[Case], folder: str) -> list[str | None]:
-    """Run cases one after another on each rank; return the fault of each, or None.
-
-    The fault is empty if another rank failed.
-    """
-    faults: list[str | None] = []
-    for number, case in enumerate(cases):
-        faults.append(None)
-        try:
-            run_case(bare, f"case {number}", case, f"{folder}/{number}")
-        except (RemoteStageError, EndedElsewhereError):
-            faults[-1] = ""
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            notes = getattr(error, "__notes__", [])
-            text = f"{type(error).__name__}: {error}"
-            faults[-1] = "\n".join([text, *notes, f"raised in {where.filename}:{where.lineno}"])
-    return faults
-
-
-def run_case(
-    bare: BareWorld, name: str, case: Case, folder: str, *, truth: Case | None = None
-) -> None:
-    """Run one case; a difference raises an ``AssertionError``, other errors are passed on.
+def run_one(
+    bare: BareWorld,
+    case: Case,
+    r: int,
+    folder: str,
+    drawn: Sequence[Sequence[float]] = (),
+    truth: Case | None = None,
+) -> list[float]:
+    """Do run ``r`` of a case; a difference is an ``AssertionError``, other errors are passed on.
 
     Args:
         bare: this rank.
-        name: of the case, another for each.
         case: what is run.
-        folder: for saved state; another for each case.
+        r: which run; the oracle repeats those before it.
+        folder: for saved state.
+        drawn: what each rank of the run before this has returned.
         truth: what the oracle runs; a different case shows that the comparison can fail.
+
+    Returns:
+        Random numbers that were drawn after the end of the run.
     """
     torch.set_default_dtype(torch.float64)
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message)
     truth = truth or case
     oracle = Oracle(truth)
-    drawn: list[float] = []  # the run's number of ranks, and what this rank drew after it was saved
-    for r, run in enumerate(case.runs):
-        with _those_with_a_stage(bare, f"{name} run {r}", run) as world:
-            oracle.begin(truth.runs[r])
-            hooks = Hooks(case, run, oracle.model, oracle.model)
-            if world is None:
-                drawn.clear()
-                for number, call in _calls_of(run, oracle):
-                    _expect(oracle, case, run, call, 10 * r + number)
-                hooks.remove()
-            else:
-                _run_one(world, f"{name} run {r}", case, r, oracle, hooks, folder, drawn)
-
-
-def _run_one(
-    bare: BareWorld,
-    name: str,
-    case: Case,
-    r: int,
-    oracle: Oracle,
-    hooks: Hooks,
-    folder: str,
-    drawn: list[float],
-) -> None:
+    for k, run in enumerate(case.runs[:r]):
+        oracle.begin(truth.runs[k])
+        hooks = Hooks(case, run, oracle.model, oracle.model)
+        for number, call in _calls_of(run, oracle):
+            _expect(oracle, case, run, call, 10 * k + number)
+        hooks.remove()
     run = case.runs[r]
-    with stage_for(bare, name, case, run, is_new=r == 0) as stage:
+    oracle.begin(truth.runs[r])
+    hooks = Hooks(case, run, oracle.model, oracle.model)
+    with stage_for(bare, case, run, is_new=r == 0) as stage:
         comparison = Comparison(stage, oracle, case, run, is_new=r == 0)
         if r > 0:
             comparison.load(folder, r, drawn)
@@ -136,7 +99,7 @@ def _run_one(
         comparison.compare_hooks(hooks.remove())
         if r < len(case.runs) - 1:
             comparison.save(folder, r)
-            drawn[:] = [run.num_ranks, *_draw_numbers()]
+        return _draw_numbers()
 
 
 def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
@@ -148,7 +111,7 @@ def _calls_of(run: Run, oracle: Oracle) -> Iterator[tuple[int, Call]]:
 
 
 def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> None:
-    """Do a call on the oracle alone, on a rank without a stage."""
+    """Do a call on the oracle alone."""
     act, numbers = call
     if act not in BETWEEN:
         for shares in _common(act, _rounds(case, run, numbers, number)):
@@ -157,7 +120,7 @@ def _expect(oracle: Oracle, case: Case, run: Run, call: Call, number: int) -> No
         oracle.between(act, numbers)
 
 
-def _rounds(case: Case, run: Run, sizes: tuple[int, ...], number: int) -> list[list[Batch]]:
+def _rounds(case: Case, run: Run, sizes: tuple[Any, ...], number: int) -> list[list[Batch]]:
     """Return the mini-batches of a call, each a share for each replica."""
     return [
         [Batch.of(case, 10 * number + k, r, size) for r, size in enumerate(of_replicas)]
@@ -174,29 +137,6 @@ def _common(act: str, rounds: list[list[Batch]]) -> list[list[Batch]]:
     return [*compress(rounds, accumulate(is_whole, and_))]
 
 
-@contextmanager
-def _those_with_a_stage(bare: BareWorld, name: str, run: Run) -> Iterator[BareWorld | None]:
-    """Yield this rank among those that have a stage in a run; on others None, and wait for them.
-
-    Raises:
-        EndedElsewhereError: on others, if the run fails.
-    """
-    n = run.num_ranks
-    if bare.rank >= n:
-        yield None
-        bare.store.wait([f"{name} ended"], timedelta(seconds=TIMEOUT_S))
-        if bare.store.get(f"{name} ended") != b"well":
-            raise EndedElsewhereError(f"{name} has failed on the ranks that have a stage")
-        return
-    end = "badly"
-    try:
-        yield dataclasses.replace(bare, num_ranks=n, devices=bare.devices[:n])
-        end = "well"
-    finally:
-        if bare.rank == 0:
-            bare.store.set(f"{name} ended", end)
-
-
 class Comparison:
     """One run on one rank: its stage, and the oracle beside it."""
 
@@ -208,7 +148,7 @@ class Comparison:
         )
         self._is_synced = True
         self._evaluated: tuple[float, Tensor] = (0.0, torch.zeros(()))  # loss and weight, summed
-        self._tolerance = TOLERANCE_OF_NORMS if "norm" in case.layers else TOLERANCE
+        self._tolerance = TOLERANCE_OF_NORMS if "norm" in str(case.layers) else TOLERANCE
         if case.is_exact:
             self._tolerance = 0.0
         self._hooks = Hooks(case, run, stage, oracle.model)
@@ -218,16 +158,15 @@ class Comparison:
         extra = {**self._training.state, "progress": {"run": r, "losses": [0.5, None]}}
         state.save(folder, self._stage, self._training.optimizer, extra=extra, step=r)
 
-    def load(self, folder: str, r: int, drawn: list[float]) -> None:
+    def load(self, folder: str, r: int, drawn: Sequence[Sequence[float]]) -> None:
         """Resume what the run before this has saved; ``drawn`` are numbers drawn after that."""
         extra = {**self._training.state, "progress": {}}
         saved = state.load(folder, self._stage, self._training.optimizer, extra=extra)
         assert saved is not None
         assert saved.step == r - 1, saved
         assert extra["progress"] == {"run": r - 1, "losses": [0.5, None]}, extra
-        num_ranks, *before = drawn or [0]
-        if self._stage.rank == 0 or num_ranks == self._run.num_ranks:
-            now = _draw_numbers()
+        if self._stage.rank == 0 or len(drawn) == self._run.num_ranks:
+            now, before = _draw_numbers(), drawn[self._stage.rank]
             assert now == before, f"random numbers after loading: {now}, not {before}"
         self._compare_state()
 
@@ -403,8 +342,8 @@ def _draw_numbers() -> list[float]:
 
 def _item(batch: Batch, *, is_own: bool) -> Any:
     """Return a mini-batch as an item of a loader; ``is_own``: its target is for an own loss."""
-    passed = as_passed(batch)
-    target = unwrapped(batch.target) if is_own else passed.target
+    passed = as_passed(batch, torch.clone) if is_own else as_passed(batch)
+    target = passed.target
     if passed.named:
         return passed.named | ({} if target is None else {"target": target})
     return passed.inputs if target is None else (*passed.inputs, target)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tests.fuzz.case import Case
 from tests.fuzz.layers import NUM_CLASSES, TIME, WIDTH
@@ -81,9 +82,8 @@ class Batch:
 
     def floats(self) -> list[Tensor]:
         """List the floating tensors among the inputs that are split."""
-        tensors: list[Tensor] = []
-        mapped(tensors.append, (self.inputs, self.named))
-        return [tensor for tensor in tensors if tensor.is_floating_point()]
+        leaves = pytree.tree_leaves((self.inputs, self.named))
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
     def require_gradients(self) -> None:
         """Let backward passes give these tensors gradients."""
@@ -168,34 +168,12 @@ def scores_of(case: Case, output: Any) -> Any:
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Replace the tensors of a nested value."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: mapped(function, child) for key, child in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([mapped(function, child) for child in value])
-    return value
+    return pytree.tree_map_only(Tensor, function, value)
 
 
-def joined(shares: list[Any]) -> Any:
-    """Join the tensors of nested values; what every micro-batch gets whole is the first's."""
-    first = shares[0]
-    if isinstance(first, Tensor):
-        return torch.cat(shares)
-    if isinstance(first, dict):
-        return {key: joined([share[key] for share in shares]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)([joined(list(children)) for children in zip(*shares, strict=True)])
-    return first
-
-
-def unwrapped(value: Any) -> Any:
-    """Replace what every micro-batch gets whole by its tensor."""
-    if isinstance(value, Whole):
-        return value.tensor
-    if isinstance(value, dict):
-        return {key: unwrapped(child) for key, child in value.items()}
-    return value
+def with_whole(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Replace what every micro-batch gets whole."""
+    return pytree.tree_map_only(Whole, lambda whole: change(whole.tensor), value)
 
 
 def _part(value: Any, span: slice) -> Any:

@@ -77,7 +77,7 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
     place: dict[int, Any] = {}
     layers: list[nn.Module] = []
     before = "affine" if case.inputs == "one" else ""
-    for written, kind in zip(case.words, case.kinds, strict=True):
+    for written, kind in zip(case.layers, case.kinds, strict=True):
         name, _, number = kind.partition(".")
         num_pops = case.kinds.count(f"pop.{number}")
         if not number:
@@ -95,7 +95,7 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
         before = kind
     head = Head(case.head)
     may_freeze = any(p.requires_grad for layer in layers for p in layer.parameters())
-    head.requires_grad_(not (may_freeze and case.words[-1].endswith("*")))
+    head.requires_grad_(not (may_freeze and case.layers[-1].endswith("*")))
     if case.inputs == "ids":
         table = nn.Embedding(WIDTH, WIDTH)
         layers[0] = nn.Sequential(table, layers[0])

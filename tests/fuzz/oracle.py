@@ -19,15 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tests.fuzz.case import NORMS, Case, Run, is_training
-from tests.fuzz.data import (
-    Batch,
-    joined,
-    loss_fn_of,
-    loss_weight_of,
-    mapped,
-    own_loss,
-    scores_of,
-)
+from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, mapped, own_loss, scores_of
 from tests.fuzz.layers import build
 from tests.fuzz.training import MAX_NORM, Training, grad_mode_of
 
@@ -182,7 +174,7 @@ class Oracle:
         num_samples = sum(share.num_samples for share in shares)
         losses = []
         for output, share in zip(outputs, shares, strict=True):
-            losses.append(own_loss(self._case, output, joined([share.target])))
+            losses.append(own_loss(self._case, output, share.target))
             if losses[-1].requires_grad:
                 part = losses[-1] * (share.num_samples / num_samples)
                 self.training.scaled(part).backward()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from procpipe import NoChunk, Stage, is_recomputing
 from procpipe.skip import Namespace, pop, skippable, stash
 from tests.dist.stages import stage_of, two_at_a_time
 from tests.dist.worker import BareWorld
 from tests.fuzz.case import PAIRS, Case, Run
-from tests.fuzz.data import Batch, Whole, loss_fn_of, loss_weight_of
+from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, with_whole
 from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
 
 
 def stage_for(
-    bare: BareWorld, name: str, case: Case, run: Run, *, is_new: bool
+    bare: BareWorld, case: Case, run: Run, *, is_new: bool
 ) -> AbstractContextManager[Stage]:
     """Return the stage of a run, to be entered; unless it is new, it has other values."""
     model = _model(case if is_new else dataclasses.replace(case, seed=case.seed + 1))
@@ -29,9 +29,9 @@ def stage_for(
         loss_fn.num_counted, loss_weight = loss_weight, None
     return stage_of(
         bare,
-        name,
+        "the only one",
         model,
-        run.balance,
+        run.balance(len(case.layers) + 1),
         replicas=run.replicas,
         chunks=run.chunks,
         checkpoint=run.checkpoint,
@@ -45,21 +45,10 @@ def stage_for(
     )
 
 
-def as_passed(batch: Batch) -> Batch:
-    """Return a mini-batch with what is not split as a stage takes it."""
-    return Batch(
-        _no_chunk(batch.inputs), _no_chunk(batch.named), _no_chunk(batch.target), batch.num_samples
-    )
-
-
-def _no_chunk(value: Any) -> Any:
-    if isinstance(value, Whole):
-        return NoChunk(value.tensor)
-    if isinstance(value, dict):
-        return {key: _no_chunk(child) for key, child in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_no_chunk(child) for child in value])
-    return value
+def as_passed(batch: Batch, whole: Callable[[Tensor], Any] = NoChunk) -> Batch:
+    """Return a mini-batch as a stage takes it; ``whole`` makes a target that is not split."""
+    inputs, named = with_whole(NoChunk, (batch.inputs, batch.named))
+    return Batch(inputs, named, with_whole(whole, batch.target), batch.num_samples)
 
 
 def _model(case: Case) -> nn.Sequential:

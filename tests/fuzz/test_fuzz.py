@@ -8,14 +8,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
-import sys
+import re
 from collections import Counter
 
 import pytest
 
 from tests.conftest import FUZZ_SEED
+from tests.dist.forks import ROOT
 from tests.dist.pool import Pool
 from tests.dist.report import RanksFailedError
+from tests.fuzz.__main__ import main
 from tests.fuzz.case import (
     ACTS,
     BETWEEN,
@@ -28,9 +30,10 @@ from tests.fuzz.case import (
     Case,
     Run,
     draw,
+    simpler,
 )
-from tests.fuzz.compare import run_case
-from tests.fuzz.judge import ROOT, explain, judge, together
+from tests.fuzz.compare import run_one
+from tests.fuzz.judge import explain, fault_of
 from tests.fuzz.layers import LAYERS
 
 NUM_CASES = 12
@@ -38,17 +41,16 @@ NUM_CASES = 12
 #: On two ranks, with every kind of layer whose results must be the same to the last bit.
 EXACT = Case(
     seed=3,
-    layers="linear stash.0 relu_ dict counting checkpoint pop.0 ids",
+    layers=("linear", "stash.0", "relu_", "dict", "counting", "checkpoint", "pop.0", "ids"),
     runs=(
         Run(
-            balance=(3, 6),
-            num_stages=2,
+            cuts=(3,),
             chunks=3,
             schedule="1f1b",
             checkpoint="always",
             calls=(
-                *(("step", (7,)), ("update", ()), ("step of several", (13,))),
-                ("output in inference mode", (4,)),
+                *(("step", ((7,),)), ("update", ()), ("step of several", ((13,),))),
+                ("output in inference mode", ((4,),)),
             ),
         ),
     ),
@@ -59,25 +61,11 @@ EXACT = Case(
 #: replicas of two, and then on three stages.
 RESUMED = Case(
     seed=4,
-    layers="tied linear tied linear*",
+    layers=("tied", "linear", "tied", "linear*"),
     runs=(
-        Run(
-            balance=(2, 3),
-            num_stages=2,
-            calls=(("step", (5,)), ("clip", (0,)), ("update", ())),
-        ),
-        Run(
-            balance=(3, 2),
-            num_stages=2,
-            replicas=2,
-            chunks=2,
-            calls=(("loop", (3, 4, 5, 2)), ("update", ())),
-        ),
-        Run(
-            balance=(1, 3, 1),
-            num_stages=3,
-            calls=(("step", (4,)), ("update", ())),
-        ),
+        Run(cuts=(2,), calls=(("step", ((5,),)), ("clip", (0,)), ("update", ()))),
+        Run(cuts=(3,), replicas=2, chunks=2, calls=(("loop", ((3, 4), (5, 2))), ("update", ()))),
+        Run(cuts=(1, 4), calls=(("step", ((4,),)), ("update", ()))),
     ),
     optimizer="adamw",
     groups="both",
@@ -96,21 +84,18 @@ def pool():
 @pytest.mark.timeout(300)
 def test_random_cases_equal_the_plain_model(pool):
     seed = int(os.environ[FUZZ_SEED])
-    cases = {number: draw(seed, number) for number in range(NUM_CASES)}
-    failed = []
-    for numbers in together(cases):
-        faults = judge(pool, [cases[number] for number in numbers])
-        failed += [(number, fault) for number, fault in zip(numbers, faults, strict=True) if fault]
+    faults = {number: fault_of(pool, draw(seed, number)) for number in range(NUM_CASES)}
+    failed = [(number, fault) for number, fault in faults.items() if fault]
     if failed:
         number, fault = failed[0]
+        text = explain(pool, seed, number, draw(seed, number), fault)
         others = [other for other, _ in failed[1:]]
-        text = explain(pool, seed, number, cases[number], fault)
         pytest.fail(f"{text}\nother cases that fail: {others}", pytrace=False)
 
 
 def test_two_known_cases_equal_the_plain_model(pool):
-    assert judge(pool, [EXACT]) == [None]
-    assert judge(pool, [RESUMED]) == [None]
+    assert fault_of(pool, EXACT) is None
+    assert fault_of(pool, RESUMED) is None
 
 
 def test_the_cases_cover_all_options():
@@ -126,27 +111,25 @@ def test_the_cases_cover_all_options():
         assert {getattr(case, name) for case in many} == set(values)
     assert 100 <= sum(case.is_exact for case in many) <= 500
     assert sum(len(case.runs) > 1 and case.groups != "one" for case in many) > 50
-    with_two = [(act, sizes) for run in runs if run.replicas == 2 for act, sizes in run.calls]
-    assert sum(act == "loss" for act, _ in with_two) > 10
-    ended = [act for act, sizes in with_two if act not in BETWEEN and 0 in sizes]
+    with_two = [call for run in runs if run.replicas == 2 for call in run.calls]
+    acts = Counter(act for act, _ in with_two)
+    assert acts["loss"] > 10
+    assert sum(acts[act] for act in EVALUATION) > 50
+    ended = [act for act, sizes in with_two if act not in BETWEEN and 0 in sum(sizes, ())]
     assert len(ended) > 10  # the loader of a replica has ended before the other
-    assert sum(act in EVALUATION for act, _ in with_two) > 50
     assert sum(case.kinds.count("tied") > 2 for case in many) > 30
     assert sum(case.is_deferred and "batchnorm" in case.kinds for case in many) > 30
 
 
-def test_a_case_is_drawn_the_same_and_is_valid():
-    cases = [draw(5, number) for number in range(200)]
-    assert len(set(cases)) == 200
+def test_a_case_is_drawn_the_same_is_valid_and_can_be_made_simpler():
+    cases = [draw(5, number) for number in range(100)]
+    assert len(set(cases)) == 100
     for number, case in enumerate(cases):
-        assert draw(5, number) == case
-        assert eval(str(case), {"Case": Case, "Run": Run}) == case
-        for run in case.runs:
-            assert sum(run.balance) == len(case.words) + 1
-            assert len(run.balance) % run.num_stages == 0
-            for act, sizes in run.calls:
-                assert act in BETWEEN or all(map(any, run.rounds(sizes)))
-        assert case.inputs == "ids" or not case.is_head_tied
+        assert case.is_valid()
+        assert draw(5, number) == case == eval(str(case), {"Case": Case, "Run": Run})
+        found = [*simpler(case)]
+        assert found
+        assert case not in found
 
 
 @pytest.mark.parametrize(
@@ -155,17 +138,15 @@ def test_a_case_is_drawn_the_same_and_is_valid():
         ({}, {"loss": "tokens"}, "shape|size"),
         ({}, {"is_weighted": True}, "loss: off by"),
         ({}, {"schedule": "gpipe"}, "gradients.*: off by .*e-1[789]"),
-        ({"layers": "batchnorm"}, {"is_deferred": True}, "state.*running_mean.*: off by"),
-        ({"layers": "linear"}, {"groups": "decay"}, "options of groups"),
+        ({"layers": ("batchnorm",)}, {"is_deferred": True}, "state.*running_mean.*: off by"),
+        ({"layers": ("linear",)}, {"groups": "decay"}, "options of groups"),
     ],
 )
 def test_a_difference_is_detected(ranks, tmp_path, change, truth, message):
     assert EXACT.is_exact
-    case = with_(EXACT, **change, balance=(1, 1)) if change else EXACT
-    if change or truth.get("loss") != "tokens":
-        ranks(2).run(run_case, "same", case, str(tmp_path / "same"), world=False).values()
+    case = with_(EXACT, **change, cuts=(1,)) if change else EXACT
     outcomes = ranks(2).run(
-        run_case, "case", case, str(tmp_path), truth=with_(case, **truth), world=False
+        run_one, case, 0, str(tmp_path), truth=with_(case, **truth), world=False
     )
     with pytest.raises(RanksFailedError, match=message):
         outcomes.values()
@@ -178,17 +159,15 @@ def with_(case, **changes):
     return dataclasses.replace(case, runs=(run,), **changes)
 
 
-def test_a_failure_is_printed_as_a_script_that_repeats_it(pool, monkeypatch, capsys):
-    wrong = dataclasses.replace(EXACT, layers="affine unknown", runs=(Run(balance=(1, 2)),) * 2)
-    (fault,) = judge(pool, [wrong])
+def test_a_failure_is_made_smaller_and_printed_as_a_command_that_repeats_it(pool, capsys):
+    wrong = dataclasses.replace(RESUMED, layers=("affine", "unknown", "linear", "gru"))
+    fault = fault_of(pool, wrong)
     assert fault
     text = explain(pool, 1, 2, wrong, fault)
     assert "--seed 1 --case 2" in text
-    script = text[text.index('"""Case 2 of seed 1, made smaller."""') :]
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(ROOT)])
-    with pytest.raises(SystemExit, match="1"):
-        exec(script, {"__name__": "__main__"})
-    assert sys.path[0] == str(ROOT)
+    (small,) = re.findall(r'--this "(.*)"', text)
+    assert small == "Case(seed=4, layers=('unknown',), runs=(Run(calls=()),))"
+    assert main(["--this", small]) == 1
     assert "rank 0: KeyError: 'unknown'" in capsys.readouterr().out
 
 

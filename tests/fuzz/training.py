@@ -134,7 +134,7 @@ class Training:
 
 
 def _optimizer(module: nn.Module, case: Case, *, factor: float) -> Optimizer:
-    head = f"{len(case.words)}."
+    head = f"{len(case.layers)}."
     members: list[list[Tensor]] = [[], [], []]
     for name, parameter in module.named_parameters():
         if case.groups in ("head", "both") and name.startswith(head):

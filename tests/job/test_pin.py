@@ -114,13 +114,6 @@ def test_only_allowed_cpus_count(host):
     assert cores_of_host(root) == [(1,), (2, 10), (5,)]
 
 
-def test_cpus_are_written_as_the_kernel_does():
-    assert (cpus_text((8, 2, 0, 1)), cpus_text((3, 5, 6))) == ("0-2,8", "3,5-6")
-
-
-RUN = {"TORCHELASTIC_RUN_ID": "a-run", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-
-
 def pinned(changes=()):
     """Pin a process; return the CPUs of each of its threads, those of a child, and its output."""
 

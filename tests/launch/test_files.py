@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.dist.pool import job_environment
+from tests.dist.jobs import job_environment
 from tests.held import happens
 
 ROOT = Path(__file__).parents[2]

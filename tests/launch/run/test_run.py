@@ -10,8 +10,7 @@ import time
 import pytest
 
 from tests.dist.forks import fork_server
-from tests.dist.jobs import TIMEOUT_S, Job
-from tests.dist.pool import job_environment
+from tests.dist.jobs import TIMEOUT_S, Job, job_environment
 from tests.launch.started import free_port, started
 
 pytestmark = pytest.mark.dist
