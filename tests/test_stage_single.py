@@ -203,6 +203,15 @@ def test_a_balance_of_several_parts_makes_one_stage(stage_of):
     assert shared[0].weight is shared[1].weight
 
 
+def test_the_mode_of_the_model_is_kept(stage_of):
+    model = make_model()
+    model[1].eval()
+    stage = stage_of(model, [4])
+    assert stage.training
+    assert [layer.training for layer in stage] == [True, False, True, True]
+    assert not stage_of(make_model().eval(), [4]).training
+
+
 def test_a_stage_is_an_nn_sequential(stage_of):
     model = make_model()
     layers = list(model)

@@ -9,7 +9,6 @@ import copy
 import io
 import math
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -40,32 +39,6 @@ def make_model():
     return nn.Sequential(
         nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
     ).double()
-
-
-# -- random numbers ------------------------------------------------------------------------------
-
-
-class Hidden(nn.Module):
-    """Depends on a count, which recomputation does not restore."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.count = 0
-
-    def forward(self, input):
-        self.count += 1
-        return input * self.weight * (1 + 0.2 * self.count)
-
-
-def train_with_hidden(bare):
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    model[3] = Hidden()
-    options: Any = {"chunks": 3, "checkpoint": "always", "loss_fn": F.cross_entropy}
-    with stage_of(bare, "hidden", model, [2, 2], **options) as stage:
-        for _ in range(3):
-            stage.step(*make_batch())
 
 
 def check_unfreezing(bare, balance):
@@ -224,58 +197,9 @@ def check_attributes(bare, balance):
             optimizer.step()
 
         assert stage.to(stage.device) is stage
-        for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
+        for convert in (stage.half, stage.double):
             assert convert() is stage
-        assert stage.to(dtype=torch.float64, non_blocking=True) is stage
-        assert all(p.dtype == torch.float64 for _, p in stage.named_parameters())
-        inputs, _ = make_batch()
-        output = stage(inputs)  # still works
-        output.sum().backward()
-        assert stage.fetch(output).shape == (10, 3)
-
-
-def check_mode_given(bare, balance):
-    """A model in eval mode makes a stage in eval mode, and the layers keep their own modes."""
-    model = make_model()
-    model[3].eval()
-    with stage_of(bare, "partly", model, balance) as stage:
-        assert stage.training
-        assert all(layer.training == (name != "3") for name, layer in stage.named_children())
-    with stage_of(bare, "eval", make_model().eval(), balance, loss_fn=torch.sum) as stage:
-        assert not stage.training
-        before = copy.deepcopy(stage.state_dict())
-        stage.step(make_batch()[0])
-        assert_same(dict(stage.state_dict()), dict(before), "state")
-        assert all(p.grad is None for p in stage.parameters())
-
-
-def test_a_layer_whose_recomputation_differs_is_an_error(ranks):
-    first, last = ranks(2).run(train_with_hidden, world=False).errors()
-    assert (first.type, last.type) == ("RemoteStageError", "RecomputeError")
-    assert re.search("RecomputeError: the layers gave", first.text)
-    assert re.search("the layers gave values that differ", last.text)
-    assert re.search(r"task R\d@1 ", last.text)
-
-
-def change_in_the_loss(bare, mode):
-    """The last stage returns a view of its input, which the loss function changes."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten()).double()
-    inputs, _ = make_batch()
-    options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": lambda x: x.mul_(2).square().mean()}
-    plain_step(model, (inputs,), None, 2, lambda x: (x * 2).square().mean())
-    with stage_of(bare, mode, model, [1, 1], **options) as stage:
-        stage.step(inputs, target=None)
-        assert_same_gradients(stage, model, mode, 1e-12)
-
-
-@pytest.mark.only_on_cpus
-def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
-    """What a layer changes in place: tests/compute/test_segment.py."""
-    ranks(2).run(change_in_the_loss, "never", world=False).values()
-    for mode in ("always", "except_last"):
-        errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
-        assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
-        assert all("loss_fn changed its partition's input in place" in e.text for e in errors)
+        assert stage.fetch(stage(make_batch()[0])).shape == (10, 3)  # still works
 
 
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
@@ -333,7 +257,3 @@ def test_a_part_of_a_model_is_not_pickled(ranks):
 
 def test_attributes(ranks):
     ranks(4).run(check_attributes, [1, 1, 1, 2], world=False).values()
-
-
-def test_the_mode_of_the_model_is_kept(ranks):
-    ranks(2).run(check_mode_given, [2, 3], world=False).values()

@@ -32,14 +32,14 @@ PAIRS = "pairs"
 SCHEDULES = {
     "gpipe": (1,),
     "1f1b": (1,),
-    "interleaved": (1, 2, 3),
+    "interleaved": (1, 2, 3, 4),
     "zb-h1": (1,),
     "zb-v": (2,),
     PAIRS: (1,),
 }
 
 #: Numbers of stages and of replicas of a run.
-GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
+GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3))
 
 #: What a case may call with a mini-batch, in training.
 TRAINING = (
@@ -85,7 +85,7 @@ WORDS = [
     *("tuple", "pair", "output", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
-    *("dropout", "counting", "drawing", "drawing", "nothing"),
+    *("dropout", "counting", "drawing", "drawing", "nothing", "varying", "reentrant"),
 ]
 
 #: Layers that change the order of later additions and multiplications: a message makes a view
@@ -94,10 +94,11 @@ INEXACT = {
     *("conv", "conv2d", "batchnorm2d", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("attention", "attention-alone", "gru", "lstm", "floats", "nested"),
     *("strided", "expanded", "transposed", "wide", "list", "same", "weight", "stash.1", "stash.5"),
+    *("varying", "reentrant"),
 }
 
 #: How many skip tensors a case may have; each is of another kind.
-MAX_SKIPS = 6
+MAX_SKIPS = 7
 
 #: Kinds of inputs, of which the last two are drawn less often.
 INPUTS = ("one", "ids", "several", "nested", "named", "images")

@@ -121,7 +121,7 @@ def test_the_cases_cover_all_options():
     assert {act for run in runs for act, _ in run.calls} == ACTS
     assert {run.schedule for run in runs} == set(SCHEDULES)
     counts = Counter((run.num_stages, run.replicas) for run in runs)
-    assert set(counts) == {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)}
+    assert set(counts) == {(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3)}
     for name, values in (("inputs", INPUTS), ("loss", LOSSES), ("groups", GROUPS)):
         assert {getattr(case, name) for case in many} == set(values)
     assert 100 <= sum(case.is_exact for case in many) <= 500
