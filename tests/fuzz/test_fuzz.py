@@ -38,7 +38,7 @@ NUM_CASES = 12
 #: On two ranks, with every kind of layer whose results must be the same to the last bit.
 EXACT = Case(
     seed=3,
-    layers="linear stash.0 relu_ dict counting checkpoint pop.0 ids",
+    layers="linear stash.6 relu_ dict counting checkpoint pop.6 ids",
     runs=(
         Run(
             balance=(3, 6),
@@ -47,7 +47,7 @@ EXACT = Case(
             schedule="1f1b",
             checkpoint="always",
             calls=(
-                *(("step", (7,)), ("update", ()), ("step of several", (13,))),
+                *(("step", (8,)), ("update", ()), ("step of several", (13,))),
                 ("output in inference mode", (4,)),
             ),
         ),
@@ -56,25 +56,25 @@ EXACT = Case(
 )
 
 #: One that saves on two stages, of which the first has nothing of one group, and resumes on two
-#: replicas of two, and then on three stages.
+#: replicas of two, which find how often a layer adds to a gradient, and then on three stages.
 RESUMED = Case(
     seed=4,
-    layers="tied linear tied linear*",
+    layers="tied reentrant varying linear tied linear*",
     runs=(
         Run(
-            balance=(2, 3),
+            balance=(2, 5),
             num_stages=2,
             calls=(("step", (5,)), ("clip", (0,)), ("update", ())),
         ),
         Run(
-            balance=(3, 2),
+            balance=(3, 4),
             num_stages=2,
             replicas=2,
             chunks=2,
             calls=(("loop", (3, 4, 5, 2)), ("update", ())),
         ),
         Run(
-            balance=(1, 3, 1),
+            balance=(2, 3, 2),
             num_stages=3,
             calls=(("step", (4,)), ("update", ())),
         ),
