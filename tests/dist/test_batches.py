@@ -20,6 +20,7 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
+from tests.dist.test_parity import make_batch
 
 pytestmark = pytest.mark.on_gpus
 
@@ -29,12 +30,6 @@ def make_model(norm: Any = nn.LayerNorm):
     return nn.Sequential(
         nn.Linear(5, 8), norm(8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3)
     ).double()
-
-
-def make_batch(size, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (size,), generator=generator)
 
 
 def check_loaders(bare, balance):
