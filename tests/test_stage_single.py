@@ -97,6 +97,11 @@ def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, er
 # -- mistakes of a call --------------------------------------------------------------------------
 
 
+def call_without_chunks(stage):
+    stage.chunks = 0
+    stage(batch()[0])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -114,7 +119,7 @@ def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, er
             BoundaryError,
             r"builtins\.object at input\[0\]\[1\]",
         ),
-        (lambda s: setattr(s, "chunks", 0) or s(batch()[0]), ValueError, "chunks is 0"),
+        (call_without_chunks, ValueError, "chunks is 0"),
     ],
 )
 def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):

@@ -60,11 +60,15 @@ def check_loaders(bare, balance):
             step_and_compare(input, target, k, "early break")
             if k == 1:
                 break
-        made = []
-        for k, item in enumerate(stage.batches(lambda: made.append(0) or map(list, items))):
+
+        def make():
+            assert bare.rank == 0
+            return map(list, items)
+
+        for k, item in enumerate(stage.batches(make)):
             assert type(item) is list
-            step_and_compare(*item, k, "a function")
-        assert len(made) == (bare.rank == 0)
+            input, target = item
+            step_and_compare(input, target, k, "a function")
         assert list(stage.batches([])) == []
         assert len(list(stage.batches(["end", "of"]))) == 2
 

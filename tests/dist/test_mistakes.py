@@ -63,6 +63,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], Any]] = {
         COUNTED,
         step_of(accumulate=True),
     ),
+    "accumulate is 4.0, but must be": (COUNTED, step_of(accumulate=4.0)),
     "accumulate is 0, but must be": (COUNTED, step_of(accumulate=0)),
     "accumulate=4 and total_weight=8, of which each says what the loss is divided by": (
         COUNTED,

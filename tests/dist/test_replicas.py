@@ -178,7 +178,7 @@ def check_nothing_counts(bare):
 
 
 def check_unscale(bare):
-    options = {"replicas": 2, "loss_fn": F.mse_loss}
+    options: Any = {"replicas": 2, "loss_fn": F.mse_loss}
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     stage = Stage(model, [1, 1], world=world_of(bare, "unscale"), **options)
     scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))

@@ -140,6 +140,8 @@ def misuse(bare, what):
         scaler: Any = make_scaler(bare.device)
         if bare.rank == 1 and what == "other options":
             scaler = GradScaler(bare.device.type, init_scale=2.0, growth_interval=2)
+        elif bare.rank == 1 and what == "disabled":
+            scaler = GradScaler(bare.device.type, enabled=False)
         if what == "no call" and bare.rank == 1:
             stage.step(*make_batch(1))
         stage.scaler(scaler)
@@ -156,6 +158,7 @@ def misuse(bare, what):
 
 MISUSES = {
     "other options": [r"the scaler's scale is 256.0 on rank 0 and 2.0 on rank 1: give every"] * 2,
+    "disabled": [r"the scaler's enabled is True on rank 0 and False on rank 1"] * 2,
     "no call": [r"is in step\(\) while rank 0 is in scaler\(\)"] * 2,
     "other scale": [r"the scaler's scale is 256.0 on rank 0 and 2.0 on rank 1: give every"] * 2,
     "half": [r"rank 1 failed:\n.*in scaler.unscale_\(\)", r"Attempting to unscale FP16 gradients"],
