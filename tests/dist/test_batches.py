@@ -1,4 +1,4 @@
-"""Loops over a loader, and mini-batches that count nothing.
+"""Loops over a loader that end early, are in one another, or whose items are changed.
 
 Mini-batches of every size, targets and losses of every kind, evaluation between steps: tests/fuzz.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import Remote, Stage
+from procpipe import Remote
 from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
@@ -20,6 +20,7 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
+from tests.dist.test_parity import make_batch
 
 pytestmark = pytest.mark.on_gpus
 
@@ -29,15 +30,6 @@ def make_model(norm: Any = nn.LayerNorm):
     return nn.Sequential(
         nn.Linear(5, 8), norm(8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3)
     ).double()
-
-
-def make_batch(size, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (size,), generator=generator)
-
-
-# -- loaders -------------------------------------------------------------------------------------
 
 
 def check_loaders(bare, balance):
@@ -54,46 +46,31 @@ def check_loaders(bare, balance):
             assert_same_gradients(stage, plain, what)
 
         # The loaders of other ranks are not read: they may be of another length.
-        untouched = iter([1, 2])
-        for name, loader in (
-            ("of other lengths", items if bare.rank == 0 else items[: bare.rank % 2] * 9),
-            ("untouched", iter(items) if bare.rank == 0 else untouched),
-        ):
-            num_steps = 0
-            for k, (input, target) in enumerate(stage.batches(loader)):
-                step_and_compare(input, target, k, name)
-                if bare.rank not in (0, last):
-                    assert isinstance(target, Remote)
-                if bare.rank == last:
-                    assert_same(target, items[k][1], "target on the last stage")
-                num_steps += 1
-            assert num_steps == 3, name
-        assert bare.rank == 0 or list(untouched) == [1, 2]
+        other = iter([1, 2])
+        num_steps = 0
+        for k, (input, target) in enumerate(stage.batches(items if bare.rank == 0 else other)):
+            step_and_compare(input, target, k, "untouched")
+            assert isinstance(target, Remote) == (bare.rank not in (0, last))
+            num_steps += 1
+        assert num_steps == 3
+        assert list(other) == [1, 2]
 
-        # A loop that ends early, then others of other forms.
+        # A loop that ends early, a function that makes a loader, items without a tensor or none.
         for k, (input, target) in enumerate(stage.batches(items)):
             step_and_compare(input, target, k, "early break")
             if k == 1:
                 break
-        for k, item in enumerate(stage.batches([list(item) for item in items])):
+
+        def make():
+            assert bare.rank == 0
+            return map(list, items)
+
+        for k, item in enumerate(stage.batches(make)):
             assert type(item) is list
             input, target = item
-            step_and_compare(input, target, k, "lists")
-        for k, item in enumerate(
-            stage.batches({"y": y, "x": x, 3: k} for k, (x, y) in enumerate(items))
-        ):
-            assert list(item) == ["y", "x", 3]
-            step_and_compare(item["x"], item["y"], k, "dicts")
+            step_and_compare(input, target, k, "a function")
         assert list(stage.batches([])) == []
         assert len(list(stage.batches(["end", "of"]))) == 2
-
-        # Three entries: all but the first are real on the last stage.
-        for input, target, extra in stage.batches((x, y, {"x": x}) for x, y in items):
-            if bare.rank == last:
-                assert_same(extra["x"].shape[0], len(target), "third entry")
-            stage.step(input, target)
-        stage.zero_grad()
-        plain.zero_grad()
 
         # A target that is changed after it was loaded: replaced, or changed in place.
         def one_first(target):
@@ -108,20 +85,23 @@ def check_loaders(bare, balance):
                 step_and_compare(input, target, k, what, one_first)
 
 
-def check_nested(bare, balance):
+def check_nested(bare):
     """Evaluate in a loop inside the loop that trains."""
     plain = make_model(nn.BatchNorm1d)
     items = [make_batch(size, seed) for seed, size in enumerate((10, 6))]
-    with stage_of(bare, "nested", plain, balance, chunks=3, loss_fn=F.cross_entropy) as stage:
-        for k, (input, target) in enumerate(stage.batches(items)):
-            expected = plain_step(plain, items[k][:1], items[k][1], 3, F.cross_entropy)
-            assert_same(stage.step(input, target), expected, "training")
+
+    def step_and_compare(input, target, item):
+        expected = plain_step(plain, item[:1], item[1], 3, F.cross_entropy)
+        assert_same(stage.step(input, target), expected, "loss")
+
+    with stage_of(bare, "nested", plain, [2, 3], chunks=3, loss_fn=F.cross_entropy) as stage:
+        for item, (input, target) in zip(items, stage.batches(items), strict=True):
+            step_and_compare(input, target, item)
             stage.eval()
             plain.eval()
             with torch.no_grad():
-                for n, (x, y) in enumerate(stage.batches(items)):
-                    expected = plain_step(plain, items[n][:1], items[n][1], 3, F.cross_entropy)
-                    assert_same(stage.step(x, y), expected, "evaluation")
+                for inner, (x, y) in zip(items, stage.batches(items), strict=True):
+                    step_and_compare(x, y, inner)
             stage.train()
             plain.train()
             assert_same_gradients(stage, plain)
@@ -134,21 +114,4 @@ def test_loaders(ranks, balance):
 
 
 def test_a_loop_inside_a_loop(ranks):
-    ranks(2).run(check_nested, [2, 3], world=False).values()
-
-
-def read_from_a_function(world: Any) -> int:
-    def make() -> list[Any]:
-        made.append(world.rank)
-        return [(torch.ones(4, 6), torch.ones(4, 6))] * 3
-
-    made: list[int] = []
-    stage = Stage(
-        nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], loss_fn=F.mse_loss, world=world
-    )
-    assert len([stage.step(x, y) for x, y in stage.batches(make)]) == 3
-    return len(made)
-
-
-def test_a_loader_function_is_called_on_rank_0_only(ranks: Any) -> None:
-    assert ranks(2).run(read_from_a_function).values() == [1, 0]
+    ranks(2).run(check_nested, world=False).values()

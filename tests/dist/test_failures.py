@@ -5,12 +5,10 @@ That every kind of failure ends all processes in time, with one report: tests/fa
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import re
 import signal
-import weakref
 from collections import OrderedDict
 from datetime import timedelta
 
@@ -217,18 +215,3 @@ def waits_by_other_means(world):
 def test_a_call_ends_once_the_sockets_have_taken_everything(ranks):
     """A rank may compute for long after a call, or wait for a peer in ``dist.barrier()``."""
     ranks(2).run(waits_by_other_means).values()
-
-
-def fail_and_drop(world):
-    """Return whether anything has kept the stage of a failed job, once the error is handled."""
-    stage = stage_of(world, 0, boom)
-    reference = weakref.ref(stage)
-    with pytest.raises((BoomError, RemoteStageError)):
-        stage.step(*batch())
-    del stage
-    gc.collect()
-    return reference() is not None
-
-
-def test_nothing_keeps_the_stages_of_a_failed_job(ranks):
-    assert [outcome.value for outcome in ranks(2).run(fail_and_drop)] == [False, False]

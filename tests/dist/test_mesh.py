@@ -34,6 +34,7 @@ from tests.dist.meshes import (
     failing_all,
     make_model,
     mesh_of,
+    sharded,
     stage_in,
     whole,
 )
@@ -61,43 +62,38 @@ FSDP_CASES = [
 def train_sharded(bare):
     with mesh_of(bare, "dp", "pp") as mesh:
         for schedule, mode, loss, reshards in FSDP_CASES:
-            check_fsdp(bare, mesh, schedule, mode, loss, reshards)
+            plain, name = make_model(), f"{schedule} {mode} {loss} {reshards}"
+            balance = BALANCES[2 if schedule == "zb-v" else 1]
+            options = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
+            options["loss_fn"] = mean_loss if loss == "mean" else counting_loss
+            fsdp = {"reshard_after_forward": reshards}
+            with sharded(bare, mesh, name, plain, balance, fsdp, **options) as stage:
+                train(stage, plain, mean_loss if loss == "mean" else weighted_loss, mesh["dp"])
+                assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
 
 
-def check_fsdp(bare, mesh, schedule, mode, loss, reshards):
-    """Train over mini-batches; the gradients of the second and third add up."""
-    plain = make_model()
-    name = f"{schedule} {mode} {loss} {reshards}"
-    balance = BALANCES[2 if schedule == "zb-v" else 1]
-    loss_fn = mean_loss if loss == "mean" else counting_loss
-    plain_loss = mean_loss if loss == "mean" else weighted_loss
-    options = {"chunks": 3, "checkpoint": mode, "schedule": schedule, "loss_fn": loss_fn}
-    stage = stage_in(bare, mesh, name, plain, balance, **options)
-    for layer in stage:
-        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshards)
-    dp = mesh["dp"].get_local_rank()
+def train(stage, plain, plain_loss, dp=None):
+    """Train over mini-batches of each pipeline; the gradients of the second and third add up."""
+    size, here = (dp.size(), dp.get_local_rank()) if dp is not None else (1, 0)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
-    with failing_all(stage, name):
-        for step, size in enumerate((4, 1, 5)):
-            parts = [make_batch(size, 2 * step + k) for k in range(mesh["dp"].size())]
-            losses = [plain_loss(plain(input), target) for input, target in parts]
-            torch.stack(losses).mean().backward()
-            found = stage.step(*parts[dp])
-            assert_same(found, losses[dp].detach(), f"{name} loss {step}", TOLERANCE)
-            assert_same_gradients(stage, plain, f"{name} step {step}")
-            if step == 1:
-                continue
-            norm = stage.clip_grad_norm_(0.3)
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-            assert_same(norm, expected, f"{name} norm {step}", TOLERANCE)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        with torch.no_grad():
-            stage.eval()
-            evaluated = stage.step(*parts[dp])
-            assert_same(evaluated, plain_loss(plain(parts[dp][0]), parts[dp][1]), name, TOLERANCE)
-        assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+    for step, num_samples in enumerate((4, 1, 5)):
+        parts = [make_batch(num_samples, 2 * step + k) for k in range(size)]
+        losses = [plain_loss(plain(input), target) for input, target in parts]
+        torch.stack(losses).mean().backward()
+        assert_same(stage.step(*parts[here]), losses[here].detach(), f"loss {step}", TOLERANCE)
+        assert_same_gradients(stage, plain, f"step {step}")
+        if step == 1:
+            continue
+        norm = stage.clip_grad_norm_(0.3)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        assert_same(norm, expected, f"norm {step}", TOLERANCE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        stage.eval()
+        expected = plain_loss(plain(parts[here][0]), parts[here][1])
+        assert_same(stage.step(*parts[here]), expected, "evaluation", TOLERANCE)
 
 
 def check_own_losses(bare, mesh):
@@ -124,13 +120,13 @@ def check_own_losses(bare, mesh):
 
 def check_nothing_counts(bare, mesh):
     """Train where the mini-batch of one pipeline counts nothing, so that it runs no backward."""
-    plain = make_model()
-    options = {"loss_fn": weighted_loss, "loss_weight": lambda target: float((target > 0).sum())}
-    stage = stage_in(bare, mesh, "nothing", plain, [1, 5], chunks=2, schedule="zb-h1", **options)
-    for layer in stage:
-        fully_shard(layer, mesh=mesh["dp"])
-    dp = mesh["dp"].get_local_rank()
-    with failing_all(stage, "nothing counts"), warnings.catch_warnings():
+    plain, dp = make_model(), mesh["dp"].get_local_rank()
+    options = {"chunks": 2, "schedule": "zb-h1", "loss_fn": weighted_loss}
+    options["loss_weight"] = lambda target: float((target > 0).sum())
+    with (
+        sharded(bare, mesh, "nothing counts", plain, [1, 5], **options) as stage,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # that one pipeline's mini-batch counts 0
         input, target = make_batch(4, 1)
         (weighted_loss(plain(input), target) / 2).backward()
@@ -158,24 +154,20 @@ def check_ignored(bare, mesh):
 
 def check_mixed_precision(bare, mesh, schedule):
     """Compute in bfloat16, and add up in float32."""
-    plain = make_model().float()
+    plain, name = make_model().float(), f"mixed precision {schedule}"
     options = {"chunks": 4, "schedule": schedule, "loss_fn": mean_loss, "checkpoint": "never"}
-    stage = stage_in(bare, mesh, f"mixed {schedule}", plain, [3, 3], **options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in stage:
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-    dp = mesh["dp"].get_local_rank()
     parts = [make_batch(4, k) for k in range(2)]
-    with failing_all(stage, f"mixed precision {schedule}"):
+    with sharded(bare, mesh, name, plain, [3, 3], {"mp_policy": policy}, **options) as stage:
         for input, target in parts:
             for i in range(4):
                 low = {name: p.bfloat16() for name, p in plain.named_parameters()}
                 output = torch.func.functional_call(plain, low, (input[i : i + 1],))
                 (mean_loss(output, target[i : i + 1]) / 8).backward()
-        loss = stage.step(*parts[dp])
+        loss = stage.step(*parts[mesh["dp"].get_local_rank()])
         assert loss.dtype == torch.bfloat16
         # Each micro-batch's gradients are rounded alike, but for the factor of 2.
-        assert_same_gradients(stage, plain, f"mixed {schedule}", tolerance=1e-6)
+        assert_same_gradients(stage, plain, name, tolerance=1e-6)
         assert {p.dtype for p in stage.parameters()} == {torch.float32}
 
 
@@ -201,23 +193,8 @@ def train_parallel(bare):
             if isinstance(layer, Block):
                 styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(layer, mesh["tp"], styles)
-        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (stage, plain)]
         with failing_all(stage, "tensor parallel"):
-            for step, size in enumerate((4, 5)):
-                input, target = make_batch(size, step)
-                loss = mean_loss(plain(input), target)
-                loss.backward()
-                assert_same(stage.step(input, target), loss.detach(), f"loss {step}", TOLERANCE)
-                expected = dict(plain.named_parameters())
-                for key, parameter in stage.named_parameters():
-                    what = f"gradient of {key}"
-                    assert_same(whole(parameter.grad), expected[key].grad, what, TOLERANCE)
-                norm = stage.clip_grad_norm_(0.3)
-                of_plain = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-                assert_same(norm, of_plain, f"norm {step}", TOLERANCE)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train(stage, plain, mean_loss)
 
 
 def test_tensor_parallel_layers_give_the_plain_models_gradients(ranks):
@@ -251,50 +228,42 @@ def train_plain(plain, optimizer, step):
 def save_and_load(bare, folder):
     """Save from FSDP and from plain PyTorch; load each in FSDP, go on, and compare."""
     with mesh_of(bare, "dp", "pp") as mesh:
-        dp = mesh["dp"].get_local_rank()
-        found = []
-        for name in ("saves", "loads what FSDP saved", "loads what plain PyTorch saved"):
-            balance = [3, 3] if name == "saves" else [1, 5]
-            stage = stage_in(bare, mesh, name, make_model(), balance, loss_fn=mean_loss, chunks=2)
-            for layer in stage:
-                fully_shard(layer, mesh=mesh["dp"])
+        options = {"loss_fn": mean_loss, "chunks": 2}
+        with sharded(bare, mesh, "saves", make_model(), [3, 3], **options) as stage:
             optimizer = make_optimizer(stage)
-            with failing_all(stage, name):
-                if name != "saves":
-                    kind = "sharded" if "FSDP" in name else "plain"
-                    saved = state.load(f"{folder}/{kind}", stage, optimizer)
-                    found.append(saved is not None and saved.step)
-                for step in (0, 1) if name == "saves" else (2,):
-                    stage.step(*make_batch(4, 10 * step + dp))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if name == "saves":
-                    saving = state.save(f"{folder}/sharded", stage, optimizer, step=2)
-                    found.append(saving.path.is_dir())
-                    later = state.save(
-                        f"{folder}/later", stage, optimizer, step=2, asynchronous=True
-                    )
-                    later.wait()
-                    found.append(later.path.is_dir())
-                    state.export(f"{folder}/exported", stage)
-                    state.load_weights(f"{folder}/exported", stage)
+            for step in range(2):
+                train_sharded_once(stage, optimizer, step, mesh)
+            state.save(f"{folder}/sharded", stage, optimizer, step=2)
+            state.save(f"{folder}/later", stage, optimizer, step=2, asynchronous=True).wait()
+            state.export(f"{folder}/exported", stage)
+            state.load_weights(f"{folder}/exported", stage)
+        for kind in ("sharded", "plain"):
+            with sharded(bare, mesh, kind, make_model(), [1, 5], **options) as stage:
+                optimizer = make_optimizer(stage)
+                saved = state.load(f"{folder}/{kind}", stage, optimizer)
+                assert saved is not None
+                assert saved.step == 2
+                train_sharded_once(stage, optimizer, 2, mesh)
                 plain, of_plain = trained_plain()
-                if name != "saves":
-                    train_plain(plain, of_plain, 2)
+                train_plain(plain, of_plain, 2)
                 expected = dict(plain.named_parameters())
                 for key, parameter in stage.named_parameters():
-                    own, truth = whole(parameter).detach(), expected[key].detach()
-                    assert_same(own, truth, f"{name}: {key}", TOLERANCE)
-        return found
+                    ours, theirs = whole(parameter).detach(), expected[key].detach()
+                    assert_same(ours, theirs, f"{kind}: {key}", TOLERANCE)
+
+
+def train_sharded_once(stage, optimizer, step, mesh):
+    stage.step(*make_batch(4, 10 * step + mesh["dp"].get_local_rank()))
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_saved_state_does_not_depend_on_sharding(ranks, tmp_path):
     plain, optimizer = trained_plain()
     state.save(tmp_path / "plain", plain, optimizer, step=2)
 
-    outcome = ranks(4).run(save_and_load, str(tmp_path), world=False)
+    ranks(4).run(save_and_load, str(tmp_path), world=False).values()
 
-    assert outcome.values() == [[True, True, 2, 2]] * 4
     files = (tmp_path / "sharded/000001-step-2").glob("stage-*-of-4.pt")
     found = [torch.load(file, weights_only=True)["model"] for file in files]
     for name, parameter in plain.named_parameters():
@@ -359,14 +328,11 @@ class Counting(TorchDispatchMode):
 def count_collectives(bare):
     """Count what FSDP sends in a step, by how a layer is sharded."""
     found = {}
+    options = {"chunks": 3, "loss_fn": mean_loss, "checkpoint": "never", "schedule": "1f1b"}
     with mesh_of(bare, "dp", "pp") as mesh:
         for reshards in (None, True):
-            options = {"chunks": 3, "loss_fn": mean_loss, "checkpoint": "never"}
-            name = f"counts {reshards}"
-            stage = stage_in(bare, mesh, name, make_model(), [2, 4], schedule="1f1b", **options)
-            for layer in stage:
-                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshards)
-            with failing_all(stage, name):
+            name, fsdp = f"counts {reshards}", {"reshard_after_forward": reshards}
+            with sharded(bare, mesh, name, make_model(), [2, 4], fsdp, **options) as stage:
                 for k in range(2):
                     with Counting() as counting:
                         stage.step(*make_batch(6, k))
@@ -459,6 +425,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
 
 
 def fail_on_one_rank(bare):
+    """Raise in layers of rank 3, which shares them with no other rank."""
     with mesh_of(bare, "dp", "pp") as mesh:
         stage = stage_in(bare, mesh, "failure", make_model(), [2, 4], loss_fn=mean_loss)
         if bare.rank == 3:
@@ -467,7 +434,7 @@ def fail_on_one_rank(bare):
 
 
 def raise_boom(module, input, output):
-    raise RuntimeError("boom")
+    raise dist.DistNetworkError("boom")
 
 
 def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
@@ -475,7 +442,7 @@ def test_messages_name_the_ranks_of_the_job_and_other_pipelines_go_on(ranks):
 
     assert (first, second) == ("", "")
     assert third.startswith("RemoteStageError: rank 3 failed:\nstage 1 (rank 3), in step()")
-    assert fourth == "RuntimeError: boom"
+    assert fourth == "DistNetworkError: boom"
 
 
 def fail_in_torch_distributed(bare):
@@ -484,18 +451,13 @@ def fail_in_torch_distributed(bare):
         stage = stage_in(bare, mesh, "collective", make_model(), [2, 4], loss_fn=mean_loss)
         for layer in stage:
             fully_shard(layer, mesh=mesh["dp"])
-        for layer in stage:
-            layer.register_forward_hook(raise_lost_peer)
+            layer.register_forward_hook(raise_boom)
         try:
             stage.step(*make_batch(4, 1))
         except dist.DistNetworkError as error:
             return error.__notes__
         except RemoteStageError:
             return []
-
-
-def raise_lost_peer(module, input, output):
-    raise dist.DistNetworkError("connection reset")
 
 
 def test_an_error_of_fsdp_names_the_ranks_that_share_layers(ranks):

@@ -15,6 +15,7 @@ from tests.dist.meshes import (
     failing_all,
     make_model,
     mesh_of,
+    sharded,
     stage_in,
 )
 from tests.dist.stages import assert_same
@@ -99,39 +100,22 @@ def check_differing(bare, mesh, layer, zeros_in):
             assert_same_gradients(stage, plain, f"{name} {step}")
 
 
-def check_numbers(bare, mesh, schedule, balance, sizes):
-    """Train where pipelines have mini-batches of other sizes."""
-    plain, name = make_model(), f"{schedule} {sizes}"
-    options = {"chunks": 3, "schedule": schedule, "checkpoint": "never", "loss_fn": mean_loss}
-    stage = stage_in(bare, mesh, name, plain, balance, **options)
-    for layer in stage:
-        fully_shard(layer, mesh=mesh["dp"])
-    with failing_all(stage, name):
+def check_numbers(bare, mesh, schedule, balance, sizes, *, counts=False):
+    """Train where pipelines have mini-batches of other sizes, or one knows what it counts."""
+    plain, name = make_model(), f"{schedule} {sizes} {counts}"
+    options = {"chunks": 3, "schedule": schedule, "checkpoint": "never"}
+    options["loss_fn"] = counting_loss if counts else mean_loss
+    plain_loss, dp = weighted_loss if counts else mean_loss, mesh["dp"].get_local_rank()
+    with sharded(bare, mesh, name, plain, balance, **options) as stage:
         for step in range(2):
             parts = [make_batch(size, 3 * step + k) for k, size in enumerate(sizes)]
-            losses = [mean_loss(plain(input), target) for input, target in parts]
+            losses = [plain_loss(plain(input), target) for input, target in parts]
             torch.stack(losses).mean().backward()
-            stage.step(*parts[mesh["dp"].get_local_rank()])
-            assert_same_gradients(stage, plain, f"{name} {step}")
-
-
-def check_total_weight(bare, mesh):
-    """Train where one pipeline is given what it counts, and the other counts."""
-    plain = make_model()
-    options = {"chunks": 3, "schedule": "1f1b", "checkpoint": "never", "loss_fn": counting_loss}
-    stage = stage_in(bare, mesh, "total weight", plain, [3, 3], **options)
-    for layer in stage:
-        fully_shard(layer, mesh=mesh["dp"])
-    dp = mesh["dp"].get_local_rank()
-    parts = [make_batch(6, k + 1) for k in range(2)]
-    with failing_all(stage, "total weight"):
-        for step in range(2):
-            losses = [weighted_loss(plain(input), target) for input, target in parts]
-            torch.stack(losses).mean().backward()
-            known = {} if dp else {"total_weight": float((parts[0][1] > 0).sum())}
+            is_known = counts and dp == 0
+            known = {"total_weight": float((parts[0][1] > 0).sum())} if is_known else {}
             found = stage.step(*parts[dp], **known)
             assert_same(found, losses[dp].detach(), f"loss {step}", TOLERANCE)
-            assert_same_gradients(stage, plain, f"total weight {step}")
+            assert_same_gradients(stage, plain, f"{name} {step}")
 
 
 def train_differing_pipelines(bare):
@@ -142,7 +126,7 @@ def train_differing_pipelines(bare):
         check_numbers(bare, mesh, "1f1b", [3, 3], (6, 1))
         check_numbers(bare, mesh, "gpipe", [3, 3], (2, 5))
         check_numbers(bare, mesh, "interleaved", [1, 1, 2, 2], (6, 1))
-        check_total_weight(bare, mesh)
+        check_numbers(bare, mesh, "1f1b", [3, 3], (6, 6), counts=True)
 
 
 def test_pipelines_reduce_in_one_order_however_their_passes_differ(ranks):

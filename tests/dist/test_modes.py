@@ -9,7 +9,6 @@ import copy
 import io
 import math
 import pickle
-import re
 from typing import Any
 
 import pytest
@@ -40,32 +39,6 @@ def make_model():
     return nn.Sequential(
         nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
     ).double()
-
-
-# -- random numbers ------------------------------------------------------------------------------
-
-
-class Hidden(nn.Module):
-    """Depends on a count, which recomputation does not restore."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.count = 0
-
-    def forward(self, input):
-        self.count += 1
-        return input * self.weight * (1 + 0.2 * self.count)
-
-
-def train_with_hidden(bare):
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    model[3] = Hidden()
-    options: Any = {"chunks": 3, "checkpoint": "always", "loss_fn": F.cross_entropy}
-    with stage_of(bare, "hidden", model, [2, 2], **options) as stage:
-        for _ in range(3):
-            stage.step(*make_batch())
 
 
 def check_unfreezing(bare, balance):
@@ -178,23 +151,19 @@ def check_state(bare, balance):
 
         with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"9.weight"'):
             stage.load_state_dict({**plain.state_dict(), "9.weight": torch.ones(1)})
-        for left_out in expected[:1] + [key for key in expected if key.endswith("tracked")]:
-            part = other.state_dict()  # with torch's versions of modules
-            del part[left_out]
-            with pytest.raises(RuntimeError, match=rf"Missing key\(s\).*{left_out}"):
-                stage.load_state_dict(part)
-            assert stage.load_state_dict(part, strict=False).missing_keys == [left_out]
+        part = other.state_dict()  # with torch's versions of modules
+        left_out = next((key for key in expected if key.endswith("tracked")), expected[0])
+        del part[left_out]
+        with pytest.raises(RuntimeError, match=rf"Missing key\(s\).*{left_out}"):
+            stage.load_state_dict(part)
+        assert stage.load_state_dict(part, strict=False).missing_keys == [left_out]
         # The stage uses the loaded parameters.
-        stage.load_state_dict(on(bare.device, other), assign=True)
+        state = {key: value.to(bare.device) for key, value in other.state_dict().items()}
+        stage.load_state_dict(state, assign=True)
         inputs, _ = make_batch()
         other.eval()
         stage.eval()
         assert_same(stage.fetch(stage(inputs).detach()), other(inputs).detach(), "loaded")
-
-
-def on(device, model):
-    """Return the state of a model on a device."""
-    return {key: value.to(device) for key, value in model.state_dict().items()}
 
 
 # -- being an nn.Sequential ----------------------------------------------------------------------
@@ -204,17 +173,12 @@ def check_attributes(bare, balance):
     plain = make_model()
     options: Any = {"chunks": 3, "checkpoint": "always", "deferred_batch_norm": True}
     with stage_of(bare, "attributes", plain, torch.tensor(balance), **options) as stage:
-        first = sum(balance[: bare.rank])
         assert stage.balance == balance
         assert all(type(part) is int for part in stage.balance)
         assert (stage.devices, stage.device) == (bare.devices, bare.device)
         assert (stage.chunks, stage.checkpoint, stage.rank) == (3, "always", bare.rank)
-        assert len(stage) == balance[bare.rank]
-        assert stage[0] is stage.get_submodule(str(first))
-        assert stage[-1] is stage.get_submodule(str(first + len(stage) - 1))
-        assert [name for name, _ in stage[0:1].named_children()] == [str(first)]
-        with pytest.raises(IndexError):
-            stage[len(stage)]
+        first = str(sum(balance[: bare.rank]))
+        assert [name for name, _ in stage[0:1].named_children()] == [first]
 
         # Every optimizer accepts parameters(), though layer 1 has none.
         assert len(list(stage.parameters())) == (len(list(stage.named_parameters())) or 1)
@@ -224,58 +188,8 @@ def check_attributes(bare, balance):
             optimizer.step()
 
         assert stage.to(stage.device) is stage
-        for convert in (stage.double, stage.float, stage.half, stage.bfloat16):
-            assert convert() is stage
-        assert stage.to(dtype=torch.float64, non_blocking=True) is stage
-        assert all(p.dtype == torch.float64 for _, p in stage.named_parameters())
-        inputs, _ = make_batch()
-        output = stage(inputs)  # still works
-        output.sum().backward()
-        assert stage.fetch(output).shape == (10, 3)
-
-
-def check_mode_given(bare, balance):
-    """A model in eval mode makes a stage in eval mode, and the layers keep their own modes."""
-    model = make_model()
-    model[3].eval()
-    with stage_of(bare, "partly", model, balance) as stage:
-        assert stage.training
-        assert all(layer.training == (name != "3") for name, layer in stage.named_children())
-    with stage_of(bare, "eval", make_model().eval(), balance, loss_fn=torch.sum) as stage:
-        assert not stage.training
-        before = copy.deepcopy(stage.state_dict())
-        stage.step(make_batch()[0])
-        assert_same(dict(stage.state_dict()), dict(before), "state")
-        assert all(p.grad is None for p in stage.parameters())
-
-
-def test_a_layer_whose_recomputation_differs_is_an_error(ranks):
-    first, last = ranks(2).run(train_with_hidden, world=False).errors()
-    assert (first.type, last.type) == ("RemoteStageError", "RecomputeError")
-    assert re.search("RecomputeError: the layers gave", first.text)
-    assert re.search("the layers gave values that differ", last.text)
-    assert re.search(r"task R\d@1 ", last.text)
-
-
-def change_in_the_loss(bare, mode):
-    """The last stage returns a view of its input, which the loss function changes."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten()).double()
-    inputs, _ = make_batch()
-    options: Any = {"chunks": 2, "checkpoint": mode, "loss_fn": lambda x: x.mul_(2).square().mean()}
-    plain_step(model, (inputs,), None, 2, lambda x: (x * 2).square().mean())
-    with stage_of(bare, mode, model, [1, 1], **options) as stage:
-        stage.step(inputs, target=None)
-        assert_same_gradients(stage, model, mode, 1e-12)
-
-
-@pytest.mark.only_on_cpus
-def test_an_error_names_a_loss_function_that_changes_its_input(ranks):
-    """What a layer changes in place: tests/compute/test_segment.py."""
-    ranks(2).run(change_in_the_loss, "never", world=False).values()
-    for mode in ("always", "except_last"):
-        errors = ranks(2).run(change_in_the_loss, mode, world=False).errors()
-        assert [error.type for error in errors] == ["RemoteStageError", "RecomputeError"]
-        assert all("loss_fn changed its partition's input in place" in e.text for e in errors)
+        stage.half().double()
+        assert stage.fetch(stage(make_batch()[0])).shape == (10, 3)  # still works
 
 
 def test_layers_frozen_and_unfrozen_between_steps(ranks):
@@ -333,7 +247,3 @@ def test_a_part_of_a_model_is_not_pickled(ranks):
 
 def test_attributes(ranks):
     ranks(4).run(check_attributes, [1, 1, 1, 2], world=False).values()
-
-
-def test_the_mode_of_the_model_is_kept(ranks):
-    ranks(2).run(check_mode_given, [2, 3], world=False).values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from procpipe import RemoteValueError, Stage
+from procpipe import Remote, RemoteValueError, Stage
 from tests.dist.stages import assert_same, assert_same_gradients, plain_backward, stage_of
+from tests.test_tree import Encoding, Output, Pair
 
 BALANCES = pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
 
@@ -30,17 +29,6 @@ def make_stage(world: Any, **options: Any) -> Stage:
     return Stage(make_model(), balance, world=world, chunks=2, **options)
 
 
-@dataclass
-class Example:
-    """A loader's item of a class of its own, in which containers are nested."""
-
-    x: Any
-    more: dict[str, Any]
-
-
-pytree.register_dataclass(Example, serialized_type_name="tests.Example")
-
-
 # -- what the loss needs is on the last stage -----------------------------------------------------
 
 
@@ -48,31 +36,25 @@ def flat_cross_entropy(output: Any, target: Any) -> Any:
     return F.cross_entropy(output.view(-1, output.size(-1)), target.to(output.device).view(-1))
 
 
-def masked_mean(output: Any, x: Any) -> Any:
-    losses = F.mse_loss(output, x, reduction="none").mean(output.dim() - 1)
-    mask = torch.arange(output.shape[0], device=output.device) < output.size(0) - 1
-    return (losses * mask.to(losses.dtype)).sum() / mask.sum()
-
-
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 Y = torch.tensor([0, 5, 2, 1, 3])
 
 #: A loader's item, its input, and the loss code of it.
 FORMS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "tensor, masked": (X, lambda b: b, masked_mean),
+    "tensor": (X, lambda b: b, F.mse_loss),
     "input twice": ((X, X), lambda b: b[0], lambda o, b: F.mse_loss(o, b[1])),
-    "dataclass": (
-        Example(X, {"y": Y, "k": (None, X)}),
-        lambda b: b.x,
-        lambda o, b: flat_cross_entropy(o, b.more["y"]) + F.mse_loss(o, b.more["k"][1]),
+    "containers of registered classes": (
+        Output(X, {"y": Pair(Y, 1), "k": (None, X)}),
+        lambda b: b.loss,
+        lambda o, b: flat_cross_entropy(o, b.hidden["y"].x) + F.mse_loss(o, b.hidden["k"][1]),
     ),
-    "with what cannot travel": (
-        {"x": X, "name": object(), "y": Y},
+    "a mapping of a class that is not registered": (
+        Encoding({"x": X, "y": Y, "n": 1}),
         lambda b: b["x"],
         lambda o, b: flat_cross_entropy(o, b["y"]),
     ),
-    "with a tensor that cannot travel": (
-        {"x": X, "sparse": torch.eye(2).to_sparse(), "y": Y},
+    "with what cannot travel": (
+        {"x": X, "name": object(), "sparse": torch.eye(2).to_sparse(), "y": Y},
         lambda b: b["x"],
         lambda o, b: flat_cross_entropy(o, b["y"]),
     ),
@@ -95,6 +77,7 @@ def check_forms(bare: Any, balance: list[int]) -> None:
                 assert_same_gradients(stage, plain, name)
                 if bare.rank == 0:
                     assert input_of(batch) is input_of(item)
+                assert type(batch) in (type(item), Remote, dict)
 
 
 @BALANCES
@@ -109,7 +92,7 @@ def count_targets(world: Any) -> dict[str, int]:
         "tuple": ((X, Y), lambda b: stage.step(*b)),
         "dict": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"])),
         "by name": ({"input": X, "labels": Y}, lambda b: stage.step(**b)),
-        "dataclass": (Example(X, {"y": [Y]}), lambda b: stage.step(b.x, b.more["y"][0])),
+        "dataclass": (Output(X, {"y": [Y]}), lambda b: stage.step(b.loss, b.hidden["y"][0])),
         "another": ({"x": X, "y": Y}, lambda b: stage.step(b["x"], b["y"].clone())),
     }
     found, losses = {}, [stage.step(X, Y)]
@@ -172,9 +155,7 @@ def read_own(world: Any, what: str) -> int:
             x = x[:3]
         elif world.rank > 0 and what == "nothing":
             x = None
-        if what == "number":
-            stage(x if world.rank == 0 else (x, x))
-        elif what == "later" and num_calls < 3:
+        if what == "later" and num_calls < 3:
             stage(torch.ones(4, 6, dtype=torch.float64))
         else:
             stage(x)
@@ -182,29 +163,18 @@ def read_own(world: Any, what: str) -> int:
     return num_calls
 
 
-OTHER = "float64 (4, 6) of other values"
-
-
 @pytest.mark.parametrize(
     ("what", "how", "call"),
-    [
-        ("values", OTHER, 1),
-        ("later", OTHER, 4),
-        ("number", "float64 (4, 6), float64 (4, 6) instead of float64 (4, 6)", 1),
-        ("size", "float64 (3, 6) instead of float64 (4, 6)", 1),
-    ],
+    [("later", "of other values", 4), ("size", "float64 (3, 6) instead of float64 (4, 6)", 1)],
 )
 def test_own_data_on_another_rank_is_an_error_on_every_rank(
     ranks: Any, what: str, how: str, call: int
 ) -> None:
     for error in ranks(2).run(read_own, what).errors():
         assert error.type == "DisagreementError"
-        assert f"in call {call} of stage(input), rank 1 passes another input than rank 0" in (
-            error.text
-        )
-        assert f"({how})" in error.text
-        assert "read its own data" in error.text
-        assert "stage.batches(loader)" in error.text
+        other = f"in call {call} of stage(input), rank 1 passes another input than rank 0"
+        for words in (other, how, "read its own data", "stage.batches(loader)"):
+            assert words in error.text
 
 
 @pytest.mark.parametrize("what", ["equal", "nothing"])

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from procpipe import DeferredBatchNorm, RemoteStageError, Stage
+from procpipe import RemoteStageError, Stage
 from tests.dist.stages import assert_same, stage_of, world_of
-from tests.dist.test_replicas import TOLERANCE, group_of
+from tests.dist.test_replicas import TOLERANCE
 
 pytestmark = pytest.mark.on_gpus
 
@@ -94,39 +94,9 @@ def check_other_modes(bare):
         step_in_other_modes()
 
 
-def check_norm_in_eval(bare):
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    options = {"replicas": 2, "chunks": 2, "deferred_batch_norm": True}
-    with stage_of(bare, "norm in eval", plain, [1, 1], **options) as stage:
-        for model in (stage, plain):
-            model.eval()
-            for layer in model.modules():
-                if isinstance(layer, (nn.BatchNorm1d, DeferredBatchNorm)):
-                    layer.train()
-        input = torch.randn(12, 3, dtype=torch.float64)
-        with torch.no_grad():
-            stage(input)
-            plain(input)
-        expected = dict(plain.named_buffers())
-        for name, buffer in stage.named_buffers():
-            assert_same(buffer, expected[name], name, TOLERANCE)
-
-
-def check_versions(bare):
-    """Versions stay, though values are copied from replica 0: the backward pass needs them."""
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double()
-    with stage_of(bare, "versions", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        input = torch.randn(8, 3, dtype=torch.float64) + stage.replica
-        stage.step(input, ones(8, 3))
-        stage(input).sum().backward()
-        for name, buffer in stage.named_buffers():
-            assert torch.equal(*group_of(stage).gathered(buffer)), name
-
-
 @pytest.mark.parametrize(
     "check",
-    [check_caches, check_other_shape, check_other_modes, check_norm_in_eval, check_versions],
+    [check_caches, check_other_shape, check_other_modes],
 )
 def test_buffers_of_replicas(ranks, check):
     ranks(4).run(check, world=False).values()

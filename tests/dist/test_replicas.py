@@ -7,11 +7,12 @@ they may differ in their last digits; between replicas every bit is the same.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import time
 import warnings
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,12 +26,14 @@ from procpipe import (
     RemoteStageError,
     Stage,
 )
+from procpipe.launch.plan.replay import usual
 from procpipe.losses import MaskedCrossEntropy
+from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.replicas.group import Group
 from procpipe.timeline.chrome import read
 from procpipe.timeline.split import split
-from procpipe.timeline.steps import merged
-from tests.dist.stages import assert_same, stage_of, world_of
+from procpipe.timeline.steps import early_hops_s, merged
+from tests.dist.stages import assert_same, assert_same_gradients, stage_of, world_of
 
 pytestmark = pytest.mark.on_gpus
 
@@ -91,17 +94,6 @@ def weighted_loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
 
 
-def num_tokens(target):
-    return float((target != 0).sum())
-
-
-LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
-    "mean": ({"loss_fn": mean_loss}, mean_loss),
-    "counting": ({"loss_fn": counting_loss}, weighted_loss),
-    "weighted": ({"loss_fn": weighted_loss, "loss_weight": num_tokens}, weighted_loss),
-}
-
-
 def check_added_up(stage: Any) -> None:
     stage._calls.pipeline.replicas.check_added_up("clip_grad_norm_")
 
@@ -111,79 +103,40 @@ def group_of(stage: Any) -> Any:
     return stage._calls.pipeline.replicas._group
 
 
-def assert_same_gradients(stage, plain, what):
-    expected = dict(plain.named_parameters(remove_duplicate=False))
-    for name, parameter in stage.named_parameters():
-        assert_same(parameter.grad, expected[name].grad, f"{what} gradient of {name}", TOLERANCE)
-
-
-def train(bare, replicas, schedule, balance, loss):
+def train(bare):
     """Train over mini-batches of several sizes; the gradients of the second and third add up."""
     plain = make_model()
-    options, plain_loss = LOSSES[loss]
-    options = options | {"replicas": replicas, "chunks": 3, "schedule": schedule}
-    num_stages = bare.num_ranks // replicas
-    with stage_of(bare, f"{replicas} {schedule} {loss}", plain, balance, **options) as stage:
-        assert (stage.replica, stage.replicas) == (bare.rank // num_stages, replicas)
+    options = {"replicas": 2, "chunks": 3, "schedule": "1f1b", "loss_fn": counting_loss}
+    model = copy.deepcopy(plain)
+    if bare.rank >= 2:  # replicas begin with the values of the first
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    with stage_of(bare, "train", model, [2, 4], **options) as stage:
+        assert (stage.replica, stage.replicas) == (bare.rank // 2, 2)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (stage, plain)]
         for step, size in enumerate((11, 3, 8, 3)):
             input, target = make_batch(size, step)
-            expected = plain_loss(plain(input), target)
+            expected = weighted_loss(plain(input), target)
             expected.backward()
-            data = own(stage, input, target) if bare.rank % num_stages == 0 else ()
+            data = own(stage, input, target) if bare.rank % 2 == 0 else ()
             if step == 1:
                 with stage.no_sync():
                     stage.step(*data)
                 continue
             assert_same(stage.step(*data), expected.detach(), f"loss {step}", TOLERANCE)
-            assert_same_gradients(stage, plain, f"step {step}")
+            assert_same_gradients(stage, plain, f"step {step}", TOLERANCE)
             norm = stage.clip_grad_norm_(0.3)
             assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.3), "norm", TOLERANCE)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        copies = group_of(stage)
         for name, parameter in stage.named_parameters():
-            of_replicas = copies.gathered(parameter.detach())
-            assert all(torch.equal(one, of_replicas[0]) for one in of_replicas), name
+            assert torch.equal(*group_of(stage).gathered(parameter.detach())), name
 
 
 def test_training_is_the_plain_models(ranks):
-    """The fuzzer draws no third replica, and runs on CPUs."""
-    ranks(4).run(train, 2, "1f1b", [2, 4], "counting", world=False).values()
-    ranks(3).run(train, 3, "gpipe", [6], "weighted", world=False).values()
-
-
-class Reentrant(nn.Module):
-    """Two layers of one parameter, each recomputed in a backward pass of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
-
-    def forward(self, input):
-        for _ in range(2):
-            input = torch.utils.checkpoint.checkpoint(self.inner, input, use_reentrant=True)
-        return input
-
-
-def check_reentrant(bare):
-    """Autograd adds twice to a gradient, which must not be added up after the first time."""
-    plain = nn.Sequential(nn.Embedding(7, 5), Reentrant(), nn.Linear(5, 7)).double()
-    for first in ("step", "no_sync"):
-        plain.zero_grad()
-        loss_options, plain_loss = LOSSES["counting"]
-        options = loss_options | {"replicas": 2, "chunks": 2, "checkpoint": "never"}
-        with stage_of(bare, first, plain, [1, 2], **options) as stage:
-            for step, size in enumerate((4, 4, 5, 3)):
-                input, target = make_batch(size, step)
-                plain_loss(plain(input), target).backward()
-                if first == "no_sync" and step == 0:
-                    with stage.no_sync():
-                        stage.step(*own(stage, input, target))
-                else:
-                    stage.step(*own(stage, input, target))
-                    assert_same_gradients(stage, plain, f"{first} step {step}")
+    """Any models and options, on CPUs: tests/fuzz."""
+    ranks(4).run(train, world=False).values()
 
 
 def check_frozen_between(bare):
@@ -202,54 +155,42 @@ def check_frozen_between(bare):
                 stage.step(*own(stage, input, target))
             plain[3].requires_grad_(False)
             stage.get_submodule("3").requires_grad_(False) if "3" in stage._modules else None
-        assert_same_gradients(stage, plain, "frozen between")
-
-
-def check_zeroed(bare):
-    """Drop what was accumulated by zeros: nothing is still to be added up."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    with stage_of(bare, "zeroed", model, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        with stage.no_sync():
-            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+        assert_same_gradients(stage, plain, "frozen between", TOLERANCE)
+        step_unsynced(stage, own(stage, input, target))
         stage.zero_grad(set_to_none=False)
-        assert stage.clip_grad_norm_(1.0) == 0
-        F.mse_loss(model(torch.ones(2, 3)), torch.zeros(2, 2)).backward()
-        stage.step(torch.ones(2, 3), torch.zeros(2, 2))
-        assert_same_gradients(stage, model, "after zeros")
+        check_added_up(stage)  # zeros need no sum
 
 
 def check_nothing_counts(bare):
-    model, no_tokens = make_model(), torch.zeros(4, 3, dtype=torch.long)
+    """A warning is given if the mini-batch counts nothing on all replicas; numbers: tests/fuzz."""
     input, target = make_batch(4, 1)
-    target_here = [target, no_tokens][bare.rank // 2]  # only that of replica 1 counts nothing
-    for loss in ("weighted", "counting"):
-        options = LOSSES[loss][0] | {"replicas": 2, "chunks": 2}
-        with stage_of(bare, f"nothing {loss}", model, [2, 4], **options) as stage:
-            for data in stage.batches([(input, target_here)], same_data=True):
-                stage.step(*data)  # a warning would be an error
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                assert stage.step(input.clone(), no_tokens) == 0
-            found = [str(warning.message) for warning in caught]
-            assert len(found) == (bare.rank == 1), found
-            assert all("its loss and its gradients are 0" in text for text in found), found
+    no_tokens = torch.zeros_like(target)
+    options = {"replicas": 2, "chunks": 2, "loss_fn": counting_loss}
+    with stage_of(bare, "nothing", make_model(), [2, 4], **options) as stage:
+        for data in stage.batches([(input, [target, no_tokens][stage.replica])], same_data=True):
+            stage.step(*data)  # a warning would be an error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert stage.step(input.clone(), no_tokens) == 0
+        found = [str(warning.message) for warning in caught]
+        assert len(found) == (bare.rank == 1), found
+        assert all("its loss and its gradients are 0" in text for text in found), found
 
 
 def check_unscale(bare):
+    options: Any = {"replicas": 2, "loss_fn": F.mse_loss}
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    stage = Stage(model, [1, 1], world=world_of(bare, "unscale"), **options)
+    scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
 
     def unscale_before_the_sum():
-        options = {"replicas": 2, "loss_fn": F.mse_loss}
-        with stage_of(bare, "unscale", model, [1, 1], **options) as stage:
-            scaler = stage.scaler(torch.amp.GradScaler(bare.device.type))
-            optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-            with stage.no_sync():
-                stage.step(torch.ones(4, 3), torch.zeros(4, 2))
-            scaler.unscale_(optimizer)
+        step_unsynced(stage, (torch.ones(4, 3), torch.zeros(4, 2)))
+        scaler.unscale_(optimizer)
 
-    with pytest.raises((RuntimeError, RemoteStageError)) as caught:
+    words = r"scaler.unscale_ after calls in no_sync\(\)"
+    with pytest.raises((RuntimeError, RemoteStageError), match=words):
         unscale_before_the_sum()
-    assert "scaler.unscale_ after calls in no_sync()" in str(caught.value)
 
 
 def check_unused(bare):
@@ -352,99 +293,56 @@ def check_same_data(bare):
         train_on_the_same()
 
 
-def other_call(stage, what, is_here, data):
-    """Make a call on some ranks, and another one on the others."""
-    if what == "step and forward":
-        return stage.step(*data) if is_here else stage(data[0])
-    if what == "modes":
-        stage.train(is_here)
-        for item in stage.batches([data] * 2):
-            stage.step(*item)
-        return stage.clip_grad_norm_(1.0)
-    if what == "total":
-        return stage.step(*data, total_weight=2 if is_here else 3)
-    if what == "accumulate":
-        return stage.step(*data, accumulate=2 if is_here else 3)
-    if what == "no_sync":
-        with stage.no_sync() if is_here else contextlib.nullcontext():
-            return stage.step(*data)
-    if what == "clip":
-        return stage.step(*data) if is_here else stage.clip_grad_norm_(1.0)
-    if what == "loop and sum":
-        return next(iter(stage.batches([data]))) if is_here else stage.sum_over_replicas(1)
-    if what == "backward":
-        loss = stage(data[0]).sum()
-        return loss.backward() if is_here else stage.step(*data)
-    assert what == "break"
-    for k, item in enumerate(stage.batches([data] * 3, same_data=True)):
+def loop(stage, data, num_items=3, *, trains=True):
+    stage.train(trains)
+    for _, item in zip(range(num_items), stage.batches([data] * 3, same_data=True), strict=False):
         stage.step(*item)
-        if is_here and k == 1:
-            break
     return stage.clip_grad_norm_(1.0)
+
+
+def step_unsynced(stage, data):
+    with stage.no_sync():
+        return stage.step(*data)
+
+
+#: A call on the first replica, and another one on the second.
+OTHER_CALLS: dict[str, tuple[Any, Any]] = {
+    "forward": (lambda s, d: s.step(*d), lambda s, d: s(d[0])),
+    "mode": (loop, partial(loop, trains=False)),
+    "total": (lambda s, d: s.step(*d, total_weight=2), lambda s, d: s.step(*d, total_weight=3)),
+    "accumulate": (lambda s, d: s.step(*d, accumulate=2), lambda s, d: s.step(*d, accumulate=3)),
+    "no_sync": (step_unsynced, lambda s, d: s.step(*d)),
+    "clip": (lambda s, d: s.step(*d), lambda s, d: s.clip_grad_norm_(1.0)),
+    "sum": (lambda s, d: next(iter(s.batches([d]))), lambda s, d: s.sum_over_replicas(1)),
+    "backward": (lambda s, d: s(d[0]).sum().backward(), lambda s, d: (s(d[0]), s.step(*d))),
+    "break": (partial(loop, num_items=2), loop),
+}
 
 
 def call_apart(bare, what):
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    data = torch.randn(4, 3), torch.zeros(4, 2)
-
-    def fail():
-        options = {"replicas": 2, "loss_fn": F.mse_loss, "timeout_s": 20.0}
-        with stage_of(bare, what, layers, [1, 2], **options) as stage:
-            other_call(stage, what, stage.replica == 0, data)
-
+    options: Any = {"replicas": 2, "loss_fn": F.mse_loss, "timeout_s": 20.0}
+    stage = Stage(layers, [1, 2], world=world_of(bare, what), **options)
     with pytest.raises((CallMismatchError, RemoteStageError)) as caught:
-        fail()
+        OTHER_CALLS[what][stage.replica](stage, (torch.randn(4, 3), torch.zeros(4, 2)))
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *("step and forward", "modes", "total", "accumulate", "no_sync", "clip"),
-        *("loop and sum", "backward", "break"),
-    ],
-)
+@pytest.mark.parametrize("what", OTHER_CALLS)
 def test_replicas_in_other_calls_end_with_an_error_that_names_both(ranks, what):
     for words in ranks(4).run(call_apart, what, world=False).values():
         assert "of replica 0)" in words, words
         assert "of replica 1)" in words, words
 
 
-def fail_in_a_sum(bare):
-    """Fail on rank 0 in a sum that rank 1, which keeps its connections open, never begins."""
-    layers, options = nn.Sequential(nn.Linear(3, 2)), {"replicas": 2, "timeout_s": 20.0}
-    kept, started_s = [], time.monotonic()
-
-    def fail():
-        with stage_of(bare, "sum", layers, [1], loss_fn=F.mse_loss, **options) as stage:
-            stage.step(torch.ones(4, 3), torch.zeros(4, 2))
-            kept.append(group_of(stage).begin_sum(torch.ones(2)))
-            kept[0].wait()
-            if stage.replica == 0:
-                kept.append(group_of(stage).begin_sum(torch.ones(2)))
-                raise ZeroDivisionError
-            stage.clip_grad_norm_(1.0)
-
-    with pytest.raises((ZeroDivisionError, RemoteStageError)) as caught:
-        fail()
-    assert kept[0].tensors, "it holds the group's connections until here"
-    return type(caught.value), time.monotonic() - started_s
-
-
-@pytest.mark.only_on_cpus
-def test_a_sum_under_way_delays_no_failure(ranks):
-    """Symptom: torch's destructor of the group waited for the sum, for all of ``timeout_s``."""
-    outcomes = ranks(2).run(fail_in_a_sum, world=False).values()
-
-    assert [kind for kind, _ in outcomes] == [ZeroDivisionError, RemoteStageError]
-    assert all(took_s < 10.0 for _, took_s in outcomes), outcomes
-
-
 KEPT: list[Any] = []
 
 
-def fail_while_values_are_copied(bare):
-    """Fail on rank 0, which keeps its connections, as rank 1 waits for its values: in call 1."""
+def fail_in_a_group(bare, when):
+    """Fail on rank 0 in what rank 1 waits for, and which keeps the group's connections open.
+
+    That is a sum that rank 1 never begins, or the copy of rank 0's values in call 1.
+    """
 
     def fail(group: Any, tensors: Any) -> None:
         KEPT.append(group._gloo.torchs)
@@ -452,39 +350,33 @@ def fail_while_values_are_copied(bare):
 
     def step() -> None:
         layers, options = nn.Sequential(nn.Linear(3, 2)), {"replicas": 2, "timeout_s": 20.0}
-        with stage_of(bare, "copy", layers, [1], loss_fn=F.mse_loss, **options) as stage:
+        with stage_of(bare, when, layers, [1], loss_fn=F.mse_loss, **options) as stage:
             stage.step(torch.ones(4, 3), torch.zeros(4, 2))
+            KEPT.append(group_of(stage).begin_sum(torch.ones(2)))
+            KEPT[-1].wait()
+            if stage.replica == 0:
+                KEPT.append(group_of(stage).begin_sum(torch.ones(2)))
+                raise ZeroDivisionError
+            stage.clip_grad_norm_(1.0)
 
     started_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        if bare.rank == 0:
+        if bare.rank == 0 and when == "in a copy":
             patch.setattr(Group, "copy_first", fail)
-        with pytest.raises((ZeroDivisionError, RemoteStageError)):
+        with pytest.raises((ZeroDivisionError, RemoteStageError)) as caught:
             step()
     gc.collect()
-    return time.monotonic() - started_s
+    return type(caught.value), time.monotonic() - started_s
 
 
 @pytest.mark.only_on_cpus
-def test_a_failure_while_replicas_connect_delays_nothing(ranks):
-    """Symptom: the group was not closed, and Python's garbage collector waited in its destructor.
+@pytest.mark.parametrize("when", ["in a sum", "in a copy"])
+def test_what_replicas_have_under_way_delays_no_failure(ranks, when):
+    """Symptom: torch's destructor of the group waited for all of ``timeout_s`` (torch 2.13)."""
+    outcomes = ranks(2).run(fail_in_a_group, when, world=False).values()
 
-    That took all of ``timeout_s``, wherever the process was by then (torch 2.13).
-    """
-    assert all(
-        took_s < 10.0 for took_s in ranks(2).run(fail_while_values_are_copied, world=False).values()
-    )
-
-
-def check_different_start(bare):
-    torch.manual_seed(bare.rank)
-    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    with stage_of(bare, "start", layers, [1, 1], replicas=2, loss_fn=F.mse_loss) as stage:
-        stage.step(torch.ones(4, 3), torch.zeros(4, 4))
-        group = group_of(stage)
-        for name, value in stage.state_dict().items():
-            of_replicas = group.gathered(value.double())
-            assert torch.equal(*of_replicas), name
+    assert [kind for kind, _ in outcomes] == [ZeroDivisionError, RemoteStageError]
+    assert all(took_s < 10.0 for _, took_s in outcomes), outcomes
 
 
 class Scaled(nn.Module):
@@ -515,109 +407,89 @@ def check_loss_with_parameters(bare):
             expected.backward()
             found = stage.step(*own(stage, input, target))
             assert_same(found, expected.detach(), f"loss of {size}", TOLERANCE)
-            assert_same_gradients(stage, plain, f"{size}")
+            assert_same_gradients(stage, plain, f"{size}", TOLERANCE)
             if bare.rank % 2 == 1:
                 assert_same(loss_fn.scale.grad, own_loss.scale.grad, "of the loss", TOLERANCE)
 
 
 def check_trace(bare, folder):
-    plain = make_model()
     options = {"replicas": 2, "chunks": 3, "trace": f"{folder}/run.json", "loss_fn": mean_loss}
-    with stage_of(bare, "trace", plain, [3, 3], **options) as stage:
+    with stage_of(bare, "trace", make_model(), [3, 3], **options) as stage:
         stage.step(*own(stage, *make_batch(11, 0)))
-        with stage.no_sync():
-            stage.step(*own(stage, *make_batch(5, 1)))
-        stage.step(*own(stage, *make_batch(2, 2)))
+        step_unsynced(stage, own(stage, *make_batch(2, 1)))
         stage.eval()
-        stage.step(*own(stage, *make_batch(4, 3)))
+        stage.step(*own(stage, *make_batch(4, 2)))
         stage.train()
-        stage.step(*own(stage, *make_batch(8, 4)))
-        report = stage.report()
-        found = stage.statistics()
-        num_bytes = sum(parameter.nbytes for parameter in stage.parameters())
-    return report, asdict(found), num_bytes
+        input, target = own(stage, *make_batch(2, 3))
+        mean_loss(stage(input), target.to(stage.device)).backward()
+        assert stage.statistics().split is None
+        stage.step(input, target)
+        return stage.report(), stage.statistics(), sum(p.nbytes for p in stage.parameters())
 
 
 def test_a_recording_has_the_sums_of_all_replicas(ranks, tmp_path):
     found = ranks(4).run(check_trace, str(tmp_path), world=False).values()
     recording = merged([read(path) for path in tmp_path.iterdir()])
 
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"run.{r}.json" for r in range(4)]
     assert recording.is_closed
-    assert [step.shares for step in recording.steps] == [
-        ((2, 2, 2), (2, 2, 1)),
-        ((1, 1, 1), (1, 1)),
-        ((1,), (1,)),
-        ((1, 1), (1, 1)),
-        ((2, 2), (2, 2)),
+    # F, R of all but the last micro-batch, and B, on 4 stages; forward; forward and backward.
+    of_loss, gradients = ["loss"], ["gradients 0", "shared gradient"]
+    expected = [
+        ("step", 4 * 8, ((2, 2, 2), (2, 2, 1)), gradients + of_loss),
+        ("step", 4 * 2, ((1,), (1,)), of_loss),
+        ("step", 4 * 2, ((1, 1), (1, 1)), []),
+        ("forward", 4 * 1, ((1,), (1,)), []),
+        ("backward", 4 * 1, ((1,), (1,)), gradients),
+        ("step", 4 * 2, ((1,), (1,)), gradients + of_loss),
     ]
+    for step, (call, num_tasks, shares, names) in zip(recording.steps, expected, strict=True):
+        assert (step.call, sum(map(len, step.rows)), step.shares) == (call, num_tasks, shares)
+        assert [[one.what for one in sums] for sums in step.sums] == [names] * 4
+        assert all(hop.source // 2 == hop.destination // 2 for hop in step.hops)
+    assert early_hops_s(recording.steps) == {}
+    assert usual(recording).plan == gpipe(1, 2, recompute=set())
     last = recording.step()
-    assert (last.number, last.num_stages, last.num_replicas) == (4, 2, 2)
-    for step in recording.steps:
-        trains, is_kept = step.number != 3, step.number == 1
-        for rank, sums in enumerate(step.sums):
-            gradients = ["gradients 0", "shared gradient"] * (trains and not is_kept)
-            names = [one.what for one in sums]
-            assert names == [*gradients, *["loss"] * trains], f"step {step.number} rank {rank}"
-        for hop in step.hops:
-            assert hop.source // 2 == hop.destination // 2, f"step {step.number}: {hop}"
+    assert (last.number, last.num_stages, last.num_replicas) == (5, 2, 2)
+    for rank in (1, 3):  # gradients of one micro-batch are added up from within its backward
+        first, *_ = last.sums[rank]
+        (timed,) = (timed for timed in last.rows[rank] if timed.task.kind == "B")
+        assert timed.start_s < first.start_s < timed.end_s
 
     reports = {report for report, *_ in found}
     assert [report.count("0 of replica 1 ") for report in reports] == [2]
     assert all("exposed s" in report for report in reports)
     for rank, (_, statistics, own_bytes) in enumerate(found):
-        assert (statistics["replica"], statistics["stage"]) == divmod(rank, 2)
+        assert (statistics.replica, statistics.stage) == divmod(rank, 2)
         # Behind the gradients of a bucket stands which of them there are; the loss is one of 2.
-        sums = statistics["all_reduce_bytes"]
-        assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 4 * 2 * 8 + 1
-        assert 0 < statistics["exposed_s"] <= statistics["step_s"]
-        assert statistics["split"] == asdict(split(last)[rank])
-
-
-def step_with_one_micro_batch(bare, folder):
-    options = {"replicas": 2, "trace": f"{folder}/run.json", "loss_fn": F.mse_loss}
-    with stage_of(bare, "one", nn.Sequential(nn.Linear(3, 3)), [1], **options) as stage:
-        for _ in range(2):  # in the first it is counted how often gradients are added to
-            stage.step(torch.ones(4, 3), torch.zeros(4, 3))
-
-
-def test_gradients_of_one_micro_batch_are_added_up_from_within_its_backward(ranks, tmp_path):
-    ranks(2).run(step_with_one_micro_batch, str(tmp_path), world=False).values()
-    *_, last = merged([read(path) for path in tmp_path.iterdir()]).steps
-
-    for rank in range(2):
-        (sum_,) = (one for one in last.sums[rank] if one.what == "gradients 0")
-        (timed,) = (timed for timed in last.rows[rank] if timed.task.kind == "B")
-        assert timed.start_s < sum_.start_s < timed.end_s
+        sums = statistics.all_reduce_bytes
+        assert 3 * own_bytes < sums < 3 * own_bytes + 3 * 8 * 16 + 3 * 2 * 8 + 1
+        assert 0 < statistics.exposed_s <= statistics.step_s
+        assert statistics.split == split(last)[rank]
 
 
 def check_counts(bare):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (3, BalanceError, "replicas=3, but 4 processes cannot be divided into so many"),
-        (0, BalanceError, "replicas=0, but"),
-        ("2", TypeError, "must be an int"),
-    ]
-    for replicas, kind, words in cases:
-        with pytest.raises((kind, RemoteStageError), match=words):  # as it connects, another's
-            Stage(model, [2, 2], replicas=replicas, world=world_of(bare, str(replicas)))
-    fitting: list[tuple[Any, dict[str, Any], str]] = [
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([2, 2], {"replicas": 3}, "replicas=3, but 4 processes cannot be divided into so many"),
+        ([2, 2], {"replicas": 0}, "replicas=0, but"),
+        ([2, 2], {"replicas": "2"}, "must be an int"),
         ([2, 2], {}, "makes 2 partitions, but schedule='gpipe' runs 4 on 4 stages"),
         ([2, 2], {"schedule": "zb-v"}, "makes 2 .*'zb-v' runs 8 on 4"),
         ([3, 1], {"schedule": "interleaved"}, "makes 2 .*'interleaved' runs 4 on 4"),
         ([2, 2], {"replicas": 4}, "makes 2 .*'gpipe' runs 1 on 1"),
+        (None, {"schedule": "zb-v"}, "give Stage more replicas"),
     ]
-    for balance, options, words in fitting:
-        with pytest.raises((BalanceError, RemoteStageError), match=words):
+    for balance, options, words in cases:
+        with pytest.raises((BalanceError, TypeError, RemoteStageError), match=words):
             Stage(model, balance, world=world_of(bare, words), **options)
-    with pytest.raises((BalanceError, RemoteStageError), match="give Stage more replicas"):
-        Stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world=world_of(bare, "few layers"))
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        *(check_frozen_between, check_reentrant, check_zeroed, check_nothing_counts),
-        *(check_unscale, check_unused, check_left, check_same_data, check_different_start),
+        *(check_frozen_between, check_nothing_counts),
+        *(check_unscale, check_unused, check_left, check_same_data),
         *(check_loss_with_parameters, check_counts),
     ],
 )

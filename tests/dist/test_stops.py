@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from procpipe import CallMismatchError, RemoteStageError, state
-from tests.dist.script import run_by_torchrun, run_forked
-from tests.dist.stages import stage_of
+from procpipe import CallMismatchError, RemoteStageError, Stage, StageClosedError, state
+from tests.dist.script import run_forked
+from tests.dist.stages import stage_of, world_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,86 +167,47 @@ def test_a_signal_that_ends_a_loaders_worker(ranks, tmp_path):
 
 # -- docs/launching.md ----------------------------------------------------------------------------
 
-SIGNALLED = """
-        num_steps = globals().get("num_steps", 0) + 1
-        if num_steps == 6 and stage.rank == 0:
-            import os
-            os.kill(os.getppid(), signal.SIGTERM)
-"""
-
-
-def scripts(tmp_path):
-    """Return the documented script, and one in which rank 0 sends a signal to the launcher."""
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL
-    )
-    code = code.replace("runs/", f"{tmp_path}/")
-    place = "        optimizer.step()\n"
-    assert place in code
-    return code, code.replace(place, place + SIGNALLED)
-
 
 def losses_of(text):
     return re.findall(r"^loss \S+", text, re.MULTILINE)
 
 
 @pytest.mark.dist
-def test_the_documented_script_goes_on_where_a_signal_to_torchrun_ended_it(tmp_path):
-    code, signalled = scripts(tmp_path / "resumed")
-    signalled = signalled.replace('["epoch"] < 3', '["epoch"] < 10**6')  # until it comes
-    ended = run_by_torchrun(signalled, num_ranks=2)
-    assert ended.returncode == 1
-    assert "SignalException" in ended.stderr
-    first = losses_of(ended.stdout)
-    assert len(first) >= 6
-    (folder,) = (tmp_path / "resumed" / "two").iterdir()
-    more = code.replace('["epoch"] < 3', f'["epoch"] < {len(first) // 4 + 1}')
-    resumed = losses_of(run_forked(more, num_ranks=2).check().stdout)
-    whole = losses_of(run_forked(more.replace("resumed", "whole"), num_ranks=2).check().stdout)
+def test_the_documented_script_goes_on_where_it_ended(tmp_path):
+    """Also after a signal, under a launcher: tests/faults."""
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL
+    )
+    assert '["epoch"] < 3' in code
+
+    def losses(folder, num_epochs):
+        script = code.replace("runs/", f"{tmp_path}/{folder}/").replace("< 3", f"< {num_epochs}")
+        return losses_of(run_forked(script, num_ranks=2).check().stdout)
+
+    first, resumed, whole = losses("resumed", 1), losses("resumed", 2), losses("whole", 2)
+    assert len(first) > 1
     assert first + resumed == whole
-    assert folder.name == "000001"
 
 
 # -- a save after a failure -----------------------------------------------------------------------
 
-FAILS = """
-import torch, torch.nn.functional as F
-from torch import nn
-from procpipe import Stage, state
 
 class Bad(nn.Module):
-    count = 0
-
     def forward(self, x):
-        Bad.count += 1
-        if Bad.count == 3:
-            raise KeyError("boom")
-        return x
-
-stage = Stage(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Bad()), BALANCE, loss_fn=F.mse_loss)
-stage.chunks = 1
-x = torch.randn(4, 4)
-try:
-    for k in range(5):
-        stage.step(x, x)
-finally:
-    state.save("FOLDER", stage, step=9)
-"""
+        raise KeyError("boom")
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [None, 2])
-def test_a_save_after_a_failed_call_says_that_nothing_was_saved(tmp_path, num_ranks):
-    code = FAILS.replace("FOLDER", str(tmp_path))
-    code = code.replace("BALANCE", "[3]" if num_ranks is None else "[1, 2]")
-    code = code.replace("loss_fn", "chunks=1, checkpoint='never', loss_fn")
-    done = run_forked(code, num_ranks=num_ranks)
-    assert done.returncode != 0
-    message = f"nothing was saved in {tmp_path}: state.save() cannot run: "
-    lines = [line for line in done.stderr.splitlines() if message in line]
-    assert len(lines) == (num_ranks or 1)
-    for line in lines:
-        assert "KeyError: 'boom'" in line
-    assert sum(line.startswith("procpipe: rank 0 ends, because rank 1") for line in lines) == (
-        num_ranks is not None
-    )
+def save_after_a_failure(bare, folder):
+    model = nn.Sequential(nn.Linear(3, 1), Bad())
+    stage = Stage(model, [1, 1], loss_fn=F.mse_loss, world=world_of(bare, "fails"))
+    with pytest.raises((KeyError, RemoteStageError)):
+        stage.step(*ITEMS[0])
+    message = f"nothing was saved in {folder}: state.save\\(\\) cannot run: .*KeyError: 'boom'"
+    with pytest.raises(StageClosedError, match=message):
+        state.save(folder, stage, step=9)
+
+
+def test_a_save_after_a_failed_call_says_that_nothing_was_saved(ranks, tmp_path):
+    """In a script that ends by it, as in a ``finally``: tests/faults."""
+    ranks(2).run(save_after_a_failure, str(tmp_path), world=False).values()
+    assert not [*tmp_path.iterdir()]

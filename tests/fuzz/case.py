@@ -31,14 +31,14 @@ PAIRS = "pairs"
 SCHEDULES = {
     "gpipe": (1,),
     "1f1b": (1,),
-    "interleaved": (1, 2, 3),
+    "interleaved": (1, 2, 3, 4),
     "zb-h1": (1,),
     "zb-v": (2,),
     PAIRS: (1,),
 }
 
 #: Numbers of stages and of replicas of a run, which has four ranks at most.
-GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2))
+GRIDS = ((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3))
 
 #: What a case may call with a mini-batch, in training.
 TRAINING = (
@@ -87,7 +87,7 @@ WORDS = [
     *("tuple", "pair", "output", "list", "dict", "nested", "plain"),
     *("ids", "detached", "empty", "same", "weight", "floats"),
     *("embedding", "custom", "checkpoint", "weightnorm", "spectralnorm"),
-    *("dropout", "counting", "drawing", "drawing", "nothing"),
+    *("dropout", "counting", "drawing", "drawing", "nothing", "varying", "reentrant"),
 ]
 
 #: Layers that change the order of later additions and multiplications: a message makes a view
@@ -96,13 +96,14 @@ INEXACT = {
     *("conv", "conv2d", "batchnorm2d", "batchnorm", "batchnorm-mean", "groupnorm", "instancenorm"),
     *("attention", "attention-alone", "gru", "lstm", "floats", "nested"),
     *("strided", "expanded", "transposed", "wide", "list", "same", "weight", "stash.1", "stash.5"),
+    *("varying", "reentrant"),
 }
 
 #: Fields that have no default to be simplified to.
 KEPT = ("seed", "layers", "runs", "calls")
 
 #: How many skip tensors a case may have; each is of another kind.
-MAX_SKIPS = 6
+MAX_SKIPS = 7
 
 #: Kinds of inputs, of which the last two are drawn less often.
 INPUTS = ("one", "ids", "several", "nested", "named", "images")
@@ -281,6 +282,8 @@ def draw(seed: int, number: int) -> Case:
     ]
     num_words = max(*num_partitions, chance.randint(3, 9)) - 1
     words = _words(chance, num_words, may_be_exact=may_be_exact)
+    if any(replicas > 1 for _, replicas in grids):  # which may refuse a layer that adds twice
+        words = [word.replace("reentrant", "checkpoint") for word in words]
     loss = chance.choice(LOSSES)
     inputs = chance.choice(("one", "ids", *(INPUTS[:-1] if may_be_exact else INPUTS)))
     scale = chance.choice((0.0, 0.0, 0.0, 2.0**4, 2.0**10))
@@ -383,6 +386,8 @@ def _calls(chance: random.Random, replicas: int, *, is_scaled: bool) -> Iterator
         act = chance.choice(TRAINING)
         if act == "step unsynced":  # its gradients are added up by the next call
             yield act, _sizes(chance, replicas)
+            if chance.random() < 0.3:
+                yield chance.choice(("zero", "zero to zeros")), ()
             act = "step"
         yield act, _sizes(chance, replicas, chance.randint(1, 3) if act in LOOPS else 1)
         if is_scaled and chance.random() < 0.2:

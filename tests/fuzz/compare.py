@@ -45,6 +45,7 @@ EXPECTED = (
     "Full backward hook is firing",  # at a model's first layer
     "Detected call of `lr_scheduler.step\\(\\)`",  # a scaler has left out the first update
     "loss_weight is 0 for every micro-batch",
+    "None of the inputs have requires_grad=True",  # of a layer that recomputes for itself
 )
 
 #: A call's act, the mini-batch of each replica, and what the stage is given.

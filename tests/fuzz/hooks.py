@@ -58,8 +58,10 @@ class Hooks:
                     hook = count(name, "backward")
                     found.append(child.register_full_backward_hook(hook))
         for name, parameter in module.named_parameters():
-            # A weight that is also passed on is added up in both tasks of a split backward pass.
-            is_one = name not in self._shared and self._word(name) != "weight"
+            # A weight that is also passed on is added up in both tasks of a split backward pass,
+            # and one of a layer that recomputes it twice perhaps at once.
+            is_part = self._word(name) in ("weight", "reentrant")
+            is_one = name not in self._shared and not is_part
             if parameter.requires_grad and is_one:
                 if self._is_alone:  # as above
                     hook = count(name, "accumulated")

@@ -364,6 +364,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "same": _linked(lambda f, x: (y := f(x), y, x, x)),
     "weight": _linked(lambda f, x: (f(x), f.weight)),
     "floats": _linked(lambda f, x: (f(x), x.float(), f(x).bfloat16(), torch.complex(x, f(x)).real)),
+    "varying": _linked(lambda f, x: [f(x), x.float(), x.repeat(1, 1, 96)][: 1 + len(x) % 3]),
     "embedding": lambda: Layer(
         lambda s, x: x + s.table(x.argmax(-1)), table=nn.Embedding(WIDTH, WIDTH)
     ),
@@ -371,6 +372,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: Layer(
         lambda s, x: checkpoint(s.f, x, use_reentrant=False),
         f=nn.Sequential(_linear(), nn.Tanh(), _linear()),
+    ),
+    "reentrant": lambda: Layer(  # adds twice to a gradient, in backward passes of its own
+        lambda s, x: checkpoint(s.f, checkpoint(s.f, x, use_reentrant=True), use_reentrant=True),
+        f=nn.Sequential(_linear(), nn.Tanh()),
     ),
     "weightnorm": lambda: Layer(
         lambda s, x: torch.tanh(s.f(x)), f=parametrizations.weight_norm(_linear())
@@ -392,6 +397,7 @@ STASHED: tuple[Callable[[Any, Tensor], Tensor | None], ...] = (
     lambda f, x: (x * 9).long(),
     lambda f, x: None,
     lambda f, x: f(x).repeat(1, 1, 96),
+    lambda f, x: f(x).mean(1, keepdim=True) if len(x) % 2 else None,
 )
 
 

@@ -114,6 +114,9 @@ def test_only_allowed_cpus_count(host):
     assert cores_of_host(root) == [(1,), (2, 10), (5,)]
 
 
+RUN = {"TORCHELASTIC_RUN_ID": "a-run", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
 def pinned(changes=()):
     """Pin a process; return the CPUs of each of its threads, those of a child, and its output."""
 
