@@ -305,7 +305,7 @@ class Stage(LocalLayers):
         """
         if self._loss.last_weight is None:
             raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
-        return self._loss.last_weight
+        return torch.tensor(self._loss.last_weight, dtype=torch.float64)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from operator import add
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.data.microbatch import scatter_like
+from procpipe.data.upload import uploaded
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -42,8 +42,8 @@ class Loss:
     must_be_finite: bool = False
     #: Multiplies the gradient with which a backward pass begins, see ``Stage.scaler``.
     scale: Callable[[Tensor], Tensor] | None = field(default=None, init=False)
-    #: What the mini-batch of the newest step counts; 0-dim, float64.
-    last_weight: Tensor | None = field(default=None, init=False)
+    #: What the mini-batch of the newest step counts.
+    last_weight: float | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Loss:
                 "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
                 "gradients are 0"
             )
-        self.last_weight = torch.tensor(weight, dtype=torch.float64)
+        self.last_weight = weight
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
@@ -159,6 +159,8 @@ class MeanLoss:
     get_whole: Callable[[], float]
     total_weight: float | None = None  # what the sum is divided by; None for what all count
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
+    #: Of the micro-batches' losses, once the first is needed.
+    _gradients: Sequence[Tensor] = field(default=(), init=False)
 
     @cached_property
     def _whole(self) -> float:
@@ -176,29 +178,36 @@ class MeanLoss:
 
     def of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
-        return self.loss.of(output, self.targets[i], is_left_out=self.is_left_out(i))
+        return self.loss.of(output, self.targets[i], is_left_out=not self.weights[i])
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""
-        if (scale := self.loss.scale) is None:
-            return self._share(i, loss, loss.dtype)
-        # In float16 a scale alone may be inf, and a small share 0.
-        wide = torch.promote_types(loss.dtype, torch.float32)
-        return scale(self._share(i, loss, wide)).to(loss.dtype)
+        if not self._gradients:  # all at once: one of 0 dimensions takes as long as all
+            self._gradients = self._divided(loss.dtype, loss.device).unbind()
+        return self._gradients[i]
 
-    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.accumulate == 1:
-            return torch.full_like(loss, self._shares[i], dtype=dtype)
-        # In autograd's order of operations, so as (loss / n).backward() to the last bit.
-        return torch.full_like(loss, 1 / self.accumulate, dtype=dtype) * self._shares[i]
+    def _divided(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the gradients of all micro-batches' losses, ``(m,)``."""
+        # In float16 a scale alone may be inf, and a small share 0.
+        scale = self.loss.scale
+        wide = dtype if scale is None else torch.promote_types(dtype, torch.float32)
+        gradients = self._shares_on(device).to(wide)
+        if self.accumulate != 1:
+            # In autograd's order of operations, so as (loss / n).backward() to the last bit.
+            gradients = torch.full_like(gradients, 1 / self.accumulate) * gradients
+        return gradients if scale is None else scale(gradients).to(dtype)
+
+    def _shares_on(self, device: torch.device) -> Tensor:
+        return uploaded(torch.tensor(self._shares, dtype=torch.float64), device)
 
     def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
         """Return this replica's part of the loss, and what all count.
 
-        ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
+        ``losses`` has what :meth:`of` returned for each micro-batch.
         """
-        loss = reduce(add, (loss * self._shares[i] for i, loss in losses.items()))
-        return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
+        each = torch.stack([losses[i] for i in range(len(losses))])
+        loss = (each * self._shares_on(each.device)).sum() / self.accumulate
+        return loss.to(torch.result_type(each, 1.0)), self._whole
 
 
 def check_weighted(name: str) -> None:

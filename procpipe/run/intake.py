@@ -14,7 +14,8 @@ import torch
 
 from procpipe.data.loss import Loss, MeanLoss, divisors
 from procpipe.data.microbatch import scatter, scatter_like
-from procpipe.data.minibatch import Inputs, MiniBatch, on_device
+from procpipe.data.minibatch import Inputs, MiniBatch
+from procpipe.data.upload import on_device
 from procpipe.errors import DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.plan.schedules.gpipe import recomputed
