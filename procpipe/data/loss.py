@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -191,23 +192,20 @@ class MeanLoss:
         # In float16 a scale alone may be inf, and a small share 0.
         scale = self.loss.scale
         wide = dtype if scale is None else torch.promote_types(dtype, torch.float32)
-        gradients = self._shares_on(device).to(wide)
+        shares = torch.tensor(self._shares, dtype=torch.float64)
+        gradients = uploaded(shares, device).to(wide)
         if self.accumulate != 1:
             # In autograd's order of operations, so as (loss / n).backward() to the last bit.
             gradients = torch.full_like(gradients, 1 / self.accumulate) * gradients
         return gradients if scale is None else scale(gradients).to(dtype)
 
-    def _shares_on(self, device: torch.device) -> Tensor:
-        return uploaded(torch.tensor(self._shares, dtype=torch.float64), device)
-
     def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
         """Return this replica's part of the loss, and what all count.
 
-        ``losses`` has what :meth:`of` returned for each micro-batch.
+        ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
         """
-        each = torch.stack([losses[i] for i in range(len(losses))])
-        loss = (each * self._shares_on(each.device)).sum() / self.accumulate
-        return loss.to(torch.result_type(each, 1.0)), self._whole
+        loss = reduce(add, (loss * self._shares[i] for i, loss in losses.items()))
+        return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 
 
 def check_weighted(name: str) -> None:
