@@ -14,7 +14,7 @@ else, the parameters included, must not change before it is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -98,6 +98,8 @@ class Buffers:
 
 def put(buffers: BufferCopies) -> BufferCopies:
     """Let modules work on other buffers; return those that they had."""
+    if not buffers:
+        return buffers
     before = {place: _state(place)[0] for place in buffers}
     for (module, name), buffer in buffers.items():
         module._buffers[name] = buffer
@@ -111,8 +113,10 @@ def _state(place: BufferPlace) -> tuple[Tensor | None, int]:
     return buffer, -1 if buffer is None else buffer._version
 
 
-def _copies(places: Iterable[BufferPlace]) -> BufferCopies:
+def _copies(places: Collection[BufferPlace]) -> BufferCopies:
     """Copy buffers; one that is in several places has one copy."""
+    if not places:
+        return {}
     copies: dict[Tensor | None, Tensor | None] = {None: None}
     buffers = {place: _state(place)[0] for place in places}
     for buffer in buffers.values():

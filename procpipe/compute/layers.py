@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.digests import Digest, digest_of
-from procpipe.compute.recompute import NOTHING
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.skippable import declared
@@ -32,6 +32,8 @@ _MAX_SHOWN = 128
 
 #: What leaves for one partition: its tensors, and the structure that they are in.
 Leaving = tuple[list[Tensor], Structure]
+
+_version_of = attrgetter("_version")
 
 
 class Layers:
@@ -99,11 +101,14 @@ class Layers:
             The output, then the skip tensors for each destination.
         """
         value, *entered = values
-        tracker = self._skips.tracker(entered) if self._has_skips else None
-        with NOTHING if tracker is None else tracking(tracker):
-            value = self._run_layers(value, finish, watched, digests)
-        made = [value] if tracker is None else [value, *self._skips.messages(tracker)]
-        leaving = [flatten(each) for each in made]
+        if self._has_skips:
+            tracker = self._skips.tracker(entered)
+            with tracking(tracker):
+                value = self._run_layers(value, finish, watched, digests)
+            made = [value, *self._skips.messages(tracker)]
+        else:
+            made = [self._run_layers(value, finish, watched, digests)]
+        leaving = list(map(flatten, made))
         for tensors, (containers, _) in leaving:
             if '"procpipe.NoChunk"' in containers:
                 raise BoundaryError(
@@ -134,7 +139,7 @@ class Layers:
             except Exception as error:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
-            if watched and versions != [tensor._version for tensor in watched]:
+            if watched and versions != versions_of(watched):
                 raise RecomputeError(
                     f"{self.where()} changed its partition's input in place, so recomputing it "
                     "would start from the wrong values: make the change out of place (x = x + 1 "
@@ -169,7 +174,7 @@ class Layers:
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return what rises when one of these tensors is changed in place."""
-    return [tensor._version for tensor in tensors]
+    return list(map(_version_of, tensors))
 
 
 def _spread(layer: Callable[..., Any], inputs: Any) -> Any:

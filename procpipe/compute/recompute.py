@@ -9,8 +9,8 @@ backward are three tasks of a plan, with tasks of other micro-batches between th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -39,14 +39,19 @@ def is_recomputing() -> bool:
     return _phase.get() == "recomputing"
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Run a forward: ``"checkpointing"`` the first of two, ``"recomputing"`` the same again."""
-    token = _phase.set(name)
-    try:
-        yield
-    finally:
-        _phase.reset(token)
+class phase:  # noqa: N801 - a function that makes contexts; a generator takes three times as long
+    """Runs a forward: ``"checkpointing"`` the first of two, ``"recomputing"`` the same again."""
+
+    __slots__ = ("_name", "_token")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = _phase.set(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _phase.reset(self._token)
 
 
 class Autocast:
@@ -67,7 +72,7 @@ class Autocast:
 
     def restored(self) -> AbstractContextManager[object]:
         """Cast as at that moment for a while: a user may leave it before ``backward()``."""
-        return _together(torch.autocast(*settings) for settings in self.settings)
+        return together(torch.autocast(*settings) for settings in self.settings)
 
     def off(self) -> AbstractContextManager[object]:
         """Turn autocast off for a backward pass, where a user has it on around a whole ``step``.
@@ -76,10 +81,11 @@ class Autocast:
         """
         if not self.is_on:
             return NOTHING
-        return _together(torch.autocast(on, enabled=False) for on, *_ in self.settings)
+        return together(torch.autocast(on, enabled=False) for on, *_ in self.settings)
 
 
-def _together(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
+def together(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
+    """Join contexts, which are entered now."""
     stack = ExitStack()
     for context in contexts:
         stack.enter_context(context)

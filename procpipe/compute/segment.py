@@ -39,7 +39,7 @@ from procpipe.compute.buffers import BufferCopies, Buffers, put
 from procpipe.compute.digests import MINI_BATCHES, Digest, difference
 from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
 from procpipe.compute.layers import Finish, Layers, Leaving, versions_of
-from procpipe.compute.recompute import NOTHING, Autocast, phase
+from procpipe.compute.recompute import NOTHING, Autocast, phase, together
 from procpipe.compute.split import PutOff, Splitter
 from procpipe.compute.wrappers import check_sharded_before
 from procpipe.errors import RecomputeError
@@ -51,7 +51,7 @@ from procpipe.tree import Flat, unflatten
 Inputs = Sequence[Flat]
 
 #: Of each output, which of its tensors require a gradient.
-Flags = list[tuple[bool, ...]]
+Flags = Sequence[tuple[bool, ...]]
 
 
 class Enter(torch.autograd.Function):
@@ -83,17 +83,17 @@ class _Pass:
     inputs: Inputs
     finish: Finish | None
     put_off: PutOff | None
-    tensors: list[Tensor]  # of all inputs
+    tensors: Sequence[Tensor]  # of all inputs
     wants: tuple[bool, ...]  # which of them require a gradient
-    flags: Flags = field(default_factory=list)
-    roots: list[Tensor] = field(default_factory=list)
-    caught: list[Tensor | None] = field(default_factory=list)  # gradients of inputs
+    flags: Flags = ()
+    roots: Sequence[Tensor] = ()
+    caught: Sequence[Tensor | None] = ()  # gradients of inputs
     # If it is recomputed:
     random: RandomStates | None = None
     buffers: BufferCopies = field(default_factory=dict)
     digests: list[Digest] | None = None  # where they are compared: of F, then of R
-    versions: list[int] = field(default_factory=list)  # of the inputs
-    forms: list[tuple[torch.Size, bool]] = field(default_factory=list)  # of the outputs
+    versions: Sequence[int] = ()  # of the inputs
+    forms: Sequence[tuple[torch.Size, bool]] = ()  # of the outputs
 
 
 class Segment:
@@ -201,13 +201,14 @@ class Segment:
         if recompute:
             made = self._forward_to_repeat(this)
         else:
-            with self._split(this):
+            with self._around(this):
                 made = self._run(this)
-        this.flags = [tuple([tensor.requires_grad for tensor in tensors]) for tensors, _ in made]
-        return [
-            Flat([tensor.detach() for tensor in tensors], form, flags)
-            for (tensors, form), flags in zip(made, this.flags, strict=True)
-        ]
+        leaving = []
+        for tensors, form in made:
+            flags = tuple([tensor.requires_grad for tensor in tensors])
+            leaving.append(Flat([tensor.detach() for tensor in tensors], form, flags))
+        this.flags = [flat.requires_grad for flat in leaving]
+        return leaving
 
     def recompute(self, i: int) -> None:
         """Run micro-batch ``i`` again, with a graph that is kept.
@@ -229,8 +230,10 @@ class Segment:
             this.random.forget_undrawn(RandomStates(self._generators))
             self._newest = None
         random, buffers = this.random.put(), put(this.buffers)
+        is_same = self._autocast is self._first_autocast
+        autocast = NOTHING if is_same else self._first_autocast.restored()
         try:
-            with torch.enable_grad(), phase("recomputing"), self._split(this), self._repeated():
+            with phase("recomputing"), self._around(this, autocast):
                 self._run(this)
         finally:
             random.put()
@@ -270,7 +273,7 @@ class Segment:
         pairs = zip(roots, gradients, strict=True)
         given = [(root, gradient) for root, gradient in pairs if gradient is not None]
         if given:
-            with self._split(this, is_backward=True), self._autocast.off():
+            with self._around(this, self._autocast.off(), is_backward=True):
                 run_backward(*zip(*given, strict=True))
         if this.put_off is not None:
             self._put_off[i] = this.put_off
@@ -325,28 +328,34 @@ class Segment:
         tensors = [t.clone() for t in this.tensors] if is_copied else list(this.tensors)
         entering = [k for k, wants in enumerate(this.wants) if wants]
         if entering:
+            this.caught = []
             entered = Enter.apply(  # type: ignore[no-untyped-call]
                 this.caught, self._anchor, *(tensors[k] for k in entering)
             )
             for k, tensor in zip(entering, entered, strict=True):
                 tensors[k] = tensor
-        given = iter(tensors)
-        values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
+        if len(this.inputs) == 1:
+            values = [unflatten(tensors, this.inputs[0].structure)]
+        else:
+            given = iter(tensors)
+            values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
         made = self.layers.run(values, this.finish, watched, this.digests)
         this.roots = [tensor for tensors, _ in made for tensor in tensors]
         return made
 
-    def _split(self, this: _Pass, *, is_backward: bool = False) -> AbstractContextManager[None]:
+    def _around(
+        self,
+        this: _Pass,
+        autocast: AbstractContextManager[object] = NOTHING,
+        *,
+        is_backward: bool = False,
+    ) -> AbstractContextManager[object]:
+        """Return what surrounds a task on the layers: ``autocast`` and, if it is split, that."""
         if this.put_off is None:
-            return NOTHING
+            return autocast
         if self._splitter is None:
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
-        return self._splitter.into(this.put_off, is_backward=is_backward)
-
-    def _repeated(self) -> AbstractContextManager[object]:
-        """Return autocast as in the first forward."""
-        is_same = self._autocast is self._first_autocast
-        return NOTHING if is_same else self._first_autocast.restored()
+        return together([autocast, self._splitter.into(this.put_off, is_backward=is_backward)])
 
     def _versions(self, this: _Pass) -> list[int]:
         """Return what rises when an input of a micro-batch that is recomputed is changed in place.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.data.microbatch import scatter_like
+from procpipe.data.upload import uploaded
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -156,6 +157,8 @@ class MeanLoss:
     get_whole: Callable[[], float]
     total_weight: float | None = None  # what the sum is divided by; None for what all count
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
+    #: Of the micro-batches' losses, once the first is needed.
+    _gradients: Sequence[Tensor] = field(default=(), init=False)
 
     @cached_property
     def _whole(self) -> float:
@@ -173,21 +176,25 @@ class MeanLoss:
 
     def of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
-        return self.loss.of(output, self.targets[i], is_left_out=self.is_left_out(i))
+        return self.loss.of(output, self.targets[i], is_left_out=not self.weights[i])
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""
-        if (scale := self.loss.scale) is None:
-            return self._share(i, loss, loss.dtype)
-        # In float16 a scale alone may be inf, and a small share 0.
-        wide = torch.promote_types(loss.dtype, torch.float32)
-        return scale(self._share(i, loss, wide)).to(loss.dtype)
+        if not self._gradients:  # all at once: one of 0 dimensions takes as long as all
+            self._gradients = self._divided(loss.dtype, loss.device).unbind()
+        return self._gradients[i]
 
-    def _share(self, i: int, loss: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.accumulate == 1:
-            return torch.full_like(loss, self._shares[i], dtype=dtype)
-        # In autograd's order of operations, so as (loss / n).backward() to the last bit.
-        return torch.full_like(loss, 1 / self.accumulate, dtype=dtype) * self._shares[i]
+    def _divided(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the gradients of all micro-batches' losses, ``(m,)``."""
+        # In float16 a scale alone may be inf, and a small share 0.
+        scale = self.loss.scale
+        wide = dtype if scale is None else torch.promote_types(dtype, torch.float32)
+        shares = torch.tensor(self._shares, dtype=torch.float64)
+        gradients = uploaded(shares, device).to(wide)
+        if self.accumulate != 1:
+            # In autograd's order of operations, so as (loss / n).backward() to the last bit.
+            gradients = torch.full_like(gradients, 1 / self.accumulate) * gradients
+        return gradients if scale is None else scale(gradients).to(dtype)
 
     def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
         """Return this replica's part of the loss, and what all count.

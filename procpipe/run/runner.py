@@ -127,8 +127,10 @@ class Runner:
                 segment.begin()
             self._slots[:] = [None] * len(self._slots)
         try:
-            for step in self._bound[order.program]:
-                step()
+            # Autograd, which calls a backward pass, has turned gradients off.
+            with torch.set_grad_enabled(order.is_grad_enabled):
+                for step in self._bound[order.program]:
+                    step()
             self._finish(batch)
         except BaseException as error:
             if self.current_task is not None and not isinstance(error, RemoteStageError):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from procpipe.channel.link import Receiver, Sender, send_on
-from procpipe.data.minibatch import on_device
+from procpipe.data.upload import on_device
 from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
