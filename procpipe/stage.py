@@ -42,9 +42,9 @@ from procpipe.data.minibatch import (
     inputs_and_target,
     inputs_of,
     join_outputs,
-    on_device,
 )
 from procpipe.data.remote import Remote, check_held, holder_of
+from procpipe.data.upload import on_device
 from procpipe.errors import StageClosedError
 from procpipe.gradients import clip_together, connect_scaler
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
@@ -391,8 +391,9 @@ class Stage(LocalLayers):
             RemoteStageError: another rank failed, in reading the loader for instance.
             CallMismatchError: ``stop_on`` or the mode is not the same on all ranks; or replicas
                 have read the same.
-            TypeError, ValueError, OSError: ``stop_on`` is no collection of signals that Python can
-                handle, is given in another thread than the main one, or with ``mesh``.
+            TypeError, ValueError: ``stop_on`` is no collection of signals that can be handled, or
+                is given with ``mesh``.
+            RuntimeError: ``stop_on`` in another thread than the main one.
         """
         if stop_on and self._grid.is_part:
             raise ValueError(

@@ -336,7 +336,7 @@ def test_a_loop_stops_on_signals_in_the_main_thread_only():
 
     def loop():
         stage = Stage(make_model(), [4])
-        with pytest.raises(ValueError, match="only works in main thread") as caught:
+        with pytest.raises(RuntimeError, match="in the main thread only") as caught:
             list(stage.batches([1], stop_on=(signal.SIGTERM,)))
         errors.append(caught.value)
 

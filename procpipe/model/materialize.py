@@ -61,10 +61,11 @@ def materialize(
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
-            for owner, _, _, tensor in of_layer:
+            for owner, key, _, tensor in of_layer:
                 if tensor in padding:
                     memory[tensor][padding[tensor]] = 0
-                row = owner.padding_idx if isinstance(owner, nn.Embedding) else None
+                is_table = isinstance(owner, nn.Embedding) and key == "weight"
+                row = owner.padding_idx if is_table else None
                 if row is not None and not memory[tensor][row].any():
                     padding[tensor] = row
         for place in of_layer:

@@ -16,9 +16,7 @@ part of every mini-batch, and their loops end with the first loader. In eval mod
 from __future__ import annotations
 
 import atexit
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -35,7 +33,7 @@ from procpipe.run.coordinator import Coordinator
 from procpipe.run.order import Order
 from procpipe.run.runner import Runner
 from procpipe.run.same_input import check_apart, described
-from procpipe.run.stops import Signals, Stops
+from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.torch_internals import pytree
 from procpipe.tree import TENSOR, Structure, flatten, is_plain, map_tensors, text_of, unflatten
 
@@ -91,13 +89,12 @@ class Batches:
     def read(self, loader: Loader, stop_on: Signals, *, same_data: bool) -> Iterator[Any]:
         """Yield a loader's items on the first rank, and items of their form on the others."""
         items = _items_of(loader)
-        names = ""
-        with ExitStack() as handlers:
-            if stop_on != ():
-                with self._calls.together("batches"):  # so that an error ends all ranks
-                    numbers = sorted(map(signal.Signals, set(stop_on)))
-                    handlers.enter_context(self.stops.handling(numbers))
-                names = ", ".join(number.name for number in numbers)
+        numbers = []
+        if stop_on != ():
+            with self._calls.together("batches"):  # so that an error ends all ranks
+                numbers = checked_signals(stop_on)
+        names = ", ".join(number.name for number in numbers)
+        with self.stops.handling(numbers):
             while True:
                 with self._calls.together("batches") as pipeline:
                     here = self._is_training(), torch.is_grad_enabled()

@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 #: What a user gives: signals such as ``signal.SIGTERM``.
 Signals = Collection[int]
+
+_ALL = frozenset(signal.Signals)
+_NEVER = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
 class Stops:
@@ -73,3 +77,33 @@ class Stops:
         if callable(of_children := signal.getsignal(signal.SIGCHLD)):
             self._before[signal.SIGCHLD] = of_children
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def checked_signals(stop_on: Any) -> list[signal.Signals]:
+    """Return the signals of ``batches(stop_on=…)``, in order.
+
+    Raises:
+        TypeError: it is no collection of signals.
+        ValueError: one that no program can handle.
+        RuntimeError: this is not the main thread.
+    """
+    if not isinstance(stop_on, (tuple, list, set, frozenset)) or not all(
+        isinstance(number, int) and number in _ALL and not isinstance(number, bool)
+        for number in stop_on
+    ):
+        raise TypeError(
+            f"stop_on is {stop_on!r}, but must be a tuple of signals, such as (signal.SIGTERM,)"
+        )
+    numbers = sorted(map(signal.Signals, set(stop_on)))
+    for number in numbers:
+        if number in _NEVER:
+            raise ValueError(
+                f"stop_on has {number.name}, on which a loop cannot end: use signal.SIGTERM or "
+                "signal.SIGINT"
+            )
+    if numbers and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            f"batches(…, stop_on=…) was called in thread {threading.current_thread().name!r}, but "
+            "Python handles signals in the main thread only: call it there"
+        )
+    return numbers

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from procpipe import Stage
 from tests.dist.devices import is_emulated
 from tests.dist.stages import assert_same, assert_same_gradients, plain_step, stage_of, world_of
-from tests.dist.test_boundaries import Do
 
 pytestmark = pytest.mark.on_gpus
 
@@ -185,13 +184,6 @@ def with_a_shared_norm(rank):
     return nn.Sequential(Normed(norm), Normed(norm))
 
 
-def with_sparse_gradients(rank):
-    embedding, head = nn.Embedding(6, 6, sparse=True), nn.Linear(6, 6)
-    head.weight = embedding.weight
-    ids = Do(lambda x: (x[:, 0] > 0).long())
-    return nn.Sequential(ids, embedding, nn.Tanh(), head).double()
-
-
 two, three = (lambda rank: make_model("two")), (lambda rank: make_model("three"))
 
 #: The model of a rank, its balance, what is changed before each step, the words of both errors.
@@ -209,7 +201,6 @@ DIFFERENCES: list[tuple[Any, list[int], Any, str]] = [
     (untied_on_rank_1, [3, 4], None, "shared by partitions is ['0.inner.weight in p"),
     (with_a_shared_buffer, [1, 2], None, "differ: the buffer 0.scale on stages 0 and 1"),
     (with_a_shared_norm, [1, 1], None, "differ: the buffer 0.norm.r"),
-    (with_sparse_gradients, [2, 2], None, "gradient of 1.weight, which stages 0 and 1 share, is s"),
 ]
 
 

@@ -113,6 +113,9 @@ def test_an_embeddings_row_of_padding_is_zeros_also_where_a_later_layer_initiali
 ) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 5, bias=False))
+        model[0].scale = nn.Buffer(torch.tensor(1.0))
+        reset = model[0].reset_parameters
+        model[0].reset_parameters = lambda: (reset(), model[0].scale.fill_(2.0))
     model[1].weight = model[0].weight
     materialize(dict(model.named_children()), ours, CPU, seed=0)
     weight: Any = model[int(ours[0])].weight
