@@ -64,10 +64,10 @@ def materialize(
             for owner, key, _, tensor in of_layer:
                 if tensor in padding:
                     memory[tensor][padding[tensor]] = 0
-                is_table = isinstance(owner, nn.Embedding) and key == "weight"
-                row = owner.padding_idx if is_table else None
-                if row is not None and not memory[tensor][row].any():
-                    padding[tensor] = row
+                if isinstance(owner, nn.Embedding) and key == "weight":
+                    row = owner.padding_idx
+                    if row is not None and not memory[tensor][row].any():
+                        padding[tensor] = row
         for place in of_layer:
             if place.tensor in shared:  # and stays so: the model may be given to another stage
                 places.append(place)

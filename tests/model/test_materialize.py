@@ -107,16 +107,24 @@ def test_each_holder_of_a_tied_weight_gets_the_same_values_and_no_other_layer() 
                 assert getattr(layer, "bias", layer.weight).is_meta == (name != "a"), (ours, name)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Has a buffer that is no table."""
+
+    scale: Tensor
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.register_buffer("scale", torch.ones((), device=self.weight.device))
+
+
 @pytest.mark.parametrize("ours", ["01", "0", "1"])
 def test_an_embeddings_row_of_padding_is_zeros_also_where_a_later_layer_initialises_it(
     ours: str,
 ) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 5, bias=False))
-        model[0].scale = nn.Buffer(torch.tensor(1.0))
-        reset = model[0].reset_parameters
-        model[0].reset_parameters = lambda: (reset(), model[0].scale.fill_(2.0))
-    model[1].weight = model[0].weight
+        embedding = ScaledEmbedding(5, 4, padding_idx=1)
+        model = nn.Sequential(embedding, nn.Linear(4, 5, bias=False))
+    model[1].weight = embedding.weight
     materialize(dict(model.named_children()), ours, CPU, seed=0)
     weight: Any = model[int(ours[0])].weight
     assert [bool(row.any()) for row in weight] == [True, False, True, True, True]
