@@ -32,7 +32,11 @@ def join_buffers(layers: Iterable[nn.Module], group: Group) -> None:
         if not module.training:
             continue
         if not isinstance(module, DeferredBatchNorm):
-            saved += [each for each in module._buffers.items() if is_persistent(module, each[0])]
+            saved += [
+                (f"{name!r} of a {type(module).__name__}", one)
+                for name, one in module._buffers.items()
+                if is_persistent(module, name)
+            ]
         elif module.running_mean is not None:
             deferred.append(module)
     if deferred:
@@ -51,16 +55,29 @@ def _join_moments(modules: Sequence[DeferredBatchNorm], group: Group) -> None:
 
 
 def _check_forms(saved: Sequence[tuple[str, Tensor | None]], group: Group) -> None:
-    """Check that all replicas have the same buffers, by shape and dtype.
+    """Check that each buffer has the same shape and dtype on all replicas.
 
     Gloo ends a process by SIGABRT if sizes differ. The hosts compare, and wait for no device.
     """
-    forms = [(what, None if one is None else (one.shape, one.dtype)) for what, one in saved]
-    digest = torch.tensor([zlib.crc32(repr(forms).encode())])
-    if not all(torch.equal(one, digest) for one in group.gathered(digest)):
+    forms = [
+        f"{what} is " + ("None" if one is None else f"{tuple(one.shape)} of {one.dtype}")
+        for what, one in saved
+    ]
+    digests = torch.tensor([zlib.crc32(form.encode()) for form in forms])
+    together = torch.tensor([len(forms), zlib.crc32(digests.numpy().tobytes())])
+    of_all = group.gathered(together)
+    if all(torch.equal(one, together) for one in of_all):
+        return
+    numbers = sorted({int(one[0]) for one in of_all})
+    if len(numbers) > 1:
         raise RuntimeError(
-            f"the saved buffers of modules that train, {len(forms)} on this rank, differ between "
-            "replicas in number, shape or dtype, so replicas cannot have them in common: call "
-            "train() and eval() of modules on all replicas alike, and register buffers whose shape "
-            "changes with persistent=False"
+            f"one replica has {numbers[0]} saved buffers in modules that train, and another "
+            f"{numbers[-1]}: register buffers, and call train() and eval() of modules, on all "
+            "replicas alike"
         )
+    differs = torch.stack([one != digests for one in group.gathered(digests)]).any(0)
+    raise RuntimeError(
+        f"the buffer {forms[int(differs.int().argmax())]} on this rank, and of another shape or "
+        "dtype on another replica, so replicas cannot have it in common: register it with "
+        "persistent=False if each of them may have its own, or keep its shape"
+    )

@@ -236,6 +236,12 @@ def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = IN_ORDER) -> li
             if theirs.get(name) != ours:
                 ranks = numbers[0], numbers[rank]
                 differences.append(_difference(name, ours, theirs.get(name), *ranks))
+    if any(theirs.get("balance") != facts[0].get("balance") for theirs in facts):
+        differences.append(
+            "give every rank the same balance; balance_by_time() and other measurements differ "
+            'from rank to rank, so use Stage(model, balance="time", sample=x), or "size": rank 0 '
+            "measures, and all ranks use its balance"
+        )
     return differences
 
 
