@@ -141,10 +141,6 @@ class Stage(LocalLayers):
         schedule: the name of the schedule; ``"a function"`` for a plan of your own.
         chunks: as above; may be set between calls, on each replica's first rank.
         checkpoint: likewise.
-        last_weight: what the mini-batch of the newest ``step`` counts: its samples, or their
-            weights; of all replicas or of this one, as the loss is. 0-dim, float64, on every rank;
-            none before. So a loss over several mini-batches is the sum of ``loss *
-            stage.last_weight`` over the sum of ``stage.last_weight``.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Sequential``, or ``balance`` not of ints; skip tensors
@@ -156,8 +152,6 @@ class Stage(LocalLayers):
 
     Source: torchgpipe 0.0.7, ``torchgpipe.GPipe``.
     """
-
-    last_weight: Tensor
 
     def __init__(
         self,
@@ -228,6 +222,7 @@ class Stage(LocalLayers):
                 self._output_rank,
                 self.device,
             )
+            self._last_weight: float | None = None
             self._num_forwards = 0  # calls of ``stage(input)`` whose inputs may be compared
             self._trace: Path | None = None
             if trace is not None:
@@ -308,9 +303,24 @@ class Stage(LocalLayers):
             batch.send_back()
             if batch.loss is not None and (self.replica == 0 or not order.is_shared):
                 self._loss.note(batch.weight)
-            self.last_weight = torch.tensor(batch.weight, dtype=torch.float64)
+            self._last_weight = batch.weight
             assert batch.mean is not None, "every step ends with a loss on every rank"
             return batch.mean  # step 10
+
+    @property
+    def last_weight(self) -> Tensor:
+        """What the mini-batch of the newest ``step`` counts: its samples, or their weights.
+
+        Of all replicas or of this one, as the loss is. 0-dim, float64, on every rank; does not
+        communicate. So a loss over several mini-batches is the sum of ``loss * stage.last_weight``
+        over the sum of ``stage.last_weight``.
+
+        Raises:
+            RuntimeError: there was no ``step`` yet.
+        """
+        if self._last_weight is None:
+            raise RuntimeError("last_weight is that of the newest step(), and there was none yet")
+        return torch.tensor(self._last_weight, dtype=torch.float64)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run a mini-batch forward; a loss of the output can be run backward on every rank.
