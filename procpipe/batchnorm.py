@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any, cast
 
 import torch
@@ -31,23 +31,21 @@ class DeferredBatchNorm(BatchNorm):
     After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
     however it was divided; ``state_dict`` is that of ``nn.BatchNorm`` too. The pipeline calls
     :meth:`begin` and :meth:`commit`; without a pipeline, call them around the micro-batches of each
-    mini-batch, or nothing is updated and what is recorded grows.
+    mini-batch, or nothing is updated.
 
     The constructor's arguments are those of ``nn.BatchNorm2d``. The input is
     ``(batch/m, num_features, ...)`` of any floating dtype; float16 and bfloat16 are added up in
-    float32, micro-batches in float64. What is recorded between ``begin`` and ``commit`` is not part
-    of the state dict.
+    float32. What is recorded between ``begin`` and ``commit`` is not part of the state dict.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.batchnorm.DeferredBatchNorm``, which needs to know the
     number of micro-batches beforehand and adds up squares; this one needs neither.
     """
 
-    #: What each micro-batch since :meth:`begin` has recorded, as :meth:`moments` returns it.
-    _recorded: Sequence[Tensor] = ()
+    _moments: _Moments | None = None
 
     def begin(self) -> None:
         """Start a mini-batch: forget the micro-batches of one that was not finished."""
-        self._recorded = ()
+        self._moments = None
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -55,10 +53,10 @@ class DeferredBatchNorm(BatchNorm):
 
         Does nothing without one (in eval mode, say). Does not wait for the device.
         """
-        if not self._recorded:
+        moments, self._moments = self._moments, None
+        if moments is None:
             return
-        count, mean, squares = self.moments().split([1, self.num_features, self.num_features])
-        self.begin()
+        count, mean, squares = moments
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         for running, latest in (
@@ -76,24 +74,21 @@ class DeferredBatchNorm(BatchNorm):
 
         Its first value is the number of values a channel; then come their means and the sums of
         their squared distances from it: ``(1 + 2 * num_features,)``, of float64.
-
-        Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm
-        for computing sample variances" (1979); sums of plain squares would cancel.
         """
         assert self.running_mean is not None, "only statistics that are kept are joined"
-        f = self.num_features
-        if not self._recorded:
-            return self.running_mean.new_zeros(1 + 2 * f, dtype=torch.float64)
-        counts, means, squares = torch.stack([*self._recorded]).split([1, f, f], dim=1)
-        count = counts.sum(0)
-        mean = (counts * means).sum(0) / count
-        return torch.cat([count, mean, (squares + counts * (means - mean) ** 2).sum(0)])
+        size, device = 1 + 2 * self.num_features, self.running_mean.device
+        moments = torch.zeros(size, dtype=torch.float64, device=device)
+        if self._moments is not None:
+            moments[0], *rest = self._moments
+            moments[1:] = torch.cat(rest)
+        return moments
 
     def join_moments(self, of_all: Sequence[Tensor]) -> None:
         """Set what was recorded to what :meth:`moments` returned in several processes together."""
-        # Where this process has no samples, the host waits for its device.
-        if self._recorded or any(each[0] for each in of_all):
-            self._recorded = of_all
+        f = self.num_features
+        joined = reduce(_joined, [(each[0], each[1 : 1 + f], each[1 + f :]) for each in of_all])
+        if self._moments is not None or joined[0]:  # on a GPU the host waits, without samples only
+            self._moments = joined
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a micro-batch; in training, record its statistics for :meth:`commit`.
@@ -117,8 +112,9 @@ class DeferredBatchNorm(BatchNorm):
         output = F.batch_norm(input, mean, var, weight, bias, True, momentum=1.0, eps=self.eps)
         if not is_recomputing():
             count = input.numel() // self.num_features
-            size = mean.new_full((1,), count, dtype=torch.float64)
-            self._recorded = (*self._recorded, torch.cat([size, mean, var * (count - 1)]))
+            latest = count, mean, var * (count - 1)
+            before = self._moments
+            self._moments = latest if before is None else _joined(before, latest)
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -154,3 +150,22 @@ class DeferredBatchNorm(BatchNorm):
             for name, child in parent._modules.items():
                 parent._modules[name] = replaced(child)
         return cast("nn.Module", replaced(module))
+
+
+#: Of the values of a channel in some micro-batches: their number (an int; 0-dim where several
+#: processes have joined theirs), their mean, and the sum of their squared distances from it; of all
+#: channels, ``(num_features,)``.
+_Moments = tuple[Any, Tensor, Tensor]
+
+
+def _joined(one: _Moments, other: _Moments) -> _Moments:
+    """Return the moments of both sets of values.
+
+    Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances" (1979); sums of plain squares would cancel.
+    """
+    count = one[0] + other[0]
+    share = other[0] / (count + (count == 0))  # two processes may have no values
+    distance = other[1] - one[1]
+    squares = one[2] + other[2] + distance * distance * (one[0] * share)
+    return count, one[1] + distance * share, squares

@@ -17,7 +17,7 @@ from procpipe.job.grid import Grid
 from procpipe.job.world import World
 from procpipe.notes import write_note
 from procpipe.skip.skippable import declared
-from procpipe.torch_internals import compile_in_place
+from procpipe.torch_internals import compile_in_place, pytree
 
 
 class LocalLayers(nn.Sequential):
@@ -84,8 +84,9 @@ class LocalLayers(nn.Sequential):
         Source: ``torch.nn.Module.state_dict``.
         """
         if self._cut.elsewhere and not args and options.get("destination") is None:
-            options["destination"] = OrderedDict()
-            options["destination"]._metadata = _OfOneStage()
+            part = PartOfStateDict()
+            part._metadata = OrderedDict()  # type: ignore[attr-defined]
+            options["destination"] = part
         return super().state_dict(*args, **options)
 
     def load_state_dict(
@@ -174,17 +175,35 @@ class LocalLayers(nn.Sequential):
         )
 
 
-class _OfOneStage(OrderedDict[str, Any]):
-    """The metadata of a state dict that is a part of a model; refuses to be pickled with it."""
+class PartOfStateDict(OrderedDict[str, Any]):
+    """The state dict of a stage that is not the whole model, as are copies of it."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a state dict with the values of one stage alone cannot be pickled (torch.save, "
-            "multiprocessing): the file would have a part of the model. On every rank, "
-            "procpipe.state.save(folder, stage, optimizer) saves the run, and "
+            f"a state dict with the {len(self)} values of one stage alone cannot be pickled "
+            "(torch.save, multiprocessing): the file would have a part of the model. On every "
+            "rank, procpipe.state.save(folder, stage, optimizer) saves the run, and "
             "procpipe.state.export(folder, stage) the model's weights. To pickle this part alone, "
             "pickle dict(stage.state_dict())"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OfOneStage:
-        return _OfOneStage(copy.deepcopy(dict(self), memo))
+    def __copy__(self) -> PartOfStateDict:
+        copied = type(self)(self)
+        vars(copied).update(vars(self))
+        return copied
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartOfStateDict:
+        copied = memo[id(self)] = type(self)(copy.deepcopy(dict(self), memo))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+# As OrderedDict is, so that tree_map() works.
+pytree.register_pytree_node(
+    PartOfStateDict,
+    lambda values: (list(values.values()), list(values)),
+    lambda values, keys: PartOfStateDict(zip(keys, values, strict=True)),
+    serialized_type_name="procpipe.PartOfStateDict",
+)

@@ -181,6 +181,11 @@ def _can_run(source: Source, options: argparse.Namespace) -> bool:
     """Say whether the proposals are to be run here."""
     is_on_gpu = source.device_type == "cuda"
     num_places = torch.cuda.device_count() if is_on_gpu else len(os.sched_getaffinity(0))
+    if options.check and num_places < options.n:
+        print(
+            f"{options.n} processes share {num_places} cores here, so what is measured will be "
+            "slower than predicted\n"
+        )
     return bool(options.check) or (num_places >= options.n and not options.estimate)
 
 

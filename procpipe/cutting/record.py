@@ -40,7 +40,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, line, must_be, number
+from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, check, line, number
 from procpipe.torch_internals import pytree
 
 np: Any = None
@@ -285,8 +285,8 @@ class Recorder(TorchFunctionMode):
         leaves, tree = pytree.tree_flatten(result)
         is_leaf = len(leaves) == 1 and leaves[0] is result
         if not is_leaf:
-            node = self.graph.call_function(pytree.tree_leaves, (node,))
-            must_be(self.graph.call_function(len, (node,)), len(leaves))
+            node = self.graph.call_function(Leaves(tree, line()), (node,))
+            node.meta["keep"] = True
         for k, leaf in enumerate(leaves):
             part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
             if isinstance(leaf, Tensor):
@@ -359,6 +359,22 @@ class Nested:
     def __call__(self, *leaves: Any) -> Any:
         """Return the leaves as they were nested in the sample's result."""
         return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Takes what a module or function returns apart, which must be nested as in the sample."""
+
+    tree: Any = field(hash=False)
+    where: str
+    __name__ = "leaves"
+
+    def __call__(self, result: Any) -> list[Any]:
+        """Return the tensors and plain values, from left to right."""
+        leaves, tree = pytree.tree_flatten(result)
+        check(len(leaves), self.tree.num_leaves, self.where)
+        check(tree, self.tree, self.where)
+        return leaves
 
 
 @dataclass(frozen=True)

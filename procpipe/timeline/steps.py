@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.words import counted
 
 #: What a rank records of a step; see ``Log.last_record`` and ``Recorder.last_record``.
 Record = dict[str, Any]
@@ -189,14 +188,8 @@ def merged(of_ranks: Iterable[Trace]) -> Recording:
         ValueError: these are not the files of all ranks of one run.
     """
     traces = sorted(of_ranks, key=lambda trace: trace.rank)
+    _check_complete(traces)
     facts = traces[0].facts
-    num_ranks, ranks = facts["the number of processes"], [trace.rank for trace in traces]
-    num_runs = len({trace.run for trace in traces})
-    if num_runs > 1 or ranks != [*range(num_ranks)]:
-        raise ValueError(
-            f"these are the files of ranks {', '.join(map(str, ranks))} of "
-            f"{counted(num_runs, 'run')}: give those of all {num_ranks} ranks of one, each once"
-        )
     by_step: defaultdict[int, list[Record]] = defaultdict(list)
     for trace in traces:
         for record in trace.records:
@@ -209,6 +202,20 @@ def merged(of_ranks: Iterable[Trace]) -> Recording:
         facts=facts,
         is_closed=all(trace.is_closed for trace in traces),
     )
+
+
+def _check_complete(traces: Sequence[Trace]) -> None:
+    num_ranks, ranks = traces[0].facts["the number of processes"], [one.rank for one in traces]
+    if len({trace.run for trace in traces}) > 1:
+        raise ValueError(
+            f"{', '.join(trace.name for trace in traces)} are of different runs, or of different "
+            "pipelines: give the files of all ranks of one"
+        )
+    if ranks != [*range(num_ranks)]:
+        raise ValueError(
+            f"these are the files of ranks {', '.join(map(str, ranks))}: give those of all "
+            f"{num_ranks} ranks, each once"
+        )
 
 
 def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replicas: int) -> Step:

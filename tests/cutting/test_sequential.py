@@ -136,6 +136,32 @@ class Chosen(nn.Module):
         return self.inner(x) * float(x.sum() > 0), len(chosen)
 
 
+class Named(nn.Module):
+    """Names what it returns by the number of rows."""
+
+    def forward(self, h):
+        names = "ab" if len(h) > 4 else "ba"
+        return dict(zip(names, (h, 2 * h), strict=True))
+
+
+def test_what_a_whole_module_returns_must_be_nested_as_in_the_sample():
+    class Model(Base):
+        def __init__(self):
+            super().__init__()
+            self.named = Named()
+
+        def forward(self, x):
+            found = self.named(self.first(x))
+            return self.third(found["a"] - self.second(found["b"]))
+
+    torch.manual_seed(0)
+    model = Model().double()
+    layers = procpipe.sequential(model, drawn(6, 4))
+    assert_same(model, layers, drawn(5, 4))
+    with pytest.raises(ValueError, match=r"(?s)recorded for a sample with .*'a', 'b'.*'b', 'a'"):
+        layers(drawn(3, 4))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_whole_modules_may_read_values_and_change_what_they_are_given(device):
     class Model(Base):
