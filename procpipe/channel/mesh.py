@@ -13,6 +13,7 @@ handled first; then the wait raises the failure (``docs/starting_and_ending.md``
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import time
@@ -40,6 +41,10 @@ _LAST_FRAME_TIMEOUT_S = 5.0
 #: How long a peer whose transfer or socket ended may take to say why; and how long effects of what
 #: it did before it left may take, such as a transfer that its device completes first.
 _FAILURE_TIMEOUT_S = 2.0
+
+#: How long a wait asks again and again before it sleeps: to be woken takes about as long as a small
+#: layer.
+_AWAKE_S = 0.0002
 
 #: How often to look whether the monitor knows.
 _LOOK_EVERY_S = 0.02
@@ -149,7 +154,7 @@ class Mesh:
         if ready():
             return
         self.check_open()  # in a forked child nothing would end the wait
-        started_s = time.monotonic()
+        started_s, waited_s = time.monotonic(), 0.0
         self.monitor.start_wait(what, started_s)
         while True:
             if peer is not None and not self.is_connected(peer):
@@ -157,7 +162,11 @@ class Mesh:
                     self._read_until(ready, _FAILURE_TIMEOUT_S)
                 if not ready():
                     self._blame_for_leaving(peer, f"waits for {what()}")
-            self._read_and_write(min(started_s + self.timeout_s - time.monotonic(), every_s))
+            if waited_s < _AWAKE_S:
+                os.sched_yield()  # to another rank on the same core
+                self._read_and_write(0.0)
+            else:
+                self._read_and_write(min(self.timeout_s - waited_s, every_s))
             if ready():  # before any failure: a peer may have sent it before it failed
                 self.monitor.end_wait()
                 return

@@ -76,6 +76,10 @@ class Enter(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
+#: ``Enter.apply`` without its search for transforms of ``torch.func``, which takes as long again.
+_enter: Any = super(torch.autograd.Function, Enter).apply
+
+
 @dataclass(slots=True)
 class _Pass:
     """One micro-batch between its forward and its backward task."""
@@ -329,9 +333,7 @@ class Segment:
         entering = [k for k, wants in enumerate(this.wants) if wants]
         if entering:
             this.caught = []
-            entered = Enter.apply(  # type: ignore[no-untyped-call]
-                this.caught, self._anchor, *(tensors[k] for k in entering)
-            )
+            entered = _enter(this.caught, self._anchor, *[tensors[k] for k in entering])
             for k, tensor in zip(entering, entered, strict=True):
                 tensors[k] = tensor
         if len(this.inputs) == 1:

@@ -201,7 +201,12 @@ class MeanLoss:
 
         ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
         """
-        loss = reduce(add, (loss * self._shares[i] for i, loss in losses.items()))
+        means = torch.stack([*losses.values()])
+        # All at once, rounded as products of one and a float, but added up in order.
+        wide = torch.promote_types(means.dtype, torch.float32)
+        shares = torch.tensor([self._shares[i] for i in losses], dtype=torch.float64)
+        parts = means.to(wide) * uploaded(shares, means.device).to(wide)
+        loss = reduce(add, parts.to(means.dtype).unbind())
         return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from procpipe.data.loss import Loss
+from procpipe.data.loss import Loss, MeanLoss
 from procpipe.losses import MaskedCrossEntropy, masked_cross_entropy
 
 
@@ -51,3 +51,15 @@ def test_a_micro_batch_that_is_left_out_adds_nothing(loss_fn):
     assert loss == 0
     assert weight.grad is not None
     assert weight.grad.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_loss_is_the_sum_of_products_in_order_to_the_last_bit(dtype):
+    losses = torch.rand(61, dtype=torch.float64).to(dtype).unbind()
+    weights = [float(k % 7) for k in range(61)]
+    whole = sum(weights)
+    expected = torch.zeros((), dtype=dtype)
+    for loss, weight in zip(losses, weights, strict=True):
+        expected += loss * (weight / whole)
+    mean = MeanLoss(Loss(F.mse_loss, None), [None] * 61, weights, lambda: whole)
+    assert mean.part(dict(enumerate(losses)))[0].equal(expected)
