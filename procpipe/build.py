@@ -20,7 +20,7 @@ from torch import nn
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
-from procpipe.compute.skips import SkipPorts
+from procpipe.compute.skips import SkipLayout, SkipPorts, layout_of
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
 from procpipe.job.world import World
@@ -34,7 +34,6 @@ from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
-from procpipe.skip.layout import SkipLayout, layout_of
 from procpipe.version import __version__
 
 

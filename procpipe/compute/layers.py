@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Structure, flatten, in_words, is_plain
+from procpipe.tree import Structure, flatten, in_words, is_plain, versions_of
 
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
@@ -32,8 +31,6 @@ _MAX_SHOWN = 128
 
 #: What leaves for one partition: its tensors, and the structure that they are in.
 Leaving = tuple[list[Tensor], Structure]
-
-_version_of = attrgetter("_version")
 
 
 class Layers:
@@ -78,7 +75,7 @@ class Layers:
         self._is_last = is_last
         self._skips = skips or SkipPorts({}, 0)
         self._has_skips = any(any(declared(layer)) for layer in layers.values()) or any(
-            (self._skips.sources, self._skips.destinations)
+            (self._skips.entering, self._skips.leaving)
         )
 
     def run(
@@ -170,11 +167,6 @@ class Layers:
     def where(self) -> str:
         """Name the layer that is running, or that raised."""
         return self.places[self._current] if self._current >= 0 else "between layers"
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return what rises when one of these tensors is changed in place."""
-    return list(map(_version_of, tensors))
 
 
 def _spread(layer: Callable[..., Any], inputs: Any) -> Any:

@@ -103,9 +103,8 @@ class Splitter:
             layer.__dict__["forward"] = partial(_forward, self, layer)
 
     @contextmanager
-    def into(self, put_off: PutOff, *, is_backward: bool) -> Iterator[None]:
+    def into(self, put_off: PutOff) -> Iterator[None]:
         """Put off weight gradients within the ``with`` block, one task of a split micro-batch."""
-        put_off.is_in_backward = is_backward
         self.put_off = put_off
         try:
             yield

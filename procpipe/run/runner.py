@@ -33,8 +33,8 @@ from procpipe.compute.tied import Part, Tied
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
-from procpipe.plan.program import Run, Send
-from procpipe.plan.routes import LOSS, Channel, Transfer
+from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.routes import LOSS, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.faults import note_where
@@ -94,7 +94,6 @@ class Runner:
         self._batch = MiniBatch()
         self._order = Order("")
         self._keeps = False  # whether backward tasks follow, in this call or in one of its own
-        self._has_begun = False  # the gradients of this call
         self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
         for segment in self.segments.values():
@@ -113,10 +112,8 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            program = self.coordinator.program(order)
-            self._bound[order.program] = [self._bound_step(step) for step in program]
-        self._order, self._batch = order, batch
-        self._keeps, self._has_begun = order.is_kept, False
+            self._bound[order.program] = self._bound_program(self.coordinator.program(order))
+        self._order, self._batch, self._keeps = order, batch, order.is_kept
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
@@ -160,8 +157,6 @@ class Runner:
             segment.end()
         order = self._order
         if order.makes_gradients:
-            if not self._has_begun:
-                self._begin_gradients()  # no task makes any
             if self.wires.tied:
                 self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
@@ -176,20 +171,19 @@ class Runner:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
         wires, tied = self.wires, self.wires.tied
         for _, into in tied.values():
-            wires.receivers[into].expect()
+            wires.receivers[into.channel].expect()
         for stage, (out, _) in tied.items():
             message = _message_of(self._tied.gradients_for(stage))
-            self._send(wires.senders[out], _once(out), message)
+            self._send(wires.senders[out.channel], out, message)
         self._tied.add_up(
             {
-                stage: self._take(wires.receivers[into], _once(into)).value
+                stage: self._take(wires.receivers[into.channel], into).value
                 for stage, (_, into) in tied.items()
             }
         )
 
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
-        self._has_begun = True
         modules = self._batch.loss.loss.modules() if self._batch.loss is not None else []
         self.replicas.begin(  # few look at them
             (p for segment in self.segments.values() for p in segment.parameters()),
@@ -208,6 +202,13 @@ class Runner:
             self._numbers[transfer] = len(self._slots)
             self._slots.append(None)
         return self._numbers[transfer]
+
+    def _bound_program(self, program: Program) -> list[Step]:
+        steps = [self._bound_step(step) for step in program]
+        is_first = [isinstance(step, Run) and step.task.makes_gradient for step in program]
+        if any(is_first):
+            steps.insert(is_first.index(True), self._begin_gradients)
+        return steps
 
     def _bound_step(self, step: Any) -> Step:
         if isinstance(step, Run):
@@ -230,7 +231,6 @@ class Runner:
     def _bound_task(self, step: Run) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
         poll, around = self.wires.poll, self.replicas.around(step, segment)
-        makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
             work = self._bound_forward(step)
         elif task.makes_gradient:
@@ -247,8 +247,6 @@ class Runner:
             poll()
             self.current_task = task
             log.begin_task(task.kind, task.i)
-            if makes_gradient and not self._has_begun:
-                self._begin_gradients()
             if around is None:
                 work()
             else:
@@ -370,8 +368,8 @@ class Runner:
             self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 7
         if self._part is None:
             end = max(self.segments)
-            channel = LOSS, end + 1, end
-            self._part = self._take(self.wires.receivers[channel], _once(channel)).value
+            hop = Transfer(LOSS, 0, end + 1, end)
+            self._part = self._take(self.wires.receivers[hop.channel], hop).value
         return self._part
 
     # -- between calls --------------------------------------------------------------------------
@@ -418,12 +416,6 @@ class Runner:
         """Disconnect without waiting for any rank."""
         self.wires.close()
         self._world.close()
-
-
-def _once(channel: Channel) -> Transfer:
-    """Return the transfer of what a mini-batch has one of."""
-    payload, source, destination = channel
-    return Transfer(payload, 0, source, destination)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:
