@@ -293,7 +293,7 @@ class _Counts:
             kept = _within(saved, _memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
         now = layer.cut.waiting()
-        for key in stashes:
+        for key, _ in stashes:
             lonely = _beyond(_memories(now.get(key, ())), entered | left)
             self._skips[key] = k, _num_bytes(now.get(key, ())), _within(lonely, saved)
         return {

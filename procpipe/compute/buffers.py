@@ -14,7 +14,7 @@ else, the parameters included, must not change before it is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -57,7 +57,15 @@ class Buffers:
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
-        return _copies(self._changing if self._is_known else self._places)
+        places = self._changing if self._is_known else self._places
+        if not places:
+            return {}
+        buffers = {place: _state(place)[0] for place in places}
+        # One that is in several places has one copy.
+        copies = {buffer: buffer.clone() for buffer in {*buffers.values()} if buffer is not None}
+        return {
+            place: None if buffer is None else copies[buffer] for place, buffer in buffers.items()
+        }
 
     def after_forward(self, copies: BufferCopies) -> None:
         """Find what the very first forward has changed, given the copies made before it."""
@@ -111,15 +119,3 @@ def _state(place: BufferPlace) -> tuple[Tensor | None, int]:
     module, name = place
     buffer = module._buffers[name]
     return buffer, -1 if buffer is None else buffer._version
-
-
-def _copies(places: Collection[BufferPlace]) -> BufferCopies:
-    """Copy buffers; one that is in several places has one copy."""
-    if not places:
-        return {}
-    copies: dict[Tensor | None, Tensor | None] = {None: None}
-    buffers = {place: _state(place)[0] for place in places}
-    for buffer in buffers.values():
-        if buffer is not None and buffer not in copies:
-            copies[buffer] = buffer.clone()
-    return {place: copies[buffer] for place, buffer in buffers.items()}

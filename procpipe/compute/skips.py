@@ -35,7 +35,7 @@ def layout_of(partitions: Sequence[Mapping[str, nn.Module]]) -> SkipLayout:
     for partition, layers in enumerate(partitions):
         for layer in layers.values():
             stashes, pops = declared(layer)
-            made |= dict.fromkeys(stashes, partition)
+            made |= {key: partition for key, _ in stashes}
             for key in pops:
                 if made[key] != partition:
                     of_pair = counts.setdefault((made[key], partition), {})
