@@ -357,11 +357,7 @@ class Stage(LocalLayers):
             self._run_mini_batch(pipeline, order, batch)
         self._open_pass = batch if order.is_kept else None
         outputs, batch.outputs = batch.outputs, {}  # which the caller may drop
-
-        def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
-            self._run_backward(order, batch, gradients)
-
-        may_follow = run_backward if order.is_kept else None
+        may_follow = partial(self._run_backward, order, batch) if order.is_kept else None
         if self.rank != self._output_rank:
             return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
@@ -647,7 +643,7 @@ class Stage(LocalLayers):
             layer.commit()
 
     def _run_backward(
-        self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
+        self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None = None
     ) -> None:
         """Run this stage's part of the backward pass of an earlier ``stage(input)``.
 

@@ -381,13 +381,20 @@ class Runner:
         for (payload, *_), sender in self.wires.senders.items():
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
+        log = self.log
         return StageStatistics(
             stage=self._grid.stage,
             replica=self._grid.replica,
+            num_steps=log.num_steps,
+            num_tasks=dict(log.num_tasks),
+            busy_s=log.busy_ns / 1e9,
+            waiting_s=log.waiting_ns / 1e9,
+            step_s=log.step_ns / 1e9,
             sent_bytes=dict(sent_bytes),
             num_messages=dict(num_messages),
             split=self.split,
-            **self.log.totals(),
+            all_reduce_bytes=log.all_reduce_bytes,
+            exposed_s=log.exposed_ns / 1e9,
         )
 
     def flush(self) -> None:
