@@ -121,7 +121,7 @@ def _tied_of(
 ) -> Tied:
     """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
     layers = {name: layer for part in partitions.values() for name, layer in part.items()}
-    copies: dict[bool, list[Copy]] = {True: [], False: []}
+    copies = []
     for tie in ties:
         stages = tuple(sorted({placement[j] for j in tie.partitions}))
         if stage in stages and len(stages) > 1:
@@ -131,8 +131,8 @@ def _tied_of(
                 if layer in layers:
                     module, _, key = path.rpartition(".")
                     places[name] = layers[layer].get_submodule(module), key
-            copies[tie.is_parameter].append(Copy(tie.all_names, stages, places))
-    return Tied(stage, copies[True], copies[False])
+            copies.append(Copy(tie.all_names, stages, places))
+    return Tied(stage, copies)
 
 
 def connect(

@@ -125,7 +125,6 @@ class Segment:
             check_sharded_before(self._types or types, types)
             self._types = types
         self._buffers.read(self._modules)
-        self._modes: list[bool] = []
         self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
@@ -138,8 +137,6 @@ class Segment:
         self._autocast = now if now.settings != self._first_autocast.settings else self._autocast
         if self._recomputes:
             what = self._buffers.changed(by_forward=False)
-            if not what and self._modes != _modes_of(self._modules):
-                what = "the mode of a module (train(), eval())"
             _check_unchanged(what, "after the first forward of this mini-batch and before its")
 
     def end(self) -> None:
@@ -152,7 +149,6 @@ class Segment:
             what = self._buffers.changed(by_forward=True)
             _check_unchanged(what, "by a hook, or for the first time by a layer, before a")
             self._buffers.note()
-            self._modes = _modes_of(self._modules)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the layers, as they are now."""
@@ -357,10 +353,6 @@ class Segment:
         Empty where the first layer may do so: it works on copies then.
         """
         return [] if self.layers.changes_input else versions_of(this.tensors)
-
-
-def _modes_of(modules: Sequence[nn.Module]) -> list[bool]:
-    return [module.training for module in modules]
 
 
 def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], bool]]:

@@ -38,7 +38,7 @@ def check_model(module: nn.Module) -> None:
     twice = [
         f"layers '{names[layer]}' and '{name}' are one {type(layer).__qualname__}"
         for name, layer in module._modules.items()  # children() would pass over duplicates
-        if layer is not None and names.setdefault(layer, name) != name
+        if names.setdefault(layer, name) != name and layer is not None
     ]
     if twice:
         raise ValueError(

@@ -103,8 +103,6 @@ class Receive:
 Step = Run | Send | Receive
 Program = tuple[Step, ...]
 
-_CYCLE = _PLACE = itemgetter(0)
-
 
 def program(
     plan: Plan,
@@ -140,7 +138,7 @@ def program(
     makers = sorted({stage, *routes.sources(stage)})
     ours = (one for maker in makers for one in routes.sent(plan, maker))
     fenced = (one for one in ours if stage in routes.stages_of(one[1]))
-    for k, transfer in sorted(fenced, key=_CYCLE):  # stable: within a fence by maker
+    for k, transfer in sorted(fenced, key=itemgetter(0)):  # stable: within a fence by maker
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
         before = num_done - 1  # the task that precedes the fence
@@ -148,7 +146,7 @@ def program(
             placed.append(((before, 2), Send(transfer)))
         else:
             placed.append(((before, 0), Receive(transfer)))
-    placed.sort(key=_PLACE)
+    placed.sort(key=itemgetter(0))
     steps = tuple([step for _, step in placed])
     return _with_loss(steps, plan, routes, stage) if has_loss else steps
 

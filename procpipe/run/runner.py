@@ -157,8 +157,7 @@ class Runner:
             segment.end()
         order = self._order
         if order.makes_gradients:
-            if self.wires.tied:
-                self._add_up_tied()  # before replicas are added up, which divides what was there
+            self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
         if order.call == "step":
             batch.mean, batch.weight = self._loss_part()
@@ -191,8 +190,7 @@ class Runner:
             (copy.tensor for copy in self._tied.parameters),
             reduces=self._order.reduces,
         )
-        if self.wires.tied:
-            self._tied.begin_gradients()
+        self._tied.begin_gradients()
 
     # -- binding --------------------------------------------------------------------------------
 
