@@ -172,6 +172,7 @@ def connect(
                 is_first=j == 0,
                 is_last=j == len(cut.balance) - 1,
                 skips=SkipPorts(cut.skips, j),
+                board=world.board,
             )
         )
         for j, names in cut.layers.items()

@@ -152,7 +152,7 @@ def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
     """List the parameters and buffers that several layers use."""
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     ties = find_ties([{name: layer} for name, layer in model.named_children()])
-    found = [(tie.partitions, tensors[tie.name]) for tie in ties]
+    found = [(tie.partitions, tensors[tie.all_names[0]]) for tie in ties]
     return tuple(Tie(users, one.nbytes, one.nbytes * one.requires_grad) for users, one in found)
 
 

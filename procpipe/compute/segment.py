@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers, put
-from procpipe.compute.digests import MINI_BATCHES, Digest, difference
+from procpipe.compute.digests import MINI_BATCHES, Digest, difference, digest_of
 from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
 from procpipe.compute.layers import Finish, Layers, Leaving
 from procpipe.compute.recompute import NOTHING, Autocast, phase, together
@@ -333,7 +334,12 @@ class Segment:
         else:
             given = iter(tensors)
             values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
-        made = self.layers.run(values, this.finish, watched, this.digests)
+        finish, digests = this.finish, this.digests
+        if finish is not None and digests is not None:
+            finish = partial(_digested, digests, finish)
+        made = self.layers.run(values, finish, watched)
+        if finish is None and digests is not None:
+            digests.append(digest_of(made[0][0]))
         this.roots = [tensor for tensors, _ in made for tensor in tensors]
         return made
 
@@ -353,6 +359,12 @@ class Segment:
         Empty where the first layer may do so: it works on copies then.
         """
         return [] if self.layers.changes_input else versions_of(this.tensors)
+
+
+def _digested(digests: list[Digest], finish: Finish, output: Any) -> Any:
+    """Add a digest of the layers' output, before ``loss_fn`` makes a loss of it."""
+    digests.append(digest_of(output))
+    return finish(output)
 
 
 def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], bool]]:

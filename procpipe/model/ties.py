@@ -31,11 +31,6 @@ class Tie:
         """The partitions that use it, ascending."""
         return tuple(self.names)
 
-    @property
-    def name(self) -> str:
-        """Its first name in the full model, under which plain PyTorch lists it."""
-        return next(iter(self.names.values()))
-
     def __str__(self) -> str:
         users = [f"{name} in partition {j}" for j, name in self.names.items()]
         return f"{', '.join(users[:-1])} and {users[-1]}"

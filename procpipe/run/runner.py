@@ -96,8 +96,6 @@ class Runner:
         self._keeps = False  # whether backward tasks follow, in this call or in one of its own
         self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        for segment in self.segments.values():
-            segment.layers.board = world.board
         # Otherwise a rank could run its part and leave while another one still connects.
         log.connected(coordinator.agree(None, lambda _: time.time_ns()))
 
