@@ -20,7 +20,7 @@ from torch import nn
 from procpipe.batchnorm import DeferredBatchNorm
 from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
-from procpipe.compute.skips import SkipPorts
+from procpipe.compute.skips import SkipLayout, SkipPorts, layout_of
 from procpipe.compute.tied import Copy, Tied
 from procpipe.compute.wrappers import is_sharded
 from procpipe.job.world import World
@@ -34,7 +34,6 @@ from procpipe.run.log import Log
 from procpipe.run.replicas import Replicas
 from procpipe.run.runner import Runner
 from procpipe.run.wiring import Wires
-from procpipe.skip.layout import SkipLayout, layout_of
 from procpipe.version import __version__
 
 
@@ -122,7 +121,7 @@ def _tied_of(
 ) -> Tied:
     """Return a stage's copies of tensors that other stages have, too; in the order of the ties."""
     layers = {name: layer for part in partitions.values() for name, layer in part.items()}
-    copies: dict[bool, list[Copy]] = {True: [], False: []}
+    copies = []
     for tie in ties:
         stages = tuple(sorted({placement[j] for j in tie.partitions}))
         if stage in stages and len(stages) > 1:
@@ -132,8 +131,8 @@ def _tied_of(
                 if layer in layers:
                     module, _, key = path.rpartition(".")
                     places[name] = layers[layer].get_submodule(module), key
-            copies[tie.is_parameter].append(Copy(tie.all_names, stages, places))
-    return Tied(stage, copies[True], copies[False])
+            copies.append(Copy(tie.all_names, stages, places))
+    return Tied(stage, copies)
 
 
 def connect(
@@ -173,6 +172,7 @@ def connect(
                 is_first=j == 0,
                 is_last=j == len(cut.balance) - 1,
                 skips=SkipPorts(cut.skips, j),
+                board=world.board,
             )
         )
         for j, names in cut.layers.items()

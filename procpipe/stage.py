@@ -298,7 +298,7 @@ class Stage(LocalLayers):
             if is_last:
                 batch.loss = self._mean_loss(pipeline, order, target)
                 count = math.fsum(batch.loss.weights)
-            pipeline.coordinator.announce(order, count)
+            self._coordinator.announce(order, count)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             if batch.loss is not None and (self.replica == 0 or not order.is_shared):
@@ -350,19 +350,14 @@ class Stage(LocalLayers):
             given = inputs_of(inputs, named)
             batch, decided = self._scattered(given)
             order = self._begin_call("forward", **decided)
-            pipeline.coordinator.announce(order, order.counted)
+            self._coordinator.announce(order, order.counted)
             if order.is_shared or self.replicas == 1:
                 self._num_forwards += 1
-                agree = pipeline.coordinator.agree_in_call
-                check_same(given, self._num_forwards, self._grid, agree)
+                check_same(given, self._num_forwards, self._grid, self._coordinator.agree_in_call)
             self._run_mini_batch(pipeline, order, batch)
         self._open_pass = batch if order.is_kept else None
         outputs, batch.outputs = batch.outputs, {}  # which the caller may drop
-
-        def run_backward(gradients: list[list[Tensor | None]] | None = None) -> None:
-            self._run_backward(order, batch, gradients)
-
-        may_follow = run_backward if order.is_kept else None
+        may_follow = partial(self._run_backward, order, batch) if order.is_kept else None
         if self.rank != self._output_rank:
             return Remote(self._output_rank, "the output of stage(input)", may_follow)
         return join_outputs([outputs[i] for i in sorted(outputs)], may_follow)
@@ -440,8 +435,8 @@ class Stage(LocalLayers):
             raise TypeError(
                 f"sum_over_replicas() takes a number, or a tensor of one real number, not {value!r}"
             )
-        with self._shared_call("sum_over_replicas", number) as pipeline:
-            numbers = pipeline.coordinator.meet()
+        with self._shared_call("sum_over_replicas", number):
+            numbers = self._coordinator.meet()
         if is_remote:
             return value
         return torch.full_like(value, sum(numbers)) if is_tensor else sum(numbers)
@@ -562,7 +557,7 @@ class Stage(LocalLayers):
         from procpipe.timeline.tables import table
 
         with self._shared_call("report") as pipeline:
-            pipeline.coordinator.meet()
+            self._coordinator.meet()
             statistics = report_of_all(pipeline)
             pipeline.split = statistics[self.rank].split
             return table(statistics)
@@ -588,16 +583,16 @@ class Stage(LocalLayers):
         return self._grid.rank_of(self._cut.placement[-1])
 
     def _begin_call(self, call: str, **decided: Any) -> Order:
-        """Begin a call, which the ranks of this replica make together."""
-        pipeline = self._calls.pipeline
-        assert pipeline is not None, "an order is part of a call"
-        return pipeline.coordinator.begin(call, is_training=self.training, **decided)
+        """Begin a call, by its method's name; ``decided`` is what the first rank decides."""
+        # A backward pass runs with gradients off on the rank where autograd calls it.
+        is_grad_enabled = torch.is_grad_enabled() or call == "backward"
+        return self._coordinator.begin(Order(call, self.training, is_grad_enabled, **decided))
 
     @contextmanager
     def _shared_call(self, call: str, value: Any = None) -> Iterator[Runner]:
         """Surround a call that all replicas make together; ``value`` is what this one announces."""
         with self._calls.together(call) as pipeline:
-            pipeline.coordinator.announce(self._begin_call(call), value)
+            self._coordinator.announce(self._begin_call(call), value)
             yield pipeline
 
     @contextmanager
@@ -605,7 +600,7 @@ class Stage(LocalLayers):
         with self._shared_call(call) as pipeline:
             if of_gradients:
                 pipeline.replicas.check_added_up(call)
-            yield pipeline.coordinator.agree_in_call
+            yield self._coordinator.agree_in_call
 
     def _scattered(self, inputs: Inputs) -> tuple[MiniBatch, dict[str, Any]]:
         """Return a mini-batch, on the first rank scattered, and what that decides of the call."""
@@ -628,7 +623,7 @@ class Stage(LocalLayers):
             self._loss,
             scatter_like(on_device(target, self.device), order.sizes),
             order.weights or self._loss.weights(self._batches.as_read(target), order.sizes),
-            lambda: math.fsum(pipeline.coordinator.meet()),  # of all replicas
+            lambda: math.fsum(self._coordinator.meet()),  # of all replicas
             order.total_weight,
             order.accumulate,
         )
@@ -636,19 +631,19 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        if self._cut.ties and order.keeps_graph:
-            self._tied.check_equal(pipeline.coordinator.agree_in_call, always=self._checks_tied)
+        if self._cut.ties and order.is_training and order.is_kept:
+            self._tied.check_equal(self._coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
             layer.begin()
         pipeline.run(order, batch)
-        pipeline.coordinator.meet()  # also where nothing has been added up
+        self._coordinator.meet()  # also where nothing has been added up
         if order.is_training:
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()
 
     def _run_backward(
-        self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None
+        self, order: Order, batch: MiniBatch, gradients: list[list[Tensor | None]] | None = None
     ) -> None:
         """Run this stage's part of the backward pass of an earlier ``stage(input)``.
 
@@ -668,13 +663,13 @@ class Stage(LocalLayers):
                 recompute=order.recompute,
                 reduces=not self._keeps_own,
             )
-            pipeline.coordinator.announce(order, order.counted)
+            self._coordinator.announce(order, order.counted)
             if gradients is not None and self.replicas > 1:
-                share = order.counted / sum(pipeline.coordinator.meet())
+                share = order.counted / sum(self._coordinator.meet())
                 gradients = [[g if g is None else g * share for g in one] for one in gradients]
             batch.output_gradients = gradients
             pipeline.run(order, batch)
-            pipeline.coordinator.meet()
+            self._coordinator.meet()
             batch.send_back()
 
     # -- building -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from procpipe.errors import BoundaryError
@@ -124,6 +125,16 @@ def is_plain(tensor: Tensor) -> bool:
     """
     is_known = type(tensor) is Tensor or type(tensor) is nn.Parameter
     return is_known and not tensor.is_quantized and not tensor.is_nested
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain and has memory for all its elements, unlike a sparse one."""
+    return is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """Return of each tensor what rises when it is changed in place; None for inference tensors."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def check_leaves(

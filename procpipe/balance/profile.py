@@ -152,7 +152,7 @@ def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
     """List the parameters and buffers that several layers use."""
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     ties = find_ties([{name: layer} for name, layer in model.named_children()])
-    found = [(tie.partitions, tensors[tie.name]) for tie in ties]
+    found = [(tie.partitions, tensors[tie.all_names[0]]) for tie in ties]
     return tuple(Tie(users, one.nbytes, one.nbytes * one.requires_grad) for users, one in found)
 
 
@@ -293,7 +293,7 @@ class _Counts:
             kept = _within(saved, _memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
         now = layer.cut.waiting()
-        for key in stashes:
+        for key, _ in stashes:
             lonely = _beyond(_memories(now.get(key, ())), entered | left)
             self._skips[key] = k, _num_bytes(now.get(key, ())), _within(lonely, saved)
         return {

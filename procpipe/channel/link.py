@@ -34,7 +34,7 @@ from procpipe.channel.frames import READ_BYTES
 from procpipe.channel.mesh import Mesh
 from procpipe.channel.meta import Meta, block_of, decode, dense, encode, tensors_in
 from procpipe.errors import BoundaryError, OverwrittenError
-from procpipe.tree import Flat, is_plain
+from procpipe.tree import Flat, is_plain, versions_of
 
 #: Without a transport, larger messages are not copied.
 INLINE_BYTES = READ_BYTES
@@ -142,7 +142,7 @@ class Sender:
     def _keep(self, tensors: list[Tensor], pending: Sending) -> None:
         """Keep tensors until they have arrived, and release others that have."""
         self.reap()
-        self.in_flight.append(_Departure(tensors, _versions(tensors), pending))
+        self.in_flight.append(_Departure(tensors, versions_of(tensors), pending))
 
     def wait_posted(self) -> None:
         """Wait until the receiver has posted what holds this rank's device until then.
@@ -205,7 +205,7 @@ class Sender:
         return dense(tensor)
 
     def _check_unwritten(self, departure: _Departure) -> None:
-        if departure.versions not in (None, _versions(departure.tensors)):
+        if departure.versions not in (None, versions_of(departure.tensors)):
             raise OverwrittenError(
                 f"a tensor of {self._what} was written to while it was being sent, so the receiver "
                 "may have got a mixture: return memory that nothing writes to again "
@@ -304,8 +304,3 @@ class Receiver:
         """Raise the error of a transfer that could not begin, when it is waited for."""
         self._mesh.wait_failure()  # if the peer is gone, its own failure says why
         raise error
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    """Return each tensor's version, which rises when it is written to."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]

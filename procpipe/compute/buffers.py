@@ -14,7 +14,7 @@ else, the parameters included, must not change before it is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -26,22 +26,25 @@ BufferCopies = dict[BufferPlace, Tensor | None]
 
 
 class Buffers:
-    """The buffers and parameters of a partition's layers, which are given by their names."""
+    """The buffers, parameters and modes of a partition's layers, which are given by their names."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
+        self._modules: list[nn.Module] = []
         self._places: list[BufferPlace] = []
         self._parameters: list[nn.Parameter] = []
         self._is_known = False  # what a forward changes
         self._changing: set[BufferPlace] = set()
         self._changes_parameters = False  # whether a forward does, as nn.Embedding(max_norm=…)
-        #: What must not change: the other buffers, each with its version; that of all parameters.
+        #: What must not change: the other buffers, each with its version; that of all parameters;
+        #: the modes.
         self._steady: dict[BufferPlace, tuple[Tensor | None, int]] = {}
         self._version = 0
+        self._modes: list[bool] = []
 
     def read(self, modules: Iterable[nn.Module]) -> None:
         """Find what the modules in the layers have now."""
-        modules = list(modules)
+        self._modules = modules = list(modules)
         # A parameter that several modules have is there several times.
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         places = [(module, name) for module in modules for name in module._buffers]
@@ -54,10 +57,19 @@ class Buffers:
         steady = (place for place in self._places if place not in self._changing)
         self._steady = {place: _state(place) for place in steady}
         self._version = self._version_now()
+        self._modes = [module.training for module in self._modules]
 
     def before_forward(self) -> BufferCopies:
         """Copy what recomputation will need, right before a first forward."""
-        return _copies(self._changing if self._is_known else self._places)
+        places = self._changing if self._is_known else self._places
+        if not places:
+            return {}
+        buffers = {place: _state(place)[0] for place in places}
+        # One that is in several places has one copy.
+        copies = {buffer: buffer.clone() for buffer in {*buffers.values()} if buffer is not None}
+        return {
+            place: None if buffer is None else copies[buffer] for place, buffer in buffers.items()
+        }
 
     def after_forward(self, copies: BufferCopies) -> None:
         """Find what the very first forward has changed, given the copies made before it."""
@@ -74,7 +86,7 @@ class Buffers:
     def changed(self, *, by_forward: bool) -> str:
         """Name what has changed since it was noted, "" if nothing has.
 
-        ``by_forward``: whether a forward may have done it.
+        ``by_forward``: whether a forward may have done it, which may change modes.
         """
         for module, name in filter(self._has_changed, self._steady):
             for layer_name, layer in self._layers.items():
@@ -82,7 +94,10 @@ class Buffers:
                     if each is module:
                         return f"the buffer '{module_name}.{name}'"
         is_free = by_forward and self._changes_parameters
-        return "" if is_free or self._version == self._version_now() else "a parameter"
+        if not is_free and self._version != self._version_now():
+            return "a parameter"
+        is_same = by_forward or self._modes == [module.training for module in self._modules]
+        return "" if is_same else "the mode of a module (train(), eval())"
 
     def _has_changed(self, place: BufferPlace) -> bool:
         (before, version), (now, version_now) = self._steady[place], _state(place)
@@ -111,15 +126,3 @@ def _state(place: BufferPlace) -> tuple[Tensor | None, int]:
     module, name = place
     buffer = module._buffers[name]
     return buffer, -1 if buffer is None else buffer._version
-
-
-def _copies(places: Collection[BufferPlace]) -> BufferCopies:
-    """Copy buffers; one that is in several places has one copy."""
-    if not places:
-        return {}
-    copies: dict[Tensor | None, Tensor | None] = {None: None}
-    buffers = {place: _state(place)[0] for place in places}
-    for buffer in buffers.values():
-        if buffer is not None and buffer not in copies:
-            copies[buffer] = buffer.clone()
-    return {place: copies[buffer] for place, buffer in buffers.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from procpipe.torch_internals import pytree
-from procpipe.tree import is_plain
+from procpipe.tree import is_dense
 
 #: Which of the mini-batches with recomputation are compared; the first is 1.
 MINI_BATCHES = (1, 2, 4, 8)
@@ -39,7 +39,8 @@ def digest_of(value: Any) -> Digest:
         return [
             (torch.finfo(leaf.dtype).eps, _sums(leaf))
             for leaf in pytree.tree_leaves(value)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and _has_numbers(leaf)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if is_dense(leaf) and leaf.numel()
         ]
 
 
@@ -57,11 +58,6 @@ def difference(first: Digest, again: Digest, *, is_coarse: bool) -> str:
         if math.isfinite(ours) != math.isfinite(theirs) or apart > max(tolerance * size, rest):
             return f"values that differ by about {apart / size:.2g} of their size"
     return ""
-
-
-def _has_numbers(tensor: Tensor) -> bool:
-    is_dense = is_plain(tensor) and tensor.layout == torch.strided
-    return is_dense and not tensor.is_meta and tensor.numel() > 0
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from procpipe.compute.digests import Digest, digest_of
 from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Structure, flatten, in_words, is_plain
+from procpipe.tree import Structure, flatten, in_words, is_plain, versions_of
 
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
@@ -33,20 +31,16 @@ _MAX_SHOWN = 128
 #: What leaves for one partition: its tensors, and the structure that they are in.
 Leaving = tuple[list[Tensor], Structure]
 
-_version_of = attrgetter("_version")
-
 
 class Layers:
     """The layers of a partition, by their names in the full model.
 
     The model's first layer takes several inputs; the output of the last partition need not travel.
-    Every tensor at the edges must be on ``device``.
+    Every tensor at the edges must be on ``device``. ``board.page.layer`` names the layer that runs.
 
     Attributes:
         named: the names and layers.
         places: the layers in words, then the loss.
-        shown: the places as a board shows them, which cuts long ones.
-        board: ``board.page.layer`` is what it shows of the layer that runs, or "".
         changes_input: whether the first layer may change its input in place.
     """
 
@@ -58,6 +52,7 @@ class Layers:
         is_first: bool,
         is_last: bool = True,
         skips: SkipPorts | None = None,
+        board: Any = None,
     ) -> None:
         self.named = dict(layers)
         self.places = [f"layer {name!r} ({type(layer).__name__})" for name, layer in layers.items()]
@@ -67,8 +62,8 @@ class Layers:
         if is_first:
             self._calls[0] = partial(_spread, self._calls[0])
         self.places.append("loss_fn")
-        self.shown = [place[:_MAX_SHOWN] for place in self.places]
-        self.board: Any = SimpleNamespace(page=SimpleNamespace(layer=""))
+        self._shown = [place[:_MAX_SHOWN] for place in self.places]
+        self._board: Any = board or SimpleNamespace(page=SimpleNamespace())
         self.changes_input = bool(layers) and any(
             getattr(module, "inplace", False) for module in next(iter(layers.values())).modules()
         )
@@ -77,16 +72,10 @@ class Layers:
         self._current = -1
         self._is_last = is_last
         self._skips = skips or SkipPorts({}, 0)
-        self._has_skips = any(any(declared(layer)) for layer in layers.values()) or any(
-            (self._skips.sources, self._skips.destinations)
-        )
+        self._has_skips = any(any(declared(layer)) for layer in layers.values())
 
     def run(
-        self,
-        values: Sequence[Any],
-        finish: Finish | None,
-        watched: Sequence[Tensor] = (),
-        digests: list[Digest] | None = None,
+        self, values: Sequence[Any], finish: Finish | None, watched: Sequence[Tensor] = ()
     ) -> list[Leaving]:
         """Run the layers.
 
@@ -95,7 +84,6 @@ class Layers:
                 tensors of each source.
             finish: called last, with the output.
             watched: tensors that no layer may change in place.
-            digests: where to add one of the output, before ``finish``.
 
         Returns:
             The output, then the skip tensors for each destination.
@@ -104,10 +92,10 @@ class Layers:
         if self._has_skips:
             tracker = self._skips.tracker(entered)
             with tracking(tracker):
-                value = self._run_layers(value, finish, watched, digests)
+                value = self._run_layers(value, finish, watched)
             made = [value, *self._skips.messages(tracker)]
         else:
-            made = [self._run_layers(value, finish, watched, digests)]
+            made = [self._run_layers(value, finish, watched)]
         leaving = list(map(flatten, made))
         for tensors, (containers, _) in leaving:
             if '"procpipe.NoChunk"' in containers:
@@ -118,22 +106,14 @@ class Layers:
             for tensor in tensors:
                 self._check_can_leave(tensor)
         self._current = -1
-        self.board.page.layer = ""
+        self._board.page.layer = ""
         return leaving
 
-    def _run_layers(
-        self,
-        value: Any,
-        finish: Finish | None,
-        watched: Sequence[Tensor],
-        digests: list[Digest] | None,
-    ) -> Any:
+    def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
         versions = versions_of(watched)
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
-            if digests is not None and call is finish:
-                digests.append(digest_of(value))
             self._current = k
-            self.board.page.layer = self.shown[k]
+            self._board.page.layer = self._shown[k]
             try:
                 value = call(value)
             except Exception as error:
@@ -146,8 +126,6 @@ class Layers:
                     "for x.add_(1)), let the partition begin at another layer, or use "
                     "checkpoint='never'"
                 )
-        if digests is not None and finish is None:
-            digests.append(digest_of(value))
         return value
 
     def _check_can_leave(self, output: Tensor) -> None:
@@ -170,11 +148,6 @@ class Layers:
     def where(self) -> str:
         """Name the layer that is running, or that raised."""
         return self.places[self._current] if self._current >= 0 else "between layers"
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return what rises when one of these tensors is changed in place."""
-    return list(map(_version_of, tensors))
 
 
 def _spread(layer: Callable[..., Any], inputs: Any) -> Any:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -36,15 +37,15 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.compute.buffers import BufferCopies, Buffers, put
-from procpipe.compute.digests import MINI_BATCHES, Digest, difference
+from procpipe.compute.digests import MINI_BATCHES, Digest, difference, digest_of
 from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
-from procpipe.compute.layers import Finish, Layers, Leaving, versions_of
+from procpipe.compute.layers import Finish, Layers, Leaving
 from procpipe.compute.recompute import NOTHING, Autocast, phase, together
 from procpipe.compute.split import PutOff, Splitter
 from procpipe.compute.wrappers import check_sharded_before
 from procpipe.errors import RecomputeError
 from procpipe.torch_internals import run_backward
-from procpipe.tree import Flat, unflatten
+from procpipe.tree import Flat, unflatten, versions_of
 
 #: What comes in: from the partition before, or the model's inputs; then the skip tensors of each
 #: source.
@@ -96,8 +97,8 @@ class _Pass:
     random: RandomStates | None = None
     buffers: BufferCopies = field(default_factory=dict)
     digests: list[Digest] | None = None  # where they are compared: of F, then of R
-    versions: Sequence[int] = ()  # of the inputs
-    forms: Sequence[tuple[torch.Size, bool]] = ()  # of the outputs
+    versions: Sequence[int | None] = ()  # of the inputs
+    forms: Sequence[tuple[tuple[int, ...], bool]] = ()  # of the outputs
 
 
 class Segment:
@@ -129,7 +130,6 @@ class Segment:
             check_sharded_before(self._types or types, types)
             self._types = types
         self._buffers.read(self._modules)
-        self._modes: list[bool] = []
         self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
@@ -142,8 +142,6 @@ class Segment:
         self._autocast = now if now.settings != self._first_autocast.settings else self._autocast
         if self._recomputes:
             what = self._buffers.changed(by_forward=False)
-            if not what and self._modes != _modes_of(self._modules):
-                what = "the mode of a module (train(), eval())"
             _check_unchanged(what, "after the first forward of this mini-batch and before its")
 
     def end(self) -> None:
@@ -156,7 +154,6 @@ class Segment:
             what = self._buffers.changed(by_forward=True)
             _check_unchanged(what, "by a hook, or for the first time by a layer, before a")
             self._buffers.note()
-            self._modes = _modes_of(self._modules)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the layers, as they are now."""
@@ -242,15 +239,11 @@ class Segment:
         finally:
             random.put()
             put(buffers)
-        if this.forms != _forms_of(this.roots):
-            expected, found = (
-                [(tuple(shape), requires_grad) for shape, requires_grad in forms]
-                for forms in (this.forms, _forms_of(this.roots))
-            )
+        if this.forms != (found := _forms_of(this.roots)):
             raise RecomputeError(
                 f"recomputing micro-batch {i} gave outputs of (shape, requires gradient) {found}, "
-                f"but its first forward gave {expected}: a layer takes another way the second time "
-                "(see is_recomputing()); use checkpoint='never'"
+                f"but its first forward gave {this.forms}: a layer takes another way the second "
+                "time (see is_recomputing()); use checkpoint='never'"
             )
         if this.digests is not None:
             is_coarse = self._first_autocast.is_on or self.device.type != "cpu"
@@ -276,8 +269,10 @@ class Segment:
         roots = [root for root in this.roots if root.requires_grad]
         pairs = zip(roots, gradients, strict=True)
         given = [(root, gradient) for root, gradient in pairs if gradient is not None]
+        if this.put_off is not None:
+            this.put_off.is_in_backward = True
         if given:
-            with self._around(this, self._autocast.off(), is_backward=True):
+            with self._around(this, self._autocast.off()):
                 run_backward(*zip(*given, strict=True))
         if this.put_off is not None:
             self._put_off[i] = this.put_off
@@ -341,25 +336,26 @@ class Segment:
         else:
             given = iter(tensors)
             values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
-        made = self.layers.run(values, this.finish, watched, this.digests)
+        finish, digests = this.finish, this.digests
+        if finish is not None and digests is not None:
+            finish = partial(_digested, digests, finish)
+        made = self.layers.run(values, finish, watched)
+        if finish is None and digests is not None:
+            digests.append(digest_of(made[0][0]))
         this.roots = [tensor for tensors, _ in made for tensor in tensors]
         return made
 
     def _around(
-        self,
-        this: _Pass,
-        autocast: AbstractContextManager[object] = NOTHING,
-        *,
-        is_backward: bool = False,
+        self, this: _Pass, autocast: AbstractContextManager[object] = NOTHING
     ) -> AbstractContextManager[object]:
         """Return what surrounds a task on the layers: ``autocast`` and, if it is split, that."""
         if this.put_off is None:
             return autocast
         if self._splitter is None:
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
-        return together([autocast, self._splitter.into(this.put_off, is_backward=is_backward)])
+        return together([autocast, self._splitter.into(this.put_off)])
 
-    def _versions(self, this: _Pass) -> list[int]:
+    def _versions(self, this: _Pass) -> list[int | None]:
         """Return what rises when an input of a micro-batch that is recomputed is changed in place.
 
         Empty where the first layer may do so: it works on copies then.
@@ -367,13 +363,15 @@ class Segment:
         return [] if self.layers.changes_input else versions_of(this.tensors)
 
 
-def _modes_of(modules: Sequence[nn.Module]) -> list[bool]:
-    return [module.training for module in modules]
+def _digested(digests: list[Digest], finish: Finish, output: Any) -> Any:
+    """Add a digest of the layers' output, before ``loss_fn`` makes a loss of it."""
+    digests.append(digest_of(output))
+    return finish(output)
 
 
-def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, bool]]:
+def _forms_of(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], bool]]:
     """Return of each tensor its shape, and whether it requires a gradient."""
-    return [(tensor.shape, tensor.requires_grad) for tensor in tensors]
+    return [(tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
 
 
 def _check_unchanged(what: str, when: str) -> None:

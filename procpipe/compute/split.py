@@ -49,14 +49,7 @@ class PutOff:
 
     def __init__(self) -> None:
         self.is_in_backward = False  # whether task I has begun
-        self._waiting: dict[nn.Module, list[_Waiting]] = {}
-
-    def add(
-        self, layer: nn.Module, leaves: tuple[Tensor, ...], x: Tensor, gradient: Tensor
-    ) -> None:
-        """Keep what a layer's weight gradients are computed from."""
-        call = _Waiting(leaves, x, gradient, (x._version, gradient._version))
-        self._waiting.setdefault(layer, []).append(call)
+        self.waiting: dict[nn.Module, list[_Waiting]] = {}  # by layer, of its calls
 
     @torch.no_grad()
     def run(self) -> None:
@@ -65,9 +58,9 @@ class PutOff:
         Each layer alone, in the order of the backward pass, so that one weight's gradient is in
         memory at a time. Those of several calls of it are added up first, so that hooks run once.
         """
-        while self._waiting:
-            layer = next(iter(self._waiting))
-            calls = self._waiting.pop(layer)
+        while self.waiting:
+            layer = next(iter(self.waiting))
+            calls = self.waiting.pop(layer)
             totals: dict[Tensor, Tensor] = {}
             for call in calls:
                 if call.versions != (call.x._version, call.gradient._version):
@@ -103,9 +96,8 @@ class Splitter:
             layer.__dict__["forward"] = partial(_forward, self, layer)
 
     @contextmanager
-    def into(self, put_off: PutOff, *, is_backward: bool) -> Iterator[None]:
+    def into(self, put_off: PutOff) -> Iterator[None]:
         """Put off weight gradients within the ``with`` block, one task of a split micro-batch."""
-        put_off.is_in_backward = is_backward
         self.put_off = put_off
         try:
             yield
@@ -193,7 +185,8 @@ class _Node(torch.autograd.Function):
             )
         x, weight = ctx.saved_tensors  # aliases, where a layer checkpoints itself
         # Detached, or x would keep the task's graph alive.
-        ctx.put_off.add(ctx.layer, ctx.leaves, x.detach(), gradient)
+        call = _Waiting(ctx.leaves, x.detach(), gradient, (x._version, gradient._version))
+        ctx.put_off.waiting.setdefault(ctx.layer, []).append(call)
         of_x = None
         if ctx.needs_input_grad[3]:
             of_x = _input_gradient(ctx.layer, x, gradient, weight)

@@ -67,13 +67,11 @@ class Copy:
 class Tied:
     """This stage's copies of parameters and buffers, in an order that all stages share."""
 
-    def __init__(
-        self, stage: int, parameters: Sequence[Copy] = (), buffers: Sequence[Copy] = ()
-    ) -> None:
-        self.parameters = tuple(parameters)
-        self.buffers = tuple(buffers)
+    def __init__(self, stage: int, copies: Sequence[Copy]) -> None:
+        self.parameters = [copy for copy in copies if isinstance(copy.tensor, nn.Parameter)]
+        self.buffers = [copy for copy in copies if not isinstance(copy.tensor, nn.Parameter)]
         #: Parameters whose gradients another stage counts, as in a norm.
-        self.elsewhere = {copy.tensor for copy in parameters if copy.stages[0] != stage}
+        self.elsewhere = {copy.tensor for copy in self.parameters if copy.stages[0] != stage}
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
         self._num_calls = 0

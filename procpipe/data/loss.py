@@ -84,9 +84,10 @@ class Loss:
             # Without gradients it is made anew: a copy from the host would wait for the device.
             return zero.to(loss) if zero.requires_grad else torch.zeros_like(loss)
         if self.must_be_finite and not loss.isfinite():
+            finite = torch.cat([tensor.isfinite().flatten() for tensor in flatten(output)[0]])
             raise NonFiniteLossError(
                 f"the loss is {loss.item()}; the output is {in_words(output)}, "
-                f"{1 - _share_finite(output):.1%} of it not finite: lower the learning rate, clip "
+                f"{1 - finite.double().mean():.1%} of it not finite: lower the learning rate, clip "
                 "gradients, or look for the layer with torch.autograd.detect_anomaly()"
             )
         return loss
@@ -258,8 +259,3 @@ def _zero_of(output: Any) -> Tensor:
             everything = torch.ones((), dtype=torch.bool, device=tensor.device)
             zero = zero + tensor.masked_fill(everything, 0).sum().real
     return zero
-
-
-def _share_finite(value: Any) -> float:
-    found = [tensor.isfinite().flatten() for tensor in flatten(value)[0]]
-    return torch.cat(found).double().mean().item()

@@ -37,8 +37,8 @@ def check_model(module: nn.Module) -> None:
     names: dict[nn.Module, str] = {}
     twice = [
         f"layers '{names[layer]}' and '{name}' are one {type(layer).__qualname__}"
-        for name, layer in _layers(module)
-        if names.setdefault(layer, name) != name
+        for name, layer in module._modules.items()  # children() would pass over duplicates
+        if names.setdefault(layer, name) != name and layer is not None
     ]
     if twice:
         raise ValueError(
@@ -76,7 +76,7 @@ def check_balance(balance: Iterable[int], num_layers: int) -> list[int]:
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
     """Return the layers of each partition under their names in the full model."""
-    layers = iter(_layers(module))
+    layers = module.named_children()
     return [dict(islice(layers, num_layers)) for num_layers in balance]
 
 
@@ -85,10 +85,5 @@ def layer_facts(module: nn.Sequential) -> list[str]:
     return [
         f"{name}: {type(layer).__qualname__}, "
         f"{sum(parameter.numel() for parameter in layer.parameters()):,} parameters"
-        for name, layer in _layers(module)
+        for name, layer in module.named_children()
     ]
-
-
-def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # ``named_children`` would pass over duplicates.
-    return [(name, layer) for name, layer in module._modules.items() if layer is not None]

@@ -9,7 +9,7 @@ processes: every rank finds the same ties, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,11 +31,6 @@ class Tie:
         """The partitions that use it, ascending."""
         return tuple(self.names)
 
-    @property
-    def name(self) -> str:
-        """Its first name in the full model, under which plain PyTorch lists it."""
-        return next(iter(self.names.values()))
-
     def __str__(self) -> str:
         users = [f"{name} in partition {j}" for j, name in self.names.items()]
         return f"{', '.join(users[:-1])} and {users[-1]}"
@@ -45,20 +40,15 @@ def find_ties(parts: Sequence[Mapping[str, nn.Module]]) -> list[Tie]:
     """Find all that several layers use, in the order of first names in the model."""
     found: dict[Tensor, tuple[dict[int, str], list[str]]] = {}
     for j, layers in enumerate(parts):
-        for name, tensor in _named_tensors(layers):
-            names, all_names = found.setdefault(tensor, ({}, []))
-            names.setdefault(j, name)
-            all_names.append(name)
+        for prefix, layer in layers.items():
+            parameters = layer.named_parameters(prefix, remove_duplicate=False)
+            buffers = layer.named_buffers(prefix, remove_duplicate=False)
+            for name, tensor in chain(parameters, buffers):
+                names, all_names = found.setdefault(tensor, ({}, []))
+                names.setdefault(j, name)
+                all_names.append(name)
     return [
         Tie(names, tuple(all_names), isinstance(tensor, nn.Parameter))
         for tensor, (names, all_names) in found.items()
         if len({name.partition(".")[0] for name in all_names}) > 1
     ]
-
-
-def _named_tensors(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for name, layer in layers.items():
-        yield from chain(
-            layer.named_parameters(name, remove_duplicate=False),
-            layer.named_buffers(name, remove_duplicate=False),
-        )

@@ -103,8 +103,6 @@ class Receive:
 Step = Run | Send | Receive
 Program = tuple[Step, ...]
 
-_CYCLE = _PLACE = itemgetter(0)
-
 
 def program(
     plan: Plan,
@@ -137,7 +135,10 @@ def program(
         ((p, 1), _run(task, tasks, last, routes)) for p, (_, task) in enumerate(row)
     ]
     num_done = 0  # tasks of this stage in the cycles up to the fence
-    for k, transfer in _fenced(plan, routes, stage):
+    makers = sorted({stage, *routes.sources(stage)})
+    ours = (one for maker in makers for one in routes.sent(plan, maker))
+    fenced = (one for one in ours if stage in routes.stages_of(one[1]))
+    for k, transfer in sorted(fenced, key=itemgetter(0)):  # stable: within a fence by maker
         while num_done < len(row) and row[num_done][0] <= k:
             num_done += 1
         before = num_done - 1  # the task that precedes the fence
@@ -145,20 +146,9 @@ def program(
             placed.append(((before, 2), Send(transfer)))
         else:
             placed.append(((before, 0), Receive(transfer)))
-    placed.sort(key=_PLACE)
+    placed.sort(key=itemgetter(0))
     steps = tuple([step for _, step in placed])
     return _with_loss(steps, plan, routes, stage) if has_loss else steps
-
-
-def _fenced(plan: Plan, routes: Routes, stage: int) -> list[tuple[int, Transfer]]:
-    """List what a stage sends and receives, each with its cycle: by cycle, then as in its fence."""
-    found = [
-        fenced
-        for maker in sorted({stage, *routes.sources(stage)})
-        for fenced in routes.sent(plan, maker)
-        if stage in routes.stages_of(fenced[1])
-    ]
-    return sorted(found, key=_CYCLE)  # stable: within a fence by maker
 
 
 def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Program:

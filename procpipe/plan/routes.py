@@ -59,14 +59,9 @@ class Transfer(NamedTuple):
         return self.payload, self.source, self.destination
 
     @property
-    def is_gradient(self) -> bool:
-        """Whether it goes backward."""
-        return self.payload in (GRADIENT, SKIP_GRADIENT)
-
-    @property
     def makers(self) -> tuple[Task, ...]:
         """The tasks that can make what is sent; a plan has one of them."""
-        if self.is_gradient:
+        if self.payload in (GRADIENT, SKIP_GRADIENT):
             return gradient_tasks(self.i, self.source)
         return (Task(FORWARD, self.i, self.source),)
 

@@ -35,7 +35,16 @@ from procpipe.run.runner import Runner
 from procpipe.run.same_input import check_apart, described
 from procpipe.run.stops import Signals, Stops, checked_signals
 from procpipe.torch_internals import pytree
-from procpipe.tree import TENSOR, Structure, flatten, is_plain, map_tensors, text_of, unflatten
+from procpipe.tree import (
+    TENSOR,
+    Structure,
+    flatten,
+    is_dense,
+    map_tensors,
+    text_of,
+    unflatten,
+    versions_of,
+)
 
 #: A loader, or a function that makes one; ignored where it is not read, so None will do.
 Loader = Iterable[Any] | Callable[[], Iterable[Any]] | None
@@ -141,8 +150,7 @@ class Batches:
         """
         if not order.is_training and self._grid.num_replicas > 1:
             return self.stops.is_stopped
-        begin = coordinator.issue if self._grid.stage == 0 else coordinator.follow
-        begin(order)  # so that all ranks are in this loop
+        coordinator.begin(order)  # so that all ranks are in this loop
         coordinator.announce(order)
         ours = self.stops.is_stopped or self.stops.is_signalled
         return bool(coordinator.agree_in_call(ours, any))
@@ -225,14 +233,13 @@ class Batches:
     def _note(self, sent: Any, read: Any) -> None:
         """Note the tensors that the output rank has of an item, and as they were read."""
         self._delivered, self._read = flatten(sent)[0], flatten(read)[0]
-        self._numbers = {
-            tensor: (k, _version_of(tensor)) for k, tensor in enumerate(self._delivered)
-        }
+        numbered = enumerate(versions_of(self._delivered))
+        self._numbers = dict(zip(self._delivered, numbered, strict=True))
 
     def _number_of(self, tensor: Tensor) -> int | None:
         """Return which of the delivered tensors it is; None if it is none, or has been changed."""
         k, version = self._numbers.get(tensor, (None, None))
-        return k if version == _version_of(tensor) else None
+        return k if [version] == versions_of([tensor]) else None
 
     def delivered(self, target: Any) -> list[Any] | None:
         """Describe a target by delivered tensors, as plain JSON; None if it has another."""
@@ -257,11 +264,6 @@ class Batches:
             return tensor if k is None else self._read[k]
 
         return map_tensors(as_read, target) if self._numbers else target
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """Return what rises when a tensor is changed in place."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _items_of(loader: Any) -> Iterator[Any]:
@@ -309,4 +311,4 @@ def _can_travel(entry: Any) -> bool:
         tensors, _ = flatten(entry)
     except BoundaryError:
         return False
-    return all(is_plain(t) and t.layout == torch.strided and not t.is_meta for t in tensors)
+    return all(map(is_dense, tensors))

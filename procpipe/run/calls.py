@@ -1,7 +1,7 @@
 """Calls that all ranks make together, and how all of them end when one fails.
 
     with calls.together("step") as pipeline:            refuses after a failure
-        order = pipeline.coordinator.begin("step", …)   is every rank in this call?
+        order = coordinator.begin(Order("step", …))     is every rank in this call?
         pipeline.run(order, batch)
                                                         an exception here reaches every rank
 

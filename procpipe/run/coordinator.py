@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-import torch
-
 from procpipe.channel.mesh import Mesh
 from procpipe.errors import CallMismatchError
 from procpipe.job.grid import IN_ORDER, Grid
@@ -71,17 +69,12 @@ class Coordinator:
         """Take what plans depend on, once the model is cut; they are those of a ``Schedule``."""
         self._routes, self._plan_step = routes, cache(schedule.plan)
 
-    def begin(self, call: str, *, is_training: bool, **decided: Any) -> Order:
-        """Begin a call, by its method's name: issue its order on the first rank, else follow it.
-
-        ``decided`` is what the first rank decides, see ``Order``.
+    def begin(self, ours: Order) -> Order:
+        """Begin a call: issue its order on the first rank, else follow it; return that.
 
         Raises:
             CallMismatchError: the first rank is in another call or mode.
         """
-        # A backward pass runs with gradients off on the rank where autograd calls it.
-        is_grad_enabled = torch.is_grad_enabled() or call == "backward"
-        ours = Order(call, is_training, is_grad_enabled, **decided)
         return self.issue(ours) if self._grid.stage == 0 else self.follow(ours)
 
     def issue(self, order: Order) -> Order:
@@ -120,11 +113,11 @@ class Coordinator:
 
     def _plan_of(self, order: Order) -> Plan:
         m, n, placement = len(order.sizes), self._routes.num_stages, self._routes.placement
-        if order.call == "step" and order.keeps_graph:
-            return self._plan_step(m, placement, order.recompute)
+        if not order.makes_gradients:
+            return _forward_plan(m, n, placement)
         if order.call == "backward":
             return _backward_plan(m, n, order.recompute, placement)
-        return _forward_plan(m, n, placement)  # also of a step without gradients
+        return self._plan_step(m, placement, order.recompute)
 
     # -- between replicas ------------------------------------------------------------------------
 

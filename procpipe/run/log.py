@@ -141,18 +141,6 @@ class Log:
 
     # -- afterwards -----------------------------------------------------------------------------
 
-    def totals(self) -> dict[str, Any]:
-        """Return the sums over all steps, under their names in ``StageStatistics``."""
-        return {
-            "num_steps": self.num_steps,
-            "num_tasks": dict(self.num_tasks),
-            "busy_s": self.busy_ns / 1e9,
-            "waiting_s": self.waiting_ns / 1e9,
-            "step_s": self.step_ns / 1e9,
-            "all_reduce_bytes": self.all_reduce_bytes,
-            "exposed_s": self.exposed_ns / 1e9,
-        }
-
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, in nanoseconds of this process's clock."""
         return {

@@ -44,19 +44,14 @@ class Order(NamedTuple):
         return self.plan, self.call == "step", self.recompute
 
     @property
-    def keeps_graph(self) -> bool:
-        """Whether a ``step`` runs its backward pass."""
-        return self.is_training and self.is_grad_enabled
-
-    @property
     def is_kept(self) -> bool:
         """Whether backward tasks follow the forward tasks, in this call or in one of its own."""
-        return self.keeps_graph if self.call == "step" else self.is_grad_enabled
+        return self.is_grad_enabled and (self.is_training or self.call != "step")
 
     @property
     def makes_gradients(self) -> bool:
         """Whether this call makes gradients of parameters."""
-        return self.call == "backward" or (self.call == "step" and self.keeps_graph)
+        return self.is_kept and self.call in ("step", "backward")
 
     @property
     def is_shared(self) -> bool:

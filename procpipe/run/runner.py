@@ -33,8 +33,8 @@ from procpipe.compute.tied import Part, Tied
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
-from procpipe.plan.program import Run, Send
-from procpipe.plan.routes import LOSS, Channel, Transfer
+from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.routes import LOSS, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.coordinator import Coordinator
 from procpipe.run.faults import note_where
@@ -94,11 +94,8 @@ class Runner:
         self._batch = MiniBatch()
         self._order = Order("")
         self._keeps = False  # whether backward tasks follow, in this call or in one of its own
-        self._has_begun = False  # the gradients of this call
         self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
-        for segment in self.segments.values():
-            segment.layers.board = world.board
         # Otherwise a rank could run its part and leave while another one still connects.
         log.connected(coordinator.agree(None, lambda _: time.time_ns()))
 
@@ -113,10 +110,8 @@ class Runner:
         """
         self._limit_lead()
         if order.program not in self._bound:
-            program = self.coordinator.program(order)
-            self._bound[order.program] = [self._bound_step(step) for step in program]
-        self._order, self._batch = order, batch
-        self._keeps, self._has_begun = order.is_kept, False
+            self._bound[order.program] = self._bound_program(self.coordinator.program(order))
+        self._order, self._batch, self._keeps = order, batch, order.is_kept
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
@@ -160,10 +155,7 @@ class Runner:
             segment.end()
         order = self._order
         if order.makes_gradients:
-            if not self._has_begun:
-                self._begin_gradients()  # no task makes any
-            if self.wires.tied:
-                self._add_up_tied()  # before replicas are added up, which divides what was there
+            self._add_up_tied()  # before replicas are added up, which divides what was there
             self.replicas.end()
         if order.call == "step":
             batch.mean, batch.weight = self._loss_part()
@@ -176,20 +168,19 @@ class Runner:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
         wires, tied = self.wires, self.wires.tied
         for _, into in tied.values():
-            wires.receivers[into].expect()
+            wires.receivers[into.channel].expect()
         for stage, (out, _) in tied.items():
             message = _message_of(self._tied.gradients_for(stage))
-            self._send(wires.senders[out], _once(out), message)
+            self._send(wires.senders[out.channel], out, message)
         self._tied.add_up(
             {
-                stage: self._take(wires.receivers[into], _once(into)).value
+                stage: self._take(wires.receivers[into.channel], into).value
                 for stage, (_, into) in tied.items()
             }
         )
 
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
-        self._has_begun = True
         modules = self._batch.loss.loss.modules() if self._batch.loss is not None else []
         self.replicas.begin(  # few look at them
             (p for segment in self.segments.values() for p in segment.parameters()),
@@ -197,8 +188,7 @@ class Runner:
             (copy.tensor for copy in self._tied.parameters),
             reduces=self._order.reduces,
         )
-        if self.wires.tied:
-            self._tied.begin_gradients()
+        self._tied.begin_gradients()
 
     # -- binding --------------------------------------------------------------------------------
 
@@ -208,6 +198,13 @@ class Runner:
             self._numbers[transfer] = len(self._slots)
             self._slots.append(None)
         return self._numbers[transfer]
+
+    def _bound_program(self, program: Program) -> list[Step]:
+        steps = [self._bound_step(step) for step in program]
+        is_first = [isinstance(step, Run) and step.task.makes_gradient for step in program]
+        if any(is_first):
+            steps.insert(is_first.index(True), self._begin_gradients)
+        return steps
 
     def _bound_step(self, step: Any) -> Step:
         if isinstance(step, Run):
@@ -230,7 +227,6 @@ class Runner:
     def _bound_task(self, step: Run) -> Step:
         task, segment, log = step.task, self.segments[step.task.j], self.log
         poll, around = self.wires.poll, self.replicas.around(step, segment)
-        makes_gradient = task.makes_gradient
         if task.kind == FORWARD:
             work = self._bound_forward(step)
         elif task.makes_gradient:
@@ -247,8 +243,6 @@ class Runner:
             poll()
             self.current_task = task
             log.begin_task(task.kind, task.i)
-            if makes_gradient and not self._has_begun:
-                self._begin_gradients()
             if around is None:
                 work()
             else:
@@ -370,8 +364,8 @@ class Runner:
             self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 7
         if self._part is None:
             end = max(self.segments)
-            channel = LOSS, end + 1, end
-            self._part = self._take(self.wires.receivers[channel], _once(channel)).value
+            hop = Transfer(LOSS, 0, end + 1, end)
+            self._part = self._take(self.wires.receivers[hop.channel], hop).value
         return self._part
 
     # -- between calls --------------------------------------------------------------------------
@@ -383,13 +377,20 @@ class Runner:
         for (payload, *_), sender in self.wires.senders.items():
             sent_bytes[payload] += sender.num_bytes
             num_messages[payload] += sender.num_messages
+        log = self.log
         return StageStatistics(
             stage=self._grid.stage,
             replica=self._grid.replica,
+            num_steps=log.num_steps,
+            num_tasks=dict(log.num_tasks),
+            busy_s=log.busy_ns / 1e9,
+            waiting_s=log.waiting_ns / 1e9,
+            step_s=log.step_ns / 1e9,
             sent_bytes=dict(sent_bytes),
             num_messages=dict(num_messages),
             split=self.split,
-            **self.log.totals(),
+            all_reduce_bytes=log.all_reduce_bytes,
+            exposed_s=log.exposed_ns / 1e9,
         )
 
     def flush(self) -> None:
@@ -418,12 +419,6 @@ class Runner:
         """Disconnect without waiting for any rank."""
         self.wires.close()
         self._world.close()
-
-
-def _once(channel: Channel) -> Transfer:
-    """Return the transfer of what a mini-batch has one of."""
-    payload, source, destination = channel
-    return Transfer(payload, 0, source, destination)
 
 
 def _message_of(gradients: Sequence[Part]) -> Flat:

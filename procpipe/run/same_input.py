@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from procpipe.channel.meta import memory_of
@@ -26,7 +25,7 @@ from procpipe.errors import CallMismatchError, DisagreementError
 from procpipe.job.grid import Grid
 from procpipe.run.coordinator import Agree
 from procpipe.torch_internals import pytree
-from procpipe.tree import in_words, is_plain
+from procpipe.tree import in_words, is_dense
 
 
 def described(inputs: Any) -> list[Any] | None:
@@ -38,18 +37,12 @@ def described(inputs: Any) -> list[Any] | None:
     if any(isinstance(leaf, Remote) for leaf in leaves):
         return None
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-    having_bits = [tensor for tensor in tensors if _has_bits(tensor)]
+    having_bits = [tensor for tensor in tensors if is_dense(tensor) and tensor.numel()]
     checksum = 0
     for tensor in having_bits:
         on_cpu = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         checksum = zlib.crc32(memory_of(on_cpu), checksum)
     return [", ".join(map(in_words, tensors)), checksum] if having_bits else None
-
-
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether a tensor has elements in memory of its own (a sparse one has none, say)."""
-    is_dense = tensor.layout == torch.strided and not tensor.is_meta
-    return is_dense and is_plain(tensor) and tensor.numel() > 0
 
 
 def check_same(inputs: Any, num_calls: int, grid: Grid, agree: Agree) -> None:

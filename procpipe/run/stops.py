@@ -52,13 +52,10 @@ class Stops:
             yield
         finally:
             if not (self.is_stopped or self.is_signalled):
-                self._restore(added)
+                self.restore(added)
 
-    def restore(self) -> None:
-        """Set the handlers that were there before."""
-        self._restore(self._before)
-
-    def _restore(self, numbers: Collection[int]) -> None:
+    def restore(self, numbers: Collection[int] = _ALL) -> None:
+        """Set the handlers of signals that were there before."""
         with contextlib.suppress(ValueError):  # collected in another thread, which may not
             for number in self._before.keys() & {*numbers}:
                 before = self._before[number]

@@ -19,7 +19,7 @@ from procpipe.data.upload import on_device
 from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
-from procpipe.plan.routes import TARGET, TIED_GRADIENT, Channel, Routes
+from procpipe.plan.routes import TARGET, TIED_GRADIENT, Channel, Routes, Transfer
 from procpipe.run.coordinator import Coordinator, compare_facts
 from procpipe.tree import Flat, map_tensors
 
@@ -45,8 +45,8 @@ class Wires:
         mesh: the sockets.
         choice: which transport is between which ranks.
         senders, receivers: this rank's ends of the channels of the plan, and around it.
-        tied: by each other stage with the same parameters, the channels of gradients to it and from
-            it.
+        tied: by each other stage with the same parameters, the transfers of gradients to it and
+            from it.
 
     Raises:
         BalanceError: there would be too many channels.
@@ -73,11 +73,12 @@ class Wires:
         self._device = world.device
         first = [placement.index(stage) for stage in range(routes.num_stages)]
         pairs = sorted({(a, b) for tie in ties for a in tie for b in tie if a != b})
-        tied = {(a, b): (TIED_GRADIENT, first[a], first[b]) for a, b in pairs}
+        tied = {(a, b): Transfer(TIED_GRADIENT, 0, first[a], first[b]) for a, b in pairs}
         self.tied = {b: (tied[a, b], tied[b, a]) for a, b in pairs if a == grid.stage}
         self._target = TARGET, 0, len(placement) - 1
         is_sent = placement[0] != placement[-1]
-        numbers = _numbered([*routes.channels(), *[self._target] * is_sent, *tied.values()], routes)
+        around = [*[self._target] * is_sent, *[transfer.channel for transfer in tied.values()]]
+        numbers = _numbered([*routes.channels(), *around], routes)
         transports = world.transports.open(
             self.choice,
             [

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from itertools import chain
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,24 +110,15 @@ def skippable(
     return declare
 
 
-def declared(layer: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
+def declared(layer: nn.Module) -> tuple[list[tuple[SkipKey, int]], list[SkipKey]]:
     """Return what a layer, modules inside it included, declares: stashes with pops, and pops."""
-    stashes: dict[SkipKey, int] = {}
+    stashes: list[tuple[SkipKey, int]] = []
     pops: list[SkipKey] = []
     for module in layer.modules():
-        own_stashes, own_pops = _own(module)
-        stashes.update(own_stashes)
-        pops += own_pops
+        own = getattr(module, _STASHES, {})
+        stashes += [(_key(module, name), num_pops) for name, num_pops in own.items()]
+        pops += [_key(module, name) for name in getattr(module, _POPS, ())]
     return stashes, pops
-
-
-def _own(module: nn.Module) -> tuple[dict[SkipKey, int], list[SkipKey]]:
-    """Return what a module declares, without those inside it."""
-    stashes = getattr(module, _STASHES, {})
-    return (
-        {_key(module, name): num_pops for name, num_pops in stashes.items()},
-        [_key(module, name) for name in getattr(module, _POPS, ())],
-    )
 
 
 def verify_skippables(module: nn.Sequential) -> None:
@@ -149,12 +139,12 @@ def verify_skippables(module: nn.Sequential) -> None:
     num_left: dict[SkipKey, int] = {}  # how many layers are still to pop it
     faults: list[str] = []
     for name, layer in _in_order(module):
-        own = [_own(each) for each in layer.modules()]
-        for key, num_pops in chain.from_iterable(stashes.items() for stashes, _ in own):
+        stashes, pops = declared(layer)
+        for key, num_pops in stashes:
             if key in stashers:
                 faults.append(f"layer {name!r} stashes {key}, as layer {stashers[key]!r} does")
             stashers[key], num_left[key] = name, num_pops
-        for key in chain.from_iterable(pops for _, pops in own):
+        for key in pops:
             if num_left.get(key, 0) < 1:
                 faults.append(f"layer {name!r} pops {key}, which no layer has stashed for it")
             else:

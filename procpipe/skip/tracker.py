@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -66,6 +67,11 @@ class Tracker:
         tensor, num_pops = self._tensors.pop(key)
         if num_pops > 1:
             self._tensors[key] = tensor, num_pops - 1
+        return tensor
+
+    def left(self, key: SkipKey, default: Any) -> Any:
+        """Return what is stashed under a key and not popped by all layers, else ``default``."""
+        tensor, _ = self._tensors.get(key, (default, 0))
         return tensor
 
 

@@ -29,7 +29,7 @@ class Sizes(TorchDispatchMode):
 
 def put_off_bytes(partition: Segment, i: int) -> int:
     """Return the bytes that a partition holds from task I of a micro-batch to its task W."""
-    waiting = partition._put_off[i]._waiting
+    waiting = partition._put_off[i].waiting
     calls = [call for of_layer in waiting.values() for call in of_layer]
     kept = [tensor for call in calls for tensor in (call.x, call.gradient)]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())

@@ -178,8 +178,7 @@ def test_a_recomputation_that_fails_leaves_all_as_it_was():
 
 def test_a_long_name_of_a_layer_is_cut_on_the_board_only():
     name, board = "x" * 200, Board.create(0, 1)
-    segment = segment_of({name: Do(lambda t: t @ t)})
-    segment.layers.board = board
+    segment = segment_of({name: Do(lambda t: t @ t)}, board=board)
     with pytest.raises(RuntimeError) as caught:
         run(segment, received(torch.ones(2, 3)))
     assert caught.value.__notes__[0].startswith(f"procpipe: layer '{name}' (Do) was given")

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from procpipe.errors import BalanceError, PlanError
 from procpipe.plan.placement import folded, looped
-from procpipe.plan.schedules.fuse import fused
 from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
-from procpipe.plan.schedules.zero_bubble import zb_h1, zb_v
+from procpipe.plan.schedules.zero_bubble import fused, zb_h1, zb_v
 from procpipe.plan.task import Plan
 
 

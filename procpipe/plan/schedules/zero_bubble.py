@@ -51,6 +51,13 @@ longest path or stage.)
     17  W1@0      W1@1
     18  W2@0      W2@1
 
+**Fused halves.** A split has a cost, too: tensors are kept between its two tasks. It gains time
+only if another stage needs the gradient before ``W`` has ended. Where ``W`` follows right after its
+``I``, and the user of the gradient starts no sooner than ``W`` ends, one ``B`` delays no task:
+
+    stage 0   ······[I0][W0]            stage 0   ······[I0][W0]
+    stage 1   [I0][W0]                  stage 1   [──B0──]          and likewise B0 on stage 0
+
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), https://arxiv.org/abs/2401.10241,
 Sections 2.1 (ZB-H1) and 6 (ZB-V).
 """
@@ -63,6 +70,7 @@ from collections.abc import Collection, Iterator
 from procpipe.plan.placement import folded
 from procpipe.plan.schedules.rows import one_forward_one_backward, plan_of_rows
 from procpipe.plan.task import (
+    BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     RECOMPUTE,
@@ -128,3 +136,21 @@ def _v_row(m: int, n: int, stage: int, recompute: Collection[int]) -> Iterator[T
     for j in (far, near):
         while turns[WEIGHT_GRADIENT, j] < m:
             yield from take(WEIGHT_GRADIENT, j)
+
+
+def fused(plan: Plan) -> Plan:
+    """Fuse I and W of a plan of ``plan_of_rows`` into B wherever no other task starts later.
+
+    Every task is taken to last one clock cycle.
+    """
+    cycles = {task: k for k, cycle in enumerate(plan.cycles) for task in cycle}
+    rows: list[list[Task]] = [[] for _ in range(plan.num_stages)]
+    for stage, row in enumerate(rows):
+        for task in plan.tasks_of(stage):
+            kind, i, j = task
+            is_pair = kind == WEIGHT_GRADIENT and row[-1] == (INPUT_GRADIENT, i, j)
+            if is_pair and (j == 0 or cycles[task] < cycles[Task(INPUT_GRADIENT, i, j - 1)]):
+                row[-1] = Task(BACKWARD, i, j)
+            else:
+                row.append(task)
+    return plan_of_rows(plan.num_micro_batches, rows, plan.placement)

@@ -6,7 +6,7 @@ each, ``names("+a | -a")`` of one stage of two.
 
 from __future__ import annotations
 
-from procpipe.skip.layout import SkipLayout, layout_of
+from procpipe.compute.skips import SkipLayout, layout_of
 from tests.skip.layers import drawn
 
 
