@@ -266,7 +266,7 @@ class Receiver:
         if wait is not None:
             self._mesh.check_open()
             wait()
-        return meta.holding(tensors)
+        return Flat(tensors, meta.structure, meta.requires_grad)
 
     def _on_frame(self, meta_size: int, flags: int, body: memoryview) -> None:
         if meta_size:

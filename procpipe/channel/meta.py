@@ -76,10 +76,6 @@ class Meta:
         sizes = [k * tensor.dtype.itemsize for k, tensor in zip(counts, self.tensors, strict=True)]
         return list(zip(self.tensors, counts, layout(sizes)[0], strict=True))
 
-    def holding(self, tensors: list[Tensor]) -> Flat:
-        """Return the message of which these are the tensors."""
-        return Flat(tensors, self.structure, self.requires_grad)
-
 
 def _as_usual() -> AbstractContextManager[object]:
     """Make no inference tensors within, even in inference mode.

@@ -110,7 +110,7 @@ class Layers:
         return leaving
 
     def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
-        versions = versions_of(watched)
+        versions = versions_of(watched) if watched else None
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
             self._current = k
             self._board.page.layer = self._shown[k]

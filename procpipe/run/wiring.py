@@ -124,7 +124,8 @@ class Wires:
         for sender in self.senders.values():
             if sender.in_flight:
                 sender.reap()
-        self.wait_posted()
+        for sender in self._holding:
+            sender.wait_posted()
 
     def send_target(self, target: Any) -> None:
         """Send a mini-batch's target to the last partition's stage, from this stage's device."""
