@@ -493,7 +493,7 @@ class Stage(LocalLayers):
             return clip_together(
                 agree,
                 self._parameters_by_partition(),
-                self._tied.elsewhere if self.replica == 0 else {*self.parameters()},
+                {*(self._tied.elsewhere.values() if self.replica == 0 else self.parameters())},
                 max_norm,
                 norm_type,
                 error_if_nonfinite=error_if_nonfinite,
