@@ -120,12 +120,12 @@ class Segment:
         self._recomputes = False  # whether anything of this mini-batch is recomputed
         self._newest: RandomStates | None = None  # of the newest micro-batch to be recomputed
         # Read again, since a user may replace modules and parameters.
-        self._modules = [m for layer in self.layers.named.values() for m in layer.modules()]
-        types = list(map(type, self._modules))
+        modules = [m for layer in self.layers.named.values() for m in layer.modules()]
+        types = list(map(type, modules))
         if types != self._types:
             check_sharded_before(self._types or types, types)
             self._types = types
-        self._buffers.read(self._modules)
+        self._buffers.read(modules)
         self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
