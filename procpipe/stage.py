@@ -514,7 +514,7 @@ class Stage(LocalLayers):
         """
         unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
         with self._agreement("scaler") as agree:
-            connect_scaler(scaler, agree, unscale, self.device)
+            connect_scaler(scaler, agree, unscale, self.device, self._grid.numbers)
             self._loss.scale = scaler.scale
         return scaler
 
