@@ -75,12 +75,16 @@ def connect_scaler(
     agree: Agree,
     unscale: Callable[[], AbstractContextManager[Agree]],
     device: torch.device,
+    numbers: Sequence[int],
 ) -> None:
-    """Have a scaler check gradients on all ranks together; ``unscale`` begins a call for that."""
+    """Have a scaler check gradients on all ranks together; ``unscale`` begins a call for that.
+
+    ``numbers`` are those of the ranks in the job, for errors.
+    """
     facts = {"enabled": scaler.is_enabled(), **scaler.state_dict()}
-    if differences := agree(facts, _differences):
+    if differences := agree(facts, partial(_differences, numbers)):
         raise DisagreementError(differences)
-    check_gradients_by(scaler, partial(_checked, scaler, unscale))
+    check_gradients_by(scaler, partial(_checked, scaler, unscale, numbers))
     scaler.scale = partial(_scaled, scaler)  # type: ignore[method-assign]
     # torch makes the scale's tensor in the first call, which only the last stage may make.
     scaler.scale(torch.ones((), device=device))
@@ -96,6 +100,7 @@ def _scaled(scaler: GradScaler, outputs: Any) -> Any:
 def _checked(
     scaler: GradScaler,
     call: Callable[[], AbstractContextManager[Agree]],
+    numbers: Sequence[int],
     check: Callable[[], Mapping[torch.device, Tensor]],
     zero: Tensor,
 ) -> dict[torch.device, Tensor]:
@@ -113,7 +118,9 @@ def _checked(
         found = sum((value.to(zero.device) for value in of_devices), start=zero)
         # In one copy, as each waits for the device.
         scale, found_inf = torch.stack([scaler.scale(torch.ones_like(zero)), found]).tolist()
-        differences, of_ranks = agree([scale, [found_inf] if of_devices else []], _combined)
+        differences, of_ranks = agree(
+            [scale, [found_inf] if of_devices else []], partial(_combined, numbers)
+        )
         if differences:
             raise DisagreementError(differences)
     if not of_ranks:
@@ -154,13 +161,15 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _differences(of_ranks: list[dict[str, Any]]) -> list[str]:
+def _differences(numbers: Sequence[int], of_ranks: list[dict[str, Any]]) -> list[str]:
     named = [{f"the scaler's {name}": x for name, x in facts.items()} for facts in of_ranks]
     same = "give every rank's scaler the same options, saved state and update(new_scale)"
-    return [f"{difference}: {same}" for difference in compare_facts(named)]
+    return [f"{difference}: {same}" for difference in compare_facts(named, numbers)]
 
 
-def _combined(of_ranks: list[tuple[float, list[float]]]) -> tuple[list[str], list[float]]:
+def _combined(
+    numbers: Sequence[int], of_ranks: list[tuple[float, list[float]]]
+) -> tuple[list[str], list[float]]:
     """Return how the scales differ, and all results of inf checks."""
     scales = [{"scale": scale} for scale, _ in of_ranks]
-    return _differences(scales), [found for _, of_rank in of_ranks for found in of_rank]
+    return _differences(numbers, scales), [found for _, of_rank in of_ranks for found in of_rank]

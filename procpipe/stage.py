@@ -288,17 +288,16 @@ class Stage(LocalLayers):
             if is_first:
                 decided |= divisors(total_weight, accumulate)
             if is_first and not is_last and target is not None:
-                place = self._batches.delivered(target) or SENT
-                weights = self._loss.weights(target, decided["sizes"])
-                decided |= {"target": place, "weights": weights}
+                decided["target"] = self._batches.delivered(target) or SENT
+                decided["weights"] = self._loss.weights(target, decided["sizes"])
             order = self._begin_call("step", **decided)
             if is_first and order.target == SENT:
                 pipeline.wires.send_target(target)
-            count = order.counted
+            counted = None  # elsewhere than on the last stage
             if is_last:
                 batch.loss = self._mean_loss(pipeline, order, target)
-                count = math.fsum(batch.loss.weights)
-            self._coordinator.announce(order, count)
+                counted = math.fsum(batch.loss.weights)
+            self._coordinator.announce(order, counted)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             if batch.loss is not None and (self.replica == 0 or not order.is_shared):
@@ -350,7 +349,7 @@ class Stage(LocalLayers):
             given = inputs_of(inputs, named)
             batch, decided = self._scattered(given)
             order = self._begin_call("forward", **decided)
-            self._coordinator.announce(order, order.counted)
+            self._coordinator.announce(order)
             if order.is_shared or self.replicas == 1:
                 self._num_forwards += 1
                 check_same(given, self._num_forwards, self._grid, self._coordinator.agree_in_call)
@@ -493,7 +492,7 @@ class Stage(LocalLayers):
             return clip_together(
                 agree,
                 self._parameters_by_partition(),
-                self._tied.elsewhere if self.replica == 0 else {*self.parameters()},
+                {*(self._tied.elsewhere.values() if self.replica == 0 else self.parameters())},
                 max_norm,
                 norm_type,
                 error_if_nonfinite=error_if_nonfinite,
@@ -515,7 +514,7 @@ class Stage(LocalLayers):
         """
         unscale = partial(self._agreement, "scaler.unscale_", of_gradients=True)
         with self._agreement("scaler") as agree:
-            connect_scaler(scaler, agree, unscale, self.device)
+            connect_scaler(scaler, agree, unscale, self.device, self._grid.numbers)
             self._loss.scale = scaler.scale
         return scaler
 
@@ -663,9 +662,9 @@ class Stage(LocalLayers):
                 recompute=order.recompute,
                 reduces=not self._keeps_own,
             )
-            self._coordinator.announce(order, order.counted)
+            self._coordinator.announce(order, sum(order.sizes))
             if gradients is not None and self.replicas > 1:
-                share = order.counted / sum(self._coordinator.meet())
+                share = sum(order.sizes) / sum(self._coordinator.meet())
                 gradients = [[g if g is None else g * share for g in one] for one in gradients]
             batch.output_gradients = gradients
             pipeline.run(order, batch)

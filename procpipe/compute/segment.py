@@ -124,12 +124,12 @@ class Segment:
         self._recomputes = False  # whether anything of this mini-batch is recomputed
         self._newest: RandomStates | None = None  # of the newest micro-batch to be recomputed
         # Read again, since a user may replace modules and parameters.
-        self._modules = [m for layer in self.layers.named.values() for m in layer.modules()]
-        types = list(map(type, self._modules))
+        modules = [m for layer in self.layers.named.values() for m in layer.modules()]
+        types = list(map(type, modules))
         if types != self._types:
             check_sharded_before(self._types or types, types)
             self._types = types
-        self._buffers.read(self._modules)
+        self._buffers.read(modules)
         self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
@@ -221,7 +221,7 @@ class Segment:
         assert this.random is not None, "not to be recomputed"
         if not any(map(any, this.flags)):
             return
-        if this.versions != self._versions(this):
+        if this.versions and this.versions != versions_of(this.tensors):
             raise RecomputeError(
                 f"the input of micro-batch {i} was changed in place after its first forward, so "
                 "recomputing it would start from the wrong values: leave a mini-batch's input "
@@ -309,7 +309,8 @@ class Segment:
         if self._newest is not None:
             self._newest.forget_undrawn(random)
         self._newest = random
-        this.versions = self._versions(this)
+        # If the first layer may change its input in place, it works on copies.
+        this.versions = [] if self.layers.changes_input else versions_of(this.tensors)
         this.buffers = self._buffers.before_forward()
         with phase("checkpointing"):
             made = self._run(this, this.tensors if this.versions else ())
@@ -354,13 +355,6 @@ class Segment:
         if self._splitter is None:
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
         return together([autocast, self._splitter.into(this.put_off)])
-
-    def _versions(self, this: _Pass) -> list[int | None]:
-        """Return what rises when an input of a micro-batch that is recomputed is changed in place.
-
-        Empty where the first layer may do so: it works on copies then.
-        """
-        return [] if self.layers.changes_input else versions_of(this.tensors)
 
 
 def _digested(digests: list[Digest], finish: Finish, output: Any) -> Any:

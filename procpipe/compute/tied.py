@@ -70,8 +70,8 @@ class Tied:
     def __init__(self, stage: int, copies: Sequence[Copy]) -> None:
         self.parameters = [copy for copy in copies if isinstance(copy.tensor, nn.Parameter)]
         self.buffers = [copy for copy in copies if not isinstance(copy.tensor, nn.Parameter)]
-        #: Parameters whose gradients another stage counts, as in a norm.
-        self.elsewhere = {copy.tensor for copy in self.parameters if copy.stages[0] != stage}
+        #: Parameters, by name, that an earlier stage counts in a norm, and saves the state of.
+        self.elsewhere = {c.name: c.tensor for c in self.parameters if c.stages[0] != stage}
         self._built = [copy.tensor for copy in self.parameters]
         self._stage = stage
         self._num_calls = 0

@@ -9,7 +9,6 @@ PURE: no sockets, no torch.
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, NamedTuple
 
 #: Where the last stage finds the target: sent by the first rank, or given to it by the user on its
@@ -61,11 +60,6 @@ class Order(NamedTuple):
         """
         is_of_eval = not self.is_training and self.call in ("batches", "step", "forward")
         return not is_of_eval and self.call != "fetch"
-
-    @property
-    def counted(self) -> float:
-        """What the mini-batch counts, as far as all stages know: its weights, or its samples."""
-        return math.fsum(self.weights or self.sizes)
 
     def common(self) -> dict[str, Any]:
         """Return what all replicas must have in common, by its name; plain JSON."""

@@ -105,7 +105,7 @@ def state_of(groups: Sequence[Group], module: nn.Module) -> dict[str, dict[str, 
     """Return the state of each parameter that no earlier stage has, too."""
     state = {name: each.state for group in groups for name, each in group.parameters.items()}
     if isinstance(module, Stage):
-        elsewhere = {c.name for c in module._tied.parameters if c.stages[0] != module._grid.stage}
+        elsewhere = module._tied.elsewhere
         state = {name: of_it for name, of_it in state.items() if name not in elsewhere}
     return state
 

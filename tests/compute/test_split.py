@@ -257,6 +257,19 @@ def test_weight_gradients_that_are_not_put_off_are_in_the_first_task(recompute):
     check(model, ramp(3, 5, 6), put_off=4, recompute=recompute)
 
 
+def test_hooks_of_weights_run_in_the_order_of_the_backward_pass():
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
+    order: list[int] = []
+    for k, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, k=k: order.append(k))
+    partition = segment_of(*layers)
+    forward(partition, 0, received(ramp(3, 6)), keep=True, recompute=False, split=True)
+    backward(partition, 0, [torch.ones(3, 6)])
+    assert order == []
+    partition.backward_weight(0)
+    assert order == [2, 1, 0]
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.Conv1d(3, 3, 1)])
 def test_a_change_in_place_of_saved_tensors_is_an_error(layer):
     def changes(layer, x):

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -371,6 +372,8 @@ def ask_for_what_cannot_be(bare):
         found["late"] = error_of(lambda: shard(bare, mesh, "dp", "gpipe", is_late=True))
         found["tied"] = error_of(lambda: shard(bare, mesh, "dp", "zb-h1", is_tied=True))
         found["tied in a stage"] = error_of(lambda: shard(bare, mesh, "dp", "1f1b", is_tied=True))
+        stage = stage_in(bare, mesh, "scaler", make_model(), [2, 4])
+        found["scaler"] = error_of(lambda: stage.scaler(GradScaler("cpu", 2.0**bare.rank)))
     return found
 
 
@@ -403,7 +406,7 @@ def beside(bare):
 
 def test_what_cannot_be_is_a_clear_error(ranks):
     for rank, found in enumerate(ranks(4).run(ask_for_what_cannot_be, world=False).values()):
-        pipeline = [0, 1] if rank < 2 else [2, 3]
+        a, b = pipeline = [0, 1] if rank < 2 else [2, 3]
         for name, words in {
             "two dimensions": "ValueError: mesh has 2 dimensions, ('dp', 'pp')",
             "replicas": "ValueError: replicas=2 and mesh are given",
@@ -419,6 +422,7 @@ def test_what_cannot_be_is_a_clear_error(ranks):
                 "TypeError: 0.weight is shared by layers 0.weight, 1.up.bias, and one is sharded",
                 "TypeError: 3.up.weight is shared by layers 3.up.weight, 5.weight, and one is",
             )[rank % 2],
+            "scaler": f"the scaler's scale is {2.0**a} on rank {a} and {2.0**b} on rank {b}: give",
         }.items():
             assert words in found[name], (rank, name, found[name])
         assert not any("give replicas=" in words for words in found.values()), found

@@ -74,12 +74,14 @@ def train(bare):
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         assert_same(stage.clip_grad_norm_(1.0), expected, "norm", TOLERANCE)
         assert_same_gradients(stage, plain, "clipped", TOLERANCE)
-        return stage.statistics().num_messages["tied gradient"]
+        statistics = stage.statistics()
+    return [of["tied gradient"] for of in (statistics.num_messages, statistics.sent_bytes)]
 
 
 def test_a_shared_gradient_is_sent_once_a_call_to_each_other_stage(ranks):
-    """However many micro-batches there are, and layers on a stage."""
-    assert ranks(3).run(train, world=False).values() == [4 * 2] * 3
+    """However many micro-batches there are, and layers on a stage; none while it is frozen."""
+    matrix_bytes = 6 * 6 * 8
+    assert ranks(3).run(train, world=False).values() == [[4 * 2, 2 * 2 * matrix_bytes]] * 3
 
 
 def check_sparse(bare):

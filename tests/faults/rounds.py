@@ -214,7 +214,9 @@ def _draw(chance: random.Random, what: str, launcher: str) -> Round:
     if where in ("forward", "recompute", "backward", "loss"):
         micro_batch = chance.randrange(1 if when == TRANSFER else 0, chunks)
     steps = {START: [-1], SAVING: range(1, num_steps - 1), CLOSE: [num_steps - 1]}
-    needs_step = where == "loss" or what == "catch" or replicas > 1
+    # In its first calls stage(input) compares inputs, which no rank may miss.
+    is_missed = when == TRANSFER and where != "any moment"
+    needs_step = where == "loss" or what == "catch" or replicas > 1 or is_missed
     return Round(
         seed=chance.randrange(1 << 30),
         launcher=launcher,

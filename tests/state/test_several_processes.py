@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,6 +83,31 @@ def test_a_user_opens_a_saved_state_with_torch(saved):
         for name, values in found["optimizer"]["state"].items():
             assert values["exp_avg"].shape == make_model().get_parameter(name).shape, name
     assert names == make_model().state_dict().keys()
+
+
+def save_tied(bare, folder):
+    model = small_model()
+    model[2].weight = model[0].weight
+    with stage_of(bare, "tied", model, [1, 2], loss_fn=F.mse_loss) as stage:
+        optimizer = torch.optim.Adam(stage.parameters())
+        train(stage, optimizer, [(torch.ones(2, 2), torch.ones(2, 2))])
+        state.save(folder, stage, optimizer)
+        state.export(f"{folder}/exported", stage, keys=lambda key: key.replace("2.w", "0.w"))
+
+
+def test_a_shared_matrix_is_written_by_one_of_its_stages(ranks, tmp_path):
+    """The optimizer's state of it; and its values, where its names become one key."""
+    ranks(2).run(save_tied, str(tmp_path), world=False).values()
+    states: list[str] = []
+    keys: list[str] = []
+    for rank in range(2):
+        found = torch.load(tmp_path / f"000001/stage-{rank}-of-2.pt", weights_only=True)
+        states += found["optimizer"]["state"]
+        file = tmp_path / f"exported/model-{rank + 1:05d}-of-00002.safetensors"
+        with safe_open(file, "pt") as weights:
+            keys += weights.keys()
+    each_once = ["0.bias", "0.weight", "1.bias", "1.weight", "2.bias"]
+    assert sorted(states) == sorted(keys) == each_once
 
 
 # -- faults --------------------------------------------------------------------------------------
