@@ -77,11 +77,6 @@ class Task(NamedTuple):
         return self.kind in (BACKWARD, INPUT_GRADIENT)
 
 
-def gradient_tasks(i: int, j: int) -> tuple[Task, Task]:
-    """Return the tasks that can make the gradient of a partition's input; a plan holds one."""
-    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
-
-
 #: The tasks of one clock cycle, at most one a stage.
 Cycle = tuple[Task, ...]
 
@@ -131,14 +126,19 @@ class Plan:
             yield from cycle
 
     @cached_property
-    def has_forward(self) -> bool:
-        """Whether the plan has forward tasks (found by the first stage's)."""
-        return any(task.kind == FORWARD for _, task in self.row(0))
+    def kinds(self) -> frozenset[str]:
+        """The kinds of its tasks."""
+        return frozenset(task.kind for task in self.tasks())
 
-    @cached_property
+    @property
+    def has_forward(self) -> bool:
+        """Whether the plan has forward tasks."""
+        return FORWARD in self.kinds
+
+    @property
     def has_backward(self) -> bool:
-        """Whether the plan has backward tasks (found by the first stage's)."""
-        return any(task.makes_gradient for _, task in self.row(0))
+        """Whether the plan has backward tasks."""
+        return not self.kinds.isdisjoint((BACKWARD, INPUT_GRADIENT))
 
     @cached_property
     def last_forward(self) -> int | None:

@@ -35,7 +35,7 @@ from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
-from procpipe.plan.schedules.rows import cycles_of_rows, makers
+from procpipe.plan.schedules.rows import starts_of_rows
 from procpipe.plan.task import Task
 from procpipe.run.statistics import Split
 from procpipe.timeline.steps import Step, TimedTask
@@ -112,15 +112,8 @@ def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> 
     Raises:
         ValueError: the stages would wait for each other forever.
     """
-    spans_s: Spans = {}
-    free_s = [0.0] * len(rows)
-    for cycle in cycles_of_rows(rows):
-        for stage, task in cycle.items():
-            inputs = spans_s.keys() & makers(task)
-            start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
-            free_s[stage] = start_s + seconds(task)
-            spans_s[task] = start_s, free_s[stage]
-    return spans_s
+    starts_s = zip(chain(*rows), chain(*starts_of_rows(rows, seconds)), strict=True)
+    return {task: (start_s, start_s + seconds(task)) for task, start_s in starts_s}
 
 
 def _end_s(spans_s: Spans) -> float:
