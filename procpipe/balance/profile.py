@@ -22,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -244,18 +244,9 @@ def _memories(tensors: Iterable[Tensor]) -> _Memories:
     return {id(storage): storage for storage in storages}  # one object for all tensors in it
 
 
-def _beyond(memories: _Memories, others: Mapping[int, object]) -> _Memories:
-    """Return those memories that are not in the others."""
-    return {key: storage for key, storage in memories.items() if key not in others}
-
-
-def _within(memories: _Memories, others: Mapping[int, object]) -> int:
-    """Return the bytes of those memories that are in the others, too."""
-    return _added({key: storage for key, storage in memories.items() if key in others})
-
-
-def _added(memories: _Memories) -> int:
-    return sum(storage.nbytes() for storage in memories.values())
+def _added(memories: _Memories, keys: Iterable[int]) -> int:
+    """Add up the bytes of some memories."""
+    return sum(memories[key].nbytes() for key in keys)
 
 
 class _Counts:
@@ -290,20 +281,20 @@ class _Counts:
         entered, left, made = map(_memories, (layer.inputs, outputs, layer.outputs))
         before = own | entered | _memories(chain.from_iterable(waiting.values()))
         for key in pops:
-            kept = _within(saved, _memories(waiting.get(key, ())))
+            kept = _added(saved, saved.keys() & _memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
         now = layer.cut.waiting()
         for key in stashes:
-            lonely = _beyond(_memories(now.get(key, ())), entered | left)
-            self._skips[key] = k, _num_bytes(now.get(key, ())), _within(lonely, saved)
+            lonely = (saved.keys() & _memories(now.get(key, ()))) - entered.keys() - left.keys()
+            self._skips[key] = k, _num_bytes(now.get(key, ())), _added(saved, lonely)
         return {
             "output_bytes": _num_bytes(outputs),
-            "held_bytes": _added(_beyond(saved | made, before)),
-            "kept_bytes": _added(_beyond(saved, before | made)),
-            "kept_input_bytes": _within(saved, entered),
-            "kept_output_bytes": _within(saved, left),
-            "put_off_bytes": _added(put_off),
-            "is_in_place": _within(entered, left) > 0,
+            "held_bytes": _added(saved | made, (saved | made).keys() - before.keys()),
+            "kept_bytes": _added(saved, saved.keys() - before.keys() - made.keys()),
+            "kept_input_bytes": _added(saved, saved.keys() & entered),
+            "kept_output_bytes": _added(saved, saved.keys() & left),
+            "put_off_bytes": _added(put_off, put_off),
+            "is_in_place": _added(entered, entered.keys() & left) > 0,
             "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
             "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
         }
