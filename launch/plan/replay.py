@@ -24,7 +24,7 @@ from procpipe.plan.task import Plan
 from procpipe.planner.costs import Layer, Machine, task_seconds
 from procpipe.planner.layers import Skip, Table
 from procpipe.planner.simulation import simulate
-from procpipe.timeline.split import usual_seconds
+from procpipe.timeline.split import last_end_s, usual_seconds
 from procpipe.timeline.steps import Hop, Recording, Step, Trace, merged
 from procpipe.words import counted
 
@@ -92,9 +92,8 @@ def usual(recording: Recording) -> Usual:
 
 def _ends_s(step: Step) -> float:
     """Return the seconds of a step before its first task and after its last one."""
-    tasks = [one for row in step.rows for one in row]
-    first_s, last_s = min(one.start_s for one in tasks), max(one.end_s for one in tasks)
-    return step.seconds - last_s + first_s
+    first_s = min(one.start_s for row in step.rows for one in row)
+    return step.seconds - last_end_s(step.rows) + first_s
 
 
 def usual_of_runs(traces: Iterable[Trace]) -> list[Usual]:
