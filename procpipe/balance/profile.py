@@ -35,6 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, num_samples, run_each
 from procpipe.compute.split import suited
+from procpipe.data.loss import Loss
+from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
 from procpipe.planner.costs import Layer, task_seconds
 from procpipe.planner.layers import Skip, Table, Tie
@@ -83,8 +85,8 @@ def profile_layers(
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
             stage (:class:`~procpipe.errors.BoundaryError`).
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing, and
-            ``flops_per_s`` is not given.
+        ValueError: the model holds a layer twice; it, the sample or ``device`` is meta, which
+            computes nothing, and ``flops_per_s`` is not given; or the loss is no 0-dim tensor.
     """
     check_model(module)
     inputs = as_flat(sample, module)
@@ -132,15 +134,6 @@ def count_bytes(module: nn.Sequential, inputs: Flat, device: torch.device) -> li
     return run_each(module, inputs, device, _Counts().count)
 
 
-def check_model(module: nn.Module) -> None:
-    """Raise TypeError unless the model is an ``nn.Sequential``."""
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
-            "be profiled one by one"
-        )
-
-
 def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
     """Return the device to profile on: by default that of the sample's tensors."""
     if device is not None:
@@ -157,7 +150,7 @@ def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
 
 
 class _Loss(nn.Module):
-    """A loss function as a last layer."""
+    """A loss function as a last layer, called and checked as by a stage."""
 
     def __init__(self, loss_fn: Callable[..., Any], target: Any) -> None:
         super().__init__()
@@ -166,8 +159,7 @@ class _Loss(nn.Module):
 
     def forward(self, output: Any) -> Any:
         """Compute the loss."""
-        given = () if self.target is None else (self.target,)
-        return self.loss_fn(output, *given)
+        return Loss(self.loss_fn, None).of(output, self.target)
 
 
 # -- seconds --------------------------------------------------------------------------------------
