@@ -28,6 +28,7 @@ from procpipe.launch.plan.best import Measured, try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
+    balances_table,
     line_to_paste,
     proposals_table,
     tasks_table,
@@ -38,7 +39,6 @@ from procpipe.planner.costs import Machine
 from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.timeline.chrome import read
-from procpipe.timeline.steps import merged
 from procpipe.words import bytes_text, counted, seconds_text
 
 #: What is assumed before anything was measured in a pipeline: between GPUs of one host, at least 16
@@ -145,7 +145,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
         print("estimated from layers that run alone: beside neighbours on one host they are slower")
-    print(f"\n{line_to_paste(chosen, source.model, source.loss)}\n")
+    print(f"\n{balances_table(best)}\n\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
         print(tasks_table(chosen, measured[chosen]))
     return int(options.check and has_failed)
@@ -244,17 +244,18 @@ def _of_folder(options: argparse.Namespace) -> Source:
 
 
 def _recorded(options: argparse.Namespace) -> Source:
-    """Take the costs of layers from the files of a recorded run."""
+    """Take the costs of layers from the files of recorded runs."""
     try:
-        run = replay.usual(merged(read(Path(path)) for path in options.costs))
+        runs = replay.usual_of_runs(read(Path(path)) for path in options.costs)
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
+    run = runs[0]
     return Source(
-        replay.basis(run),
+        replay.basis(runs),
         sum(run.samples) * run.facts["replicas"],
         sum(run.facts["balance"]),
-        partial(replay.table_of, run),
-        replay.machine_of(run, replay.table_of(run, max(run.samples))),
+        partial(replay.table_of, runs),
+        replay.machine_of(run, replay.table_of(runs, max(run.samples))),
         loss=options.loss.rpartition(":")[2] or "loss_fn",
         replicas=options.replicas or run.facts["replicas"],  # gradients are not recorded
     )

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         help="instead of a model and a sample, a folder with a config.json of "
         "transformers")  # fmt: skip
     what.add_argument("--costs", nargs="+", metavar="FILE", default=[],
-        help="instead of a model, the files of a recorded run: Stage(trace=…)")  # fmt: skip
+        help="instead of a model, the files of recorded runs: Stage(trace=…)")  # fmt: skip
     add("--sample", default="", metavar="MODULE:NAME",
         help="a mini-batch, (input, target) or the input alone; or a function for it")  # fmt: skip
     add("--loss", default="", metavar="MODULE:NAME",

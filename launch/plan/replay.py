@@ -1,9 +1,10 @@
-"""Fills the table of layers, and the machine's numbers, from a recorded run.
+"""Fills the table of layers, and the machine's numbers, from recorded runs.
 
     Recording ──usual──▶ Usual ──▶ Table and Machine
 
 What is usual are medians over the training steps that did the same work as the last one, of all
-replicas.
+replicas. Of several runs, the first one's machine counts; each says what micro-batches of its size
+take.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -24,8 +24,8 @@ from procpipe.plan.task import Plan
 from procpipe.planner.costs import Layer, Machine, task_seconds
 from procpipe.planner.layers import Skip, Table
 from procpipe.planner.simulation import simulate
-from procpipe.timeline.split import usual_seconds
-from procpipe.timeline.steps import Hop, Recording, Step
+from procpipe.timeline.split import last_end_s, usual_seconds
+from procpipe.timeline.steps import Hop, Recording, Step, Trace, merged
 from procpipe.words import counted
 
 #: A layer as a recording describes it, see ``layer_facts``: its name, and how many parameters.
@@ -44,7 +44,7 @@ class Usual:
     num_steps: int  # how many steps the medians are of
     step_s: float  # seconds of a step
     task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
-    machine: Machine  # what messages and the host take
+    machine: Machine  # what messages take, and the ends of a step
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
 
 
@@ -74,7 +74,6 @@ def usual(recording: Recording) -> Usual:
     ]
     num_bytes = sum(message_bytes.values())
     machine = Machine(
-        host_s=median(chain.from_iterable(map(_pauses_s, steps))),
         send_s=sum(sends_s.values()) / num_bytes if num_bytes else 0.0,
         hop_s=max(0.0, median(hops_s)) if hops_s else 0.0,
         step_s=median(map(_ends_s, steps)),
@@ -93,45 +92,52 @@ def usual(recording: Recording) -> Usual:
 
 def _ends_s(step: Step) -> float:
     """Return the seconds of a step before its first task and after its last one."""
-    tasks = [one for row in step.rows for one in row]
-    first_s, last_s = min(one.start_s for one in tasks), max(one.end_s for one in tasks)
-    return step.seconds - last_s + first_s
+    first_s = min(one.start_s for row in step.rows for one in row)
+    return step.seconds - last_end_s(step.rows) + first_s
 
 
-def _pauses_s(step: Step) -> Iterator[float]:
-    """Yield the seconds of each stage between two tasks, less those in waits and sends."""
-    for rank, row in enumerate(step.rows):
-        spans = [(one.start_s, one.end_s, True) for one in row]
-        for hop in step.hops:
-            spans += [(hop.posted_s, hop.sent_s, False)] * (hop.source == rank)
-            spans += [(hop.asked_s, hop.taken_s, False)] * (hop.destination == rank)
-        pause_s = 0.0
-        for (_, end_s, _), (start_s, _, is_task) in pairwise(sorted(spans)):
-            pause_s += start_s - end_s
-            if is_task:
-                yield pause_s
-                pause_s = 0.0
+def usual_of_runs(traces: Iterable[Trace]) -> list[Usual]:
+    """Find the usual training steps of one or more runs of the same pipeline.
+
+    Raises:
+        ValueError: as ``merged`` and ``usual``, or the runs do not fit together.
+    """
+    by_run: defaultdict[int, list[Trace]] = defaultdict(list)
+    for trace in traces:
+        by_run[trace.run].append(trace)
+    runs = [usual(merged(of_ranks)) for of_ranks in by_run.values()]
+    for name in ("layers", "balance", "placement", "replicas"):
+        if any(run.facts[name] != runs[0].facts[name] for run in runs):
+            raise ValueError(f"the runs differ in their {name}: give runs that are equal in these")
+    return runs
 
 
-def basis(run: Usual) -> str:
-    """Say what is known of a run, and what is not."""
-    facts = run.facts
-    return (
-        f"a recorded run: {facts['schedule']}, balance {facts['balance']}, "
+def basis(runs: Sequence[Usual]) -> str:
+    """Say what is known of runs, and what is not."""
+    recorded = [
+        f"a recorded run: {run.facts['schedule']}, balance {run.facts['balance']}, "
         f"{counted(len(run.samples), 'micro-batch')} of {max(run.samples)} samples, medians of "
-        f"{counted(run.num_steps, 'step')}\na partition's seconds are divided among its layers by "
-        "their parameters; other sizes of micro-batches are in proportion\nnot recorded, so not "
+        f"{counted(run.num_steps, 'step')}\n"
+        for run in runs
+    ]
+    others = "on a line through those of these runs"
+    if len({max(run.samples) for run in runs}) == 1:
+        others = "in proportion, so small ones are underestimated (add a run with other chunks)"
+    return (
+        f"{''.join(recorded)}a partition's seconds are divided among its layers by their "
+        f"parameters\nseconds of micro-batches of other sizes are {others}\nnot recorded, so not "
         "counted: parameters, and what autograd keeps"
     )
 
 
-def table_of(run: Usual, samples: int) -> Table:
-    """Return the costs of a run's layers, on a micro-batch of so many samples, in proportion.
+def table_of(runs: Sequence[Usual], samples: int) -> Table:
+    """Return the costs of a pipeline's layers, on a micro-batch of so many samples.
 
-    Of their bytes, only those of messages are known. A partition's seconds are divided among its
-    layers by the numbers of their parameters. Outputs within a partition are taken to be as large
-    as the messages.
+    Of their bytes, only those of messages are known, in proportion. A partition's seconds are
+    divided among its layers by the numbers of their parameters. Outputs within a partition are
+    taken to be as large as the messages.
     """
+    run = runs[0]
     balance, factor = list(run.facts["balance"]), samples / max(run.samples)
     named = [_LAYER.fullmatch(line) for line in run.facts["layers"]]
     counts = {match[1]: int(match[2].replace(",", "")) for match in named if match}
@@ -148,15 +154,31 @@ def table_of(run: Usual, samples: int) -> Table:
         for (payload, a, b), num_bytes in sizes.items()
         if payload == SKIP
     )
-    task_s = {task: seconds * factor for task, seconds in run.task_s.items()}
+    by_size: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for one in reversed(runs):
+        for task, seconds in one.task_s.items():
+            by_size[task][max(one.samples)] = seconds
+    task_s = {task: _seconds_at(samples, known_s) for task, known_s in by_size.items()}
     return Table(samples, layers, skips=skips).timed(balance, task_s)
+
+
+def _seconds_at(samples: int, known_s: Mapping[int, float]) -> float:
+    """Return the seconds of a task, on the line through those of the two sizes around it.
+
+    Or through the nearest two; below the smallest at least in proportion, as with one size.
+    """
+    points = sorted(known_s.items()) if len(known_s) > 1 else [(0, 0.0), *known_s.items()]
+    place = bisect_left(points, (samples, 0.0), 1, len(points) - 1)
+    (low, low_s), (high, high_s) = points[place - 1 : place + 1]
+    least_s = low_s * samples / low if samples < low else 0.0
+    return max(least_s, low_s + (high_s - low_s) * (samples - low) / (high - low))
 
 
 def machine_of(run: Usual, table: Table) -> Machine:
     """Return what a run says of its machine, such that a replay of the run takes as long as it did.
 
-    Medians leave out the rare long pauses of processes that share a host. The more tasks there are,
-    the more of these: what a replay lacks is added to the host's seconds for each task.
+    What a replay lacks is added to the host's seconds for each task: also the rare long pauses of
+    processes that share a host, of which there are the more, the more tasks there are.
     """
 
     def with_more(microseconds: int) -> Machine:

@@ -45,6 +45,12 @@ def proposals_table(
     return _table(f"the best of each, {what} (* chosen)", rows, num_left=3)
 
 
+def balances_table(proposals: Sequence[Proposal]) -> str:
+    """Lay out the balances of proposals, in the same order."""
+    rows = [(p.schedule, p.checkpoint, str([*p.balance])) for p in proposals]
+    return _table("their balances", rows, num_left=3)
+
+
 def tasks_table(proposal: Proposal, measured: Measured) -> str:
     """Lay out what was predicted of a proposal beside what was measured."""
     rows = [("", "predicted", "measured", "difference")]

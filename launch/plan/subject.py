@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk, sequential
 from procpipe.balance import Inputs, profile_layers
-from procpipe.data.loss import Loss
 from procpipe.model.cut import check_model
 from procpipe.planner.layers import Table
 from procpipe.torch_internals import pytree
@@ -79,15 +78,10 @@ class Subject:
         Raises:
             MistakeError: the model cannot be run on so many samples.
         """
-        strict = Loss(self.loss_fn, None)  # as that of a stage
-
-        def loss_of(output: Any, target: Any = None) -> Any:
-            return strict.of(output, target)
-
         inputs, target = self.of_size(samples)
         how: dict[str, Any] = {"device": device, "flops_per_s": flops_per_s, "timeout": _BUDGET_S}
         try:
-            return profile_layers(self.model, inputs, target=target, loss_fn=loss_of, **how)
+            return profile_layers(self.model, inputs, target=target, loss_fn=self.loss_fn, **how)
         except Exception as error:
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             reason = f"{where}: {type(error).__name__}: {error}"

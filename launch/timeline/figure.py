@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from procpipe.planner import Timeline
-from procpipe.timeline.split import replay, usual_seconds
+from procpipe.timeline.split import last_end_s, replay, usual_seconds
 from procpipe.timeline.steps import Recording, Step, Summed, TimedTask
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import seconds_text
@@ -74,13 +74,11 @@ def panels_of(recording: Recording, step: Step) -> list[Panel]:
     planned: list[list[TimedTask]] = []
     for replica in range(step.num_replicas):
         tasks = [[one.task for one in row] for row in step.replica(replica)]
-        spans_s = replay(tasks, lambda task: usual_s[task.kind, task.j])
-        planned += [[TimedTask(task, *spans_s[task]) for task in row] for row in tasks]
-    end_s = max((one.end_s for row in planned for one in row), default=0.0)
+        planned += replay(tasks, lambda task: usual_s[task.kind, task.j])
     names = _names(step.num_stages, step.num_replicas)
     measured = f"measured, step {step.number}"
     return [
-        Panel("plan", names, planned, end_s),
+        Panel("plan", names, planned, last_end_s(planned)),
         Panel(measured, names, step.rows, step.seconds, step.sums),
     ]
 

@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from procpipe.balance.alone import Inputs, LayerAlone, as_flat, num_samples, run_each
-from procpipe.balance.profile import check_model, count_bytes, device_of, profile_layers
+from procpipe.balance.profile import count_bytes, device_of, profile_layers
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
+from procpipe.model.cut import check_model
 from procpipe.notes import progress, write_note
 from procpipe.planner.divide import check_num_partitions, divide
 from procpipe.run.coordinator import Agree
@@ -62,7 +63,8 @@ def balance_by_time(
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
             stage (:class:`~procpipe.errors.BoundaryError`).
         BalanceError: ``partitions`` is less than 1, or more than there are layers.
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing.
+        ValueError: the model holds a layer twice; or it, the sample or ``device`` is meta, which
+            computes nothing.
 
     Source: torchgpipe 0.0.7, ``torchgpipe.balance.balance_by_time``.
     """

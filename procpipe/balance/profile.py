@@ -22,7 +22,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -35,6 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from procpipe.balance.alike import likeness
 from procpipe.balance.alone import LayerAlone, as_flat, num_samples, run_each
 from procpipe.compute.split import suited
+from procpipe.data.loss import Loss
+from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
 from procpipe.planner.costs import Layer, task_seconds
 from procpipe.planner.layers import Skip, Table, Tie
@@ -83,8 +85,8 @@ def profile_layers(
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
             stage (:class:`~procpipe.errors.BoundaryError`).
-        ValueError: the model, the sample or ``device`` is meta, which computes nothing, and
-            ``flops_per_s`` is not given.
+        ValueError: the model holds a layer twice; it, the sample or ``device`` is meta, which
+            computes nothing, and ``flops_per_s`` is not given; or the loss is no 0-dim tensor.
     """
     check_model(module)
     inputs = as_flat(sample, module)
@@ -132,15 +134,6 @@ def count_bytes(module: nn.Sequential, inputs: Flat, device: torch.device) -> li
     return run_each(module, inputs, device, _Counts().count)
 
 
-def check_model(module: nn.Module) -> None:
-    """Raise TypeError unless the model is an ``nn.Sequential``."""
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
-            "be profiled one by one"
-        )
-
-
 def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
     """Return the device to profile on: by default that of the sample's tensors."""
     if device is not None:
@@ -157,7 +150,7 @@ def _ties_of(model: nn.Sequential) -> tuple[Tie, ...]:
 
 
 class _Loss(nn.Module):
-    """A loss function as a last layer."""
+    """A loss function as a last layer, called and checked as by a stage."""
 
     def __init__(self, loss_fn: Callable[..., Any], target: Any) -> None:
         super().__init__()
@@ -166,8 +159,7 @@ class _Loss(nn.Module):
 
     def forward(self, output: Any) -> Any:
         """Compute the loss."""
-        given = () if self.target is None else (self.target,)
-        return self.loss_fn(output, *given)
+        return Loss(self.loss_fn, None).of(output, self.target)
 
 
 # -- seconds --------------------------------------------------------------------------------------
@@ -244,18 +236,9 @@ def _memories(tensors: Iterable[Tensor]) -> _Memories:
     return {id(storage): storage for storage in storages}  # one object for all tensors in it
 
 
-def _beyond(memories: _Memories, others: Mapping[int, object]) -> _Memories:
-    """Return those memories that are not in the others."""
-    return {key: storage for key, storage in memories.items() if key not in others}
-
-
-def _within(memories: _Memories, others: Mapping[int, object]) -> int:
-    """Return the bytes of those memories that are in the others, too."""
-    return _added({key: storage for key, storage in memories.items() if key in others})
-
-
-def _added(memories: _Memories) -> int:
-    return sum(storage.nbytes() for storage in memories.values())
+def _added(memories: _Memories, keys: Iterable[int]) -> int:
+    """Add up the bytes of some memories."""
+    return sum(memories[key].nbytes() for key in keys)
 
 
 class _Counts:
@@ -290,20 +273,20 @@ class _Counts:
         entered, left, made = map(_memories, (layer.inputs, outputs, layer.outputs))
         before = own | entered | _memories(chain.from_iterable(waiting.values()))
         for key in pops:
-            kept = _within(saved, _memories(waiting.get(key, ())))
+            kept = _added(saved, saved.keys() & _memories(waiting.get(key, ())))
             self._pops.setdefault(key, []).append((k, kept))
         now = layer.cut.waiting()
         for key, _ in stashes:
-            lonely = _beyond(_memories(now.get(key, ())), entered | left)
-            self._skips[key] = k, _num_bytes(now.get(key, ())), _within(lonely, saved)
+            lonely = (saved.keys() & _memories(now.get(key, ()))) - entered.keys() - left.keys()
+            self._skips[key] = k, _num_bytes(now.get(key, ())), _added(saved, lonely)
         return {
             "output_bytes": _num_bytes(outputs),
-            "held_bytes": _added(_beyond(saved | made, before)),
-            "kept_bytes": _added(_beyond(saved, before | made)),
-            "kept_input_bytes": _within(saved, entered),
-            "kept_output_bytes": _within(saved, left),
-            "put_off_bytes": _added(put_off),
-            "is_in_place": _within(entered, left) > 0,
+            "held_bytes": _added(saved | made, (saved | made).keys() - before.keys()),
+            "kept_bytes": _added(saved, saved.keys() - before.keys() - made.keys()),
+            "kept_input_bytes": _added(saved, saved.keys() & entered),
+            "kept_output_bytes": _added(saved, saved.keys() & left),
+            "put_off_bytes": _added(put_off, put_off),
+            "is_in_place": _added(entered, entered.keys() & left) > 0,
             "parameter_bytes": _num_bytes(chain(module.parameters(), module.buffers())),
             "trained_bytes": _num_bytes(p for p in module.parameters() if p.requires_grad),
         }

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from procpipe.plan.task import FORWARD, Plan, Task, gradient_tasks
+from procpipe.plan.task import BACKWARD, FORWARD, INPUT_GRADIENT, Plan, Task
 
 ACTIVATION = "activation"
 GRADIENT = "gradient"
@@ -61,9 +61,9 @@ class Transfer(NamedTuple):
     @property
     def makers(self) -> tuple[Task, ...]:
         """The tasks that can make what is sent; a plan has one of them."""
-        if self.payload in (GRADIENT, SKIP_GRADIENT):
-            return gradient_tasks(self.i, self.source)
-        return (Task(FORWARD, self.i, self.source),)
+        is_gradient = self.payload in (GRADIENT, SKIP_GRADIENT)
+        kinds = (BACKWARD, INPUT_GRADIENT) if is_gradient else (FORWARD,)
+        return tuple(Task(kind, self.i, self.source) for kind in kinds)
 
 
 @dataclass(frozen=True)

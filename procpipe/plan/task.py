@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -77,16 +76,8 @@ class Task(NamedTuple):
         return self.kind in (BACKWARD, INPUT_GRADIENT)
 
 
-def gradient_tasks(i: int, j: int) -> tuple[Task, Task]:
-    """Return the tasks that can make the gradient of a partition's input; a plan holds one."""
-    return Task(BACKWARD, i, j), Task(INPUT_GRADIENT, i, j)
-
-
 #: The tasks of one clock cycle, at most one a stage.
 Cycle = tuple[Task, ...]
-
-#: What one stage does: the cycle and the task, in order.
-Row = Sequence[tuple[int, Task]]
 
 
 @dataclass(frozen=True)
@@ -112,9 +103,9 @@ class Plan:
         object.__setattr__(self, "cycles", tuple(map(tuple, self.cycles)))
         object.__setattr__(self, "placement", self.placement or tuple(range(self.num_stages)))
 
-    def row(self, stage: int) -> Row:
+    def row(self, stage: int) -> list[tuple[int, Task]]:
         """List a stage's tasks in order, each with its clock cycle."""
-        return self._rows.get(stage, ())
+        return [*zip(*self._rows.get(stage, ((), ())), strict=True)]
 
     @property
     def num_partitions(self) -> int:
@@ -123,7 +114,7 @@ class Plan:
 
     def tasks_of(self, stage: int) -> list[Task]:
         """List the tasks of a stage in order."""
-        return [task for _, task in self.row(stage)]
+        return [*self._rows.get(stage, ((), ()))[1]]
 
     def tasks(self) -> Iterator[Task]:
         """Yield every task, cycle by cycle."""
@@ -131,21 +122,26 @@ class Plan:
             yield from cycle
 
     @cached_property
-    def has_forward(self) -> bool:
-        """Whether the plan has forward tasks (found by the first stage's)."""
-        return any(task.kind == FORWARD for _, task in self.row(0))
+    def kinds(self) -> frozenset[str]:
+        """The kinds of its tasks."""
+        return frozenset(task.kind for task in self.tasks())
 
-    @cached_property
+    @property
+    def has_forward(self) -> bool:
+        """Whether the plan has forward tasks."""
+        return FORWARD in self.kinds
+
+    @property
     def has_backward(self) -> bool:
-        """Whether the plan has backward tasks (found by the first stage's)."""
-        return any(task.makes_gradient for _, task in self.row(0))
+        """Whether the plan has backward tasks."""
+        return not self.kinds.isdisjoint((BACKWARD, INPUT_GRADIENT))
 
     @cached_property
     def last_forward(self) -> int | None:
         """The micro-batch of the last partition's last forward task; ``None`` if it has none."""
         last = self.num_partitions - 1
-        row = self.row(self.placement[last])
-        ends = (task.i for _, task in reversed(row) if task.kind == FORWARD and task.j == last)
+        tasks = reversed(self.tasks_of(self.placement[last]))
+        ends = (task.i for task in tasks if task.kind == FORWARD and task.j == last)
         return next(ends, None)
 
     def to_text(self) -> str:
@@ -183,10 +179,13 @@ class Plan:
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:16]
 
     @cached_property
-    def _rows(self) -> Mapping[int, Row]:
-        rows: defaultdict[int, list[tuple[int, Task]]] = defaultdict(list)
+    def _rows(self) -> Mapping[int, tuple[Sequence[int], Sequence[Task]]]:
+        """The cycles of each stage's tasks, and the tasks: of millions, no pairs are kept."""
+        rows: dict[int, tuple[list[int], list[Task]]] = {}
         stages = dict(enumerate(self.placement))  # a faulty plan may name other partitions
         for k, cycle in enumerate(self.cycles):
             for task in cycle:
-                rows[stages.get(task.j, -1)].append((k, task))
-        return dict(rows)
+                cycles, tasks = rows.setdefault(stages.get(task.j, -1), ([], []))
+                cycles.append(k)
+                tasks.append(task)
+        return rows

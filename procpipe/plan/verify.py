@@ -12,10 +12,9 @@ programs of a plan without faults run to their end on any transport, as ``progra
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, product
-from operator import itemgetter
 
 from procpipe.errors import PlanError
 from procpipe.plan.routes import Routes, Transfer
@@ -28,11 +27,10 @@ from procpipe.plan.task import (
     WEIGHT_GRADIENT,
     Plan,
     Task,
-    gradient_tasks,
 )
 
-#: The cycles that contain a task, ascending; one in a correct plan.
-_Cycles = Mapping[Task, Sequence[int]]
+#: By kind and partition, the cycle of each micro-batch's task.
+_Cycles = Mapping[tuple[str, int], Mapping[int, int]]
 
 
 def verify(plan: Plan, routes: Routes) -> None:
@@ -51,10 +49,10 @@ def verify(plan: Plan, routes: Routes) -> None:
     if plan.placement[0] != 0 or {*plan.placement} != {*range(plan.num_stages)}:
         stages = f"stage 0, which has the mini-batch, and name all {plan.num_stages} stages"
         raise PlanError([f"the placement {list(plan.placement)} must begin with {stages}"])
-    cycles: defaultdict[Task, list[int]] = defaultdict(list)
+    cycles: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     for k, cycle in enumerate(plan.cycles):
-        for task in cycle:
-            cycles[task].append(k)
+        for kind, i, j in cycle:
+            cycles[kind, j].setdefault(i, k)
     if faults := [*_task_faults(plan, cycles), *_order_faults(routes, cycles)]:
         raise PlanError(faults)
 
@@ -64,31 +62,43 @@ def verify(plan: Plan, routes: Routes) -> None:
 
 def _task_faults(plan: Plan, cycles: _Cycles) -> Iterator[str]:
     m, p = plan.num_micro_batches, plan.num_partitions
-    for task, when in cycles.items():
-        if task.kind not in KINDS or not 0 <= task.i < m or not 0 <= task.j < p:
+    if sum(map(len, cycles.values())) < sum(map(len, plan.cycles)):
+        for task, number in Counter(plan.tasks()).items():
+            if number > 1:
+                when = [
+                    str(k) for k, cycle in enumerate(plan.cycles) for one in cycle if one == task
+                ]
+                yield f"{task} comes {number} times, in cycles {', '.join(when)}"
+    for (kind, j), of_partition in cycles.items():
+        is_real = kind in KINDS and 0 <= j < p
+        for i in of_partition.keys() - range(m) if is_real else of_partition:
             yield (
-                f"{task} does not exist: there are {', '.join(KINDS)} of {m} micro-batches in {p} "
-                "partitions, each from 0"
+                f"{Task(kind, i, j)} does not exist: there are {', '.join(KINDS)} of {m} "
+                f"micro-batches in {p} partitions, each from 0"
             )
-        if len(when) > 1:
-            yield f"{task} comes {len(when)} times, in cycles {', '.join(map(str, when))}"
-    for stage in range(plan.num_stages):
-        for k, row in groupby(plan.row(stage), key=itemgetter(0)):
-            tasks = [str(task) for _, task in row]
-            if len(tasks) > 1:
-                yield f"stage {stage} has {len(tasks)} tasks in cycle {k}: {' and '.join(tasks)}"
-    kinds = {task.kind for task in cycles}
+    stages = dict(enumerate(plan.placement))
+    for k, cycle in enumerate(plan.cycles):
+        for stage, number in Counter(stages.get(task.j, -1) for task in cycle).items():
+            if number > 1 and stage >= 0:
+                tasks = " and ".join(str(task) for task in cycle if stages.get(task.j) == stage)
+                yield f"stage {stage} has {number} tasks in cycle {k}: {tasks}"
+    kinds = {kind for kind, _ in cycles}
     if not kinds:
         yield "the plan has no tasks"
-    for i, j in product(range(m), range(p)):
-        if FORWARD in kinds and (FORWARD, i, j) not in cycles:
-            yield f"{Task(FORWARD, i, j)} is missing"
+    for j in range(p):
+        forward, whole, first, second = (cycles.get((kind, j), {}).keys() for kind in "FBIW")
+        if FORWARD in kinds:
+            for i in sorted({*range(m)} - forward):
+                yield f"{Task(FORWARD, i, j)} is missing"
         if kinds - {FORWARD}:  # it has one backward, whole or split
-            (whole, first), second = gradient_tasks(i, j), Task(WEIGHT_GRADIENT, i, j)
-            there = [task for task in (whole, first, second) if task in cycles]
-            if there not in ([whole], [first, second]):
-                found = " and ".join(map(str, there)) or "none of them"
-                yield f"the plan must have {whole}, or {first} and {second}, but has {found}"
+            right = (whole - first - second) | ((first & second) - whole)
+            for i in sorted({*range(m)} - right):
+                b, *halves = (Task(kind, i, j) for kind in "BIW")
+                there = [str(task) for task in (b, *halves) if i in cycles.get((task.kind, j), ())]
+                yield (
+                    f"the plan must have {b}, or {halves[0]} and {halves[1]}, but has "
+                    f"{' and '.join(there) or 'none of them'}"
+                )
 
 
 # 2. Order -----------------------------------------------------------------------------------
@@ -104,12 +114,15 @@ _BEFORE: Mapping[str, Sequence[str]] = {
 
 
 def _order_faults(routes: Routes, cycles: _Cycles) -> Iterator[str]:
-    for task, (when, *_) in cycles.items():
-        needs: list[tuple[Task, Transfer | None]] = [
-            (Task(kind, task.i, task.j), None) for kind in _BEFORE.get(task.kind, ())
-        ]
-        needs += [(maker, sent) for sent in routes.used_by(task) for maker in sent.makers]
+    for (kind, j), of_partition in cycles.items():
+        first = Task(kind, 0, j)  # tasks of other micro-batches need the same of theirs
+        needs: list[tuple[Task, Transfer | None]] = []
+        needs += [(first._replace(kind=before), None) for before in _BEFORE.get(kind, ())]
+        needs += [(maker, sent) for sent in routes.used_by(first) for maker in sent.makers]
         for before, sent in needs:
-            if before in cycles and cycles[before][0] >= when:
-                what = f"'{sent}', which {before} makes" if sent else f"{before}, which is"
-                yield f"{task} in cycle {when} needs {what} in cycle {cycles[before][0]}"
+            for i, made in cycles.get((before.kind, before.j), {}).items():
+                if made >= of_partition.get(i, math.inf):
+                    task, maker = first._replace(i=i), before._replace(i=i)
+                    sent = sent and sent._replace(i=i)
+                    what = f"'{sent}', which {maker} makes" if sent else f"{maker}, which is"
+                    yield f"{task} in cycle {of_partition[i]} needs {what} in cycle {made}"

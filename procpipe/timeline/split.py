@@ -35,7 +35,7 @@ from operator import add
 from statistics import fmean, median
 from typing import TypeVar
 
-from procpipe.plan.schedules.rows import cycles_of_rows, makers
+from procpipe.plan.schedules.rows import starts_of_rows
 from procpipe.plan.task import Task
 from procpipe.run.statistics import Split
 from procpipe.timeline.steps import Step, TimedTask
@@ -51,8 +51,8 @@ def split(step: Step) -> list[Split]:
         timed = step.replica(replica)
         measured = {one.task: _seconds(one) for row in timed for one in row}
         rows = [[one.task for one in row] for row in timed]
-        equal_s = max(equal_s, _end_s(replay(rows, lambda task: means[task.kind])))
-        free_s = max(free_s, _end_s(replay(rows, measured.__getitem__)))
+        equal_s = max(equal_s, last_end_s(replay(rows, lambda task: means[task.kind])))
+        free_s = max(free_s, last_end_s(replay(rows, measured.__getitem__)))
     free_s = min(free_s, step.seconds)  # clocks may be off
     sums_s = min(exposed_s(step), step.seconds - free_s)
     found = []
@@ -70,7 +70,7 @@ def split(step: Step) -> list[Split]:
 
 def exposed_s(step: Step) -> float:
     """Return the seconds, after the last task of a step, in which a rank waited for a sum."""
-    at_s = max((one.end_s for row in step.rows for one in row), default=0.0)
+    at_s = last_end_s(step.rows)
     total_s = 0.0
     for one in sorted(chain(*step.sums), key=lambda one: one.asked_s):
         total_s += max(0.0, one.taken_s - max(one.asked_s, at_s))
@@ -103,25 +103,21 @@ def usual_seconds(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     return seconds_by(lambda task: (task.kind, task.j), steps, median)
 
 
-Spans = dict[Task, tuple[float, float]]
-
-
-def replay(rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]) -> Spans:
-    """Return when tasks start and end without transfers, each as early as its stage's order allows.
+def replay(
+    rows: Sequence[Sequence[Task]], seconds: Callable[[Task], float]
+) -> list[list[TimedTask]]:
+    """Return when tasks run without transfers, each as early as its stage's order allows.
 
     Raises:
         ValueError: the stages would wait for each other forever.
     """
-    spans_s: Spans = {}
-    free_s = [0.0] * len(rows)
-    for cycle in cycles_of_rows(rows):
-        for stage, task in cycle.items():
-            inputs = spans_s.keys() & makers(task)
-            start_s = max([free_s[stage], *(spans_s[maker][1] for maker in inputs)])
-            free_s[stage] = start_s + seconds(task)
-            spans_s[task] = start_s, free_s[stage]
-    return spans_s
+    found = []
+    for row, starts_s in zip(rows, starts_of_rows(rows, seconds), strict=True):
+        timed = zip(row, starts_s, strict=True)
+        found.append([TimedTask(task, start_s, start_s + seconds(task)) for task, start_s in timed])
+    return found
 
 
-def _end_s(spans_s: Spans) -> float:
-    return max((end_s for _, end_s in spans_s.values()), default=0.0)
+def last_end_s(rows: Iterable[Sequence[TimedTask]]) -> float:
+    """Return when the last task ends."""
+    return max((one.end_s for row in rows for one in row), default=0.0)

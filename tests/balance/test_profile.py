@@ -123,6 +123,28 @@ def test_skip_tensors() -> None:
     assert (popping.kept_bytes, popping.kept_input_bytes) == (0, float32(8, 10))
 
 
+@skippable(stash=["skip"])
+class Exp(nn.Module):
+    def forward(self, x):
+        output = x.exp()  # which autograd saves
+        yield stash("skip", output)
+        return output
+
+
+@skippable(pop=["skip"])
+class Add(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def test_of_a_skip_tensor_counts_what_is_saved_where_it_is_no_output() -> None:
+    sample, size = torch.rand(8, 10, requires_grad=True), float32(8, 10)
+    for first, last, kept in ((Exp(), Add(), 0), (Exp(), Pop(), size), (Stash(), Add(), size)):
+        (skip,) = profiled(first, last, sample=sample).skips
+        assert skip.kept_bytes == kept, (first, last)
+
+
 def test_what_a_stage_does_not_split_is_in_the_first_half() -> None:
     """A layer with a forward of its own, as a user may set one, is no stock layer."""
     layer = nn.Linear(2, 2)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
+from procpipe.plan.verify import verify
 from procpipe.planner.costs import Costs, Layer, Machine, task_seconds
 from procpipe.planner.simulation import Timeline, simulate
 from tests.cases import for_each
@@ -142,8 +143,9 @@ def test_a_second_computation_agrees_also_with_skips(
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # it takes 0.25 s; what looks at all pairs of tasks, for ever
-def test_a_thousand_stages_are_simulated() -> None:
+def test_a_thousand_stages_are_verified_and_simulated() -> None:
     m, n = 16, 1024
+    verify(gpipe(m, n), Routes(n))
     timeline = simulate(gpipe(m, n), Costs.uniform(n, output_bytes=1))
     assert timeline.total_s == 3 * (m + n - 1)
     assert timeline.bubble == pytest.approx((n - 1) / (m + n - 1), abs=1e-12)

@@ -14,9 +14,10 @@ its next task if the task's inputs were made in an earlier cycle, and idles othe
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from procpipe.plan.task import (
     BACKWARD,
@@ -26,19 +27,7 @@ from procpipe.plan.task import (
     WEIGHT_GRADIENT,
     Plan,
     Task,
-    gradient_tasks,
 )
-
-
-def makers(task: Task) -> tuple[Task, ...]:
-    """List the tasks of the neighbouring partition that can make a task's input.
-
-    A plan has one of them, or none at an end of the model.
-    """
-    kind, i, j = task
-    if kind == FORWARD:
-        return (Task(FORWARD, i, j - 1),)
-    return gradient_tasks(i, j + 1) if task.makes_gradient else ()
 
 
 def plan_of_rows(m: int, rows: Iterable[Iterable[Task]], placement: tuple[int, ...] = ()) -> Plan:
@@ -58,31 +47,58 @@ def plan_of_rows(m: int, rows: Iterable[Iterable[Task]], placement: tuple[int, .
     ]
     if faults:
         raise ValueError(f"these rows are not a plan: {'; '.join(faults)}")
-    cycles = tuple(tuple(cycle.values()) for cycle in cycles_of_rows(of_stages))
-    return Plan(m, len(of_stages), cycles, placement)
+    cycles: defaultdict[float, list[Task]] = defaultdict(list)
+    for row, starts in zip(of_stages, starts_of_rows(of_stages), strict=True):
+        for task, k in zip(row, starts, strict=True):
+            cycles[k].append(task)
+    return Plan(m, len(of_stages), [tuple(cycles[k]) for k in range(len(cycles))], placement)
 
 
-def cycles_of_rows(rows: Sequence[Sequence[Task]]) -> Iterator[Mapping[int, Task]]:
-    """Yield what runs in each clock cycle: the task of each row that is not idle, by its index.
+def starts_of_rows(
+    rows: Sequence[Sequence[Task]], length: Callable[[Task], float] = lambda task: 1
+) -> list[list[float]]:
+    """Return when the tasks of each row start: in order, each as early as possible.
+
+    What a task uses of the neighbouring partition is made first, if any row makes it.
+
+    Args:
+        rows: the tasks of each stage, in order.
+        length: how long a task takes; by default one clock cycle.
 
     Raises:
         ValueError: the rows would wait for each other forever.
     """
-    planned = {task for row in rows for task in row}
-    needs = {task: planned.intersection(makers(task)) for task in planned}
-    done: set[Task] = set()
+    # When what a task uses is made, by partition and micro-batch: at infinity until known.
+    outputs: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    gradients: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    used = {FORWARD: (outputs, 1), BACKWARD: (gradients, -1), INPUT_GRADIENT: (gradients, -1)}
+    for kind, i, j in chain.from_iterable(rows):
+        if kind in used:
+            made, step = used[kind]
+            made[j + step][i] = math.inf
+    starts: list[list[float]] = [[] for _ in rows]
     queues = [deque(row) for row in rows]
-    while next_ones := {k: queue[0] for k, queue in enumerate(queues) if queue}:
-        cycle = {k: task for k, task in next_ones.items() if needs[task] <= done}
-        if not cycle:
-            waits = (f"stage {k} waits at {task}" for k, task in next_ones.items())
-            raise ValueError(
-                f"these rows deadlock, as they wait for each other: {', '.join(waits)}"
-            )
-        for k in cycle:
-            queues[k].popleft()
-        done.update(cycle.values())
-        yield cycle
+    free = [0.0] * len(queues)
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for stage, queue in enumerate(queues):
+            while queue:
+                kind, i, j = queue[0]
+                start = free[stage]
+                if is_used := kind in used:
+                    made, step = used[kind]
+                    start = max(start, made[j].get(i, 0))
+                    if start == math.inf:
+                        break
+                starts[stage].append(start)
+                free[stage] = start + length(queue.popleft())
+                if is_used:
+                    made[j + step][i] = free[stage]
+                goes_on = True
+    if waits := [f"stage {k} waits at {queue[0]}" for k, queue in enumerate(queues) if queue]:
+        raise ValueError(f"these rows deadlock, as they wait for each other: {', '.join(waits)}")
+    return starts
 
 
 def one_forward_one_backward(

@@ -110,6 +110,7 @@ def test_a_plan_is_made_from_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one alone, if it had the memory, would take 48 ms" in printed
     assert re.search(r"zb-h1 \* +2 +never +8 +25 ms +1\.92x", printed), printed
     assert re.search(r"1f1b +2 +never +8 +27 ms +1\.78x", printed), printed
+    assert re.search(r"their balances\n  zb-h1 +never +\[1, 1\]\n", printed), printed
     assert printed.rstrip().endswith(
         'stage = Stage(model, balance=[1, 1], chunks=8, checkpoint="never", schedule="zb-h1", '
         "loss_fn=loss_fn)"

@@ -43,16 +43,6 @@ def test_the_seconds_of_messages_are_medians_of_channels() -> None:
     assert only_late.machine.hop_s == 0
 
 
-def test_the_host_s_seconds_are_those_in_no_task_send_or_wait() -> None:
-    # Stage 0 sends from 1.125 to 1.25 s, stage 1 waits until 1.5 s.
-    step = read_step(
-        "F0 0-1 B0 1.5-2 \n F0 1.75-2.75 B0 3.125-4",
-        hops=(hop("activation", 0, 0, 1, 1.125, 1.25, 0.0, 1.5),),
-    )
-    # Stage 0: 0.125 + 0.25; stage 1: 0.25 and 0.375.
-    assert usual(recording_of(step)).machine.host_s == 0.375
-
-
 def test_the_ends_of_a_step_are_before_its_first_task_and_after_its_last() -> None:
     step = read_step("F0 0.5-1 B0 3-4 \n F0 1-2 B0 2-3", seconds=4.25)
 

@@ -105,7 +105,7 @@ def recorded(**changes: Any) -> Usual:
 def test_a_recorded_run_fills_the_table_of_layers() -> None:
     run = recorded()
 
-    table = replay.table_of(run, 2)
+    table = replay.table_of([run], 2)
     machine = replay.machine_of(run, table)
 
     assert [(la.name, la.output_bytes) for la in table.layers] == [
@@ -119,12 +119,27 @@ def test_a_recorded_run_fills_the_table_of_layers() -> None:
         0.100, abs=2e-5
     )
 
-    larger = replay.table_of(run, 3)
+    larger = replay.table_of([run], 3)
     assert [la.output_bytes for la in larger.layers] == [3000] * 3
     assert [la.seconds["F"] for la in larger.layers] == pytest.approx([0.0015, 0.0045, 0.003])
 
     short = recorded(step_s=0.0)
     assert replay.machine_of(short, table) == short.machine
+
+
+def test_runs_with_other_sizes_give_what_is_not_in_proportion() -> None:
+    """On stage 0 a forward takes 1 ms and 1.5 ms a sample; beyond 4 samples, 2 ms a sample."""
+    sizes = {8: 0.015, 4: 0.007}
+    others = [recorded(samples=(k,), task_s={("F", 0): s, ("F", 1): s}) for k, s in sizes.items()]
+
+    found = [replay.table_of([recorded(), *others], k).layers for k in (1, 2, 3, 4, 6, 8, 10)]
+
+    forward_s = [sum(layer.seconds["F"] for layer in layers[:2]) for layers in found]
+    assert forward_s == pytest.approx([0.0025, 0.004, 0.0055, 0.007, 0.011, 0.015, 0.019])
+    backward_s = [sum(layer.seconds["B"] for layer in layers[:2]) for layers in found]
+    assert backward_s == pytest.approx([0.004, 0.008, 0.012, 0.016, 0.024, 0.032, 0.040])
+    # On stage 1 4 samples took 3.5 times as long as 2: on that line 1 would take less than nothing.
+    assert found[0][2].seconds["F"] == pytest.approx(0.001)
 
 
 RECORDED = """
@@ -144,12 +159,21 @@ stage.close()
 def test_a_recorded_run_is_replayed_with_other_settings(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_forked(RECORDED.replace("TRACE", repr(str(folder / "run.json"))), num_ranks=2).check()
-    files = [str(path) for path in sorted(folder.glob("run*.json"))]
+    script = RECORDED.replace("TRACE", repr(str(folder / "run.json")))
+    run_forked(script, num_ranks=2).check()
+    run_forked(
+        script.replace("run.", "other.").replace("chunks=2", "chunks=8"), num_ranks=2
+    ).check()
+    files, others = ([str(p) for p in sorted(folder.glob(f"{k}.*.json"))] for k in ("run", "other"))
 
+    assert main(["plan", "--costs", *files, *others, "-n", "2", "--chunks", "2,8"]) == 0
+    printed = capsys.readouterr().out
+    assert "balance [1, 4], 8 micro-batches of 8 samples" in printed
+    assert "seconds of micro-batches of other sizes are on a line through those of" in printed
     assert main(["plan", "--costs", *files, "-n", "2", "--chunks", "2,8"]) == 0
 
     printed = capsys.readouterr().out
+    assert "seconds of micro-batches of other sizes are in proportion, so small" in printed
     assert "a recorded run: gpipe, balance [1, 4], 2 micro-batches of 32 samples" in printed
     assert re.search(r"\* +2 +never +[28] ", printed), printed  # it has recomputed
     assert re.search(r"\nstage = Stage\(model, balance=\[\d, \d\], ", printed), printed
@@ -157,3 +181,7 @@ def test_a_recorded_run_is_replayed_with_other_settings(
         main(["plan", "--costs", files[0], "-n", "2"])
     printed = capsys.readouterr().err
     assert f"--costs {files[0]}: these are the files of ranks 0: give" in printed
+    run_forked(script.replace("[1, 4]", "[2, 3]"), num_ranks=2).check()
+    with pytest.raises(SystemExit):
+        main(["plan", "--costs", *files, *others, "-n", "2"])
+    assert "the runs differ in their balance: give runs that are" in capsys.readouterr().err
