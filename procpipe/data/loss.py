@@ -165,11 +165,11 @@ class MeanLoss:
     def _whole(self) -> float:
         return self.get_whole()
 
-    @cached_property
-    def _shares(self) -> list[float]:
-        """What each micro-batch is multiplied by in the mean."""
+    def _shares(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return what each micro-batch is multiplied by in the mean, ``(m,)``."""
         total = self._whole if self.total_weight is None else self.total_weight
-        return [weight / total if total else 0.0 for weight in self.weights]
+        shares = [weight / total if total else 0.0 for weight in self.weights]
+        return uploaded(torch.tensor(shares, dtype=torch.float64), device).to(dtype)
 
     def is_left_out(self, i: int) -> bool:
         """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
@@ -190,8 +190,7 @@ class MeanLoss:
         # In float16 a scale alone may be inf, and a small share 0.
         scale = self.loss.scale
         wide = dtype if scale is None else torch.promote_types(dtype, torch.float32)
-        shares = torch.tensor(self._shares, dtype=torch.float64)
-        gradients = uploaded(shares, device).to(wide)
+        gradients = self._shares(device, wide)
         if self.accumulate != 1:
             # In autograd's order of operations, so as (loss / n).backward() to the last bit.
             gradients = torch.full_like(gradients, 1 / self.accumulate) * gradients
@@ -200,14 +199,13 @@ class MeanLoss:
     def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
         """Return this replica's part of the loss, and what all count.
 
-        ``losses`` has what :meth:`of` returned for each micro-batch, in the order of their tasks.
+        ``losses`` has what :meth:`of` returned for each micro-batch.
         """
-        means = torch.stack([*losses.values()])
+        means = torch.stack([losses[i] for i in sorted(losses)])
         # All at once, rounded as products of one and a float, but added up in order.
         wide = torch.promote_types(means.dtype, torch.float32)
-        shares = torch.tensor([self._shares[i] for i in losses], dtype=torch.float64)
-        parts = means.to(wide) * uploaded(shares, means.device).to(wide)
-        loss = reduce(add, parts.to(means.dtype).unbind())
+        parts = (means.to(wide) * self._shares(means.device, wide)).to(means.dtype)
+        loss = reduce(add, parts.unbind())
         return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 
 

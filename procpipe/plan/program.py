@@ -157,12 +157,12 @@ def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Progra
         into = [Receive(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == stage]
         out = [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[0] == stage]
         return (*steps, *into, *out)
-    assert plan.last_forward is not None, "a mini-batch with a loss has forward tasks"
-    ahead_of: dict[Step, Step] = {}
+    end, ahead_of = plan.num_partitions - 1, dict[Step, Step]()
+    forward = [t.i for t in plan.tasks_of(plan.placement[end]) if (t.kind, t.j) == (FORWARD, end)]
     for hop in routes.loss_hops:
-        gradient = Transfer(GRADIENT, plan.last_forward, hop.source, hop.destination)
+        gradient = Transfer(GRADIENT, forward[-1], hop.source, hop.destination)
         ahead_of[Receive(gradient)] = Receive(hop)
-        is_made_here = hop.source == len(routes.placement) - 1
+        is_made_here = hop.source == end
         behind = map(Run, gradient.makers) if is_made_here else [Send(gradient)]
         ahead_of |= dict.fromkeys(behind, Send(hop))
     return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)

@@ -127,22 +127,9 @@ class Plan:
         return frozenset(task.kind for task in self.tasks())
 
     @property
-    def has_forward(self) -> bool:
-        """Whether the plan has forward tasks."""
-        return FORWARD in self.kinds
-
-    @property
     def has_backward(self) -> bool:
         """Whether the plan has backward tasks."""
         return not self.kinds.isdisjoint((BACKWARD, INPUT_GRADIENT))
-
-    @cached_property
-    def last_forward(self) -> int | None:
-        """The micro-batch of the last partition's last forward task; ``None`` if it has none."""
-        last = self.num_partitions - 1
-        tasks = reversed(self.tasks_of(self.placement[last]))
-        ends = (task.i for task in tasks if task.kind == FORWARD and task.j == last)
-        return next(ends, None)
 
     def to_text(self) -> str:
         """Write the plan as text; ``from_text`` reads it back."""

@@ -60,10 +60,10 @@ def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
 def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
     """Yield the bytes that a stage holds: before its program, during each step, after each task."""
     ledger = _Ledger(plan, costs, routes, stage)
-    if not plan.has_forward:
+    if FORWARD not in plan.kinds:
         ledger.hold_forward()
     at_end = 0
-    if routes.placement[0] != stage == routes.placement[-1] and plan.has_forward:
+    if routes.placement[0] != stage == routes.placement[-1] and FORWARD in plan.kinds:
         at_end = plan.num_micro_batches * costs.target_bytes
     copied = {}  # by the task in which the all-reduce of a partition's gradients begins
     if costs.num_replicas > 1:

@@ -146,7 +146,7 @@ def _walk(plan: Plan, costs: Costs) -> tuple[list[float], list[float]]:
     unknown = [0.0, *[math.inf] * p, 0.0]
     outputs_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
     gradients_s = [unknown.copy() for _ in range(plan.num_micro_batches)]
-    if not plan.has_forward:  # an earlier plan has run it
+    if FORWARD not in plan.kinds:  # an earlier plan has run it
         outputs_s = [[0.0] * (p + 2)] * plan.num_micro_batches
     sends_s, host_s = costs.sends_s(placement), costs.machine.host_s
     spent_s = {

@@ -35,7 +35,7 @@ def prove(plan: Plan, routes: Routes) -> None:
 
 def programs(plan: Plan, routes: Routes) -> tuple[Program, ...]:
     """Make the programs of all stages; the loss passes them where there is one."""
-    n, has_loss = plan.num_stages, plan.has_forward
+    n, has_loss = plan.num_stages, "F" in plan.kinds
     return tuple(program(plan, routes, stage, has_loss=has_loss) for stage in range(n))
 
 
@@ -78,7 +78,7 @@ def _check_transfers(plan: Plan, routes: Routes, programs: Sequence[Program]) ->
                 received[routes.stages_of(step.transfer)].append(step.transfer)
     assert sent == received
     expected = [out for stage in range(plan.num_stages) for _, out in routes.sent(plan, stage)]
-    expected += routes.loss_hops if plan.has_forward else ()
+    expected += routes.loss_hops if "F" in plan.kinds else ()
     assert Counter(expected) == Counter(transfer for queue in sent.values() for transfer in queue)
 
 

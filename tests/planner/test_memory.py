@@ -80,7 +80,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
     again = {task.i for task in plan.tasks_of(stage) if task.kind == "R"}
     held: dict[tuple[str, int, int], int] = {}
     n, m = plan.num_stages, plan.num_micro_batches
-    target = m * costs.target_bytes if stage == n - 1 > 0 and plan.has_forward else 0
+    target = m * costs.target_bytes if stage == n - 1 > 0 and "F" in plan.kinds else 0
 
     def size_of(t: Transfer) -> int:
         ends = min(t.source, t.destination), max(t.source, t.destination)
@@ -102,7 +102,7 @@ def named(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]
         if plan.has_backward and i not in again:
             hold_roots(i)
 
-    if not plan.has_forward:
+    if "F" not in plan.kinds:
         for i in range(plan.num_micro_batches):
             hold_forward(i)
             for t in routes.needed(Task("F", i, stage)):

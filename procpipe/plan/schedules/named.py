@@ -11,7 +11,7 @@ from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.zero_bubble import fused, zb_h1, zb_v
-from procpipe.plan.task import Plan
+from procpipe.plan.task import FORWARD, Plan
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _checked(function: Callable[[int, int], Plan], m: int, n: int) -> Plan:
     faults = []
     if (plan.num_micro_batches, plan.num_stages) != (m, n):
         faults.append(f"of {plan.num_micro_batches} micro-batches and {plan.num_stages} stages")
-    faults += [] if plan.has_forward else ["without forward tasks"]
+    faults += [] if FORWARD in plan.kinds else ["without forward tasks"]
     faults += [] if plan.has_backward else ["without backward tasks"]
     if faults:
         raise PlanError([f"schedule({m}, {n}) returned a plan {fault}" for fault in faults])

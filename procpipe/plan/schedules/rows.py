@@ -29,6 +29,9 @@ from procpipe.plan.task import (
     Task,
 )
 
+#: The tasks that make something for the partition after theirs, 1, or for the one before it, -1.
+_SIDES = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: -1}
+
 
 def plan_of_rows(m: int, rows: Iterable[Iterable[Task]], placement: tuple[int, ...] = ()) -> Plan:
     """Make the plan in which each stage runs its row's tasks in order, as early as possible.
@@ -68,14 +71,12 @@ def starts_of_rows(
     Raises:
         ValueError: the rows would wait for each other forever.
     """
-    # When what a task uses is made, by partition and micro-batch: at infinity until known.
-    outputs: defaultdict[int, dict[int, float]] = defaultdict(dict)
-    gradients: defaultdict[int, dict[int, float]] = defaultdict(dict)
-    used = {FORWARD: (outputs, 1), BACKWARD: (gradients, -1), INPUT_GRADIENT: (gradients, -1)}
+    # When what a task uses is made: by the side that it comes from, partition and micro-batch. At
+    # infinity until known.
+    made: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for kind, i, j in chain.from_iterable(rows):
-        if kind in used:
-            made, step = used[kind]
-            made[j + step][i] = math.inf
+        if side := _SIDES.get(kind, 0):
+            made[side, j + side][i] = math.inf
     starts: list[list[float]] = [[] for _ in rows]
     queues = [deque(row) for row in rows]
     free = [0.0] * len(queues)
@@ -85,16 +86,12 @@ def starts_of_rows(
         for stage, queue in enumerate(queues):
             while queue:
                 kind, i, j = queue[0]
-                start = free[stage]
-                if is_used := kind in used:
-                    made, step = used[kind]
-                    start = max(start, made[j].get(i, 0))
-                    if start == math.inf:
-                        break
+                side = _SIDES.get(kind, 0)
+                start = max(free[stage], made[side, j].get(i, 0))
+                if start == math.inf:
+                    break
                 starts[stage].append(start)
-                free[stage] = start + length(queue.popleft())
-                if is_used:
-                    made[j + step][i] = free[stage]
+                free[stage] = made[side, j + side][i] = start + length(queue.popleft())
                 goes_on = True
     if waits := [f"stage {k} waits at {queue[0]}" for k, queue in enumerate(queues) if queue]:
         raise ValueError(f"these rows deadlock, as they wait for each other: {', '.join(waits)}")
