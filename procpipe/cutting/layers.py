@@ -39,7 +39,10 @@ class Layer(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
-        values = self.taken(inputs, named)
+        if self.arguments is not None:
+            values: Any = self.arguments(inputs, named)
+        else:
+            values = inputs[0] if isinstance(inputs[0], tuple) else inputs
         if self.pops or self.stashes:
             return self._with_skips([*values])
         return self.run(self._modules["model"], *values)[0]
@@ -51,12 +54,6 @@ class Layer(nn.Module):
         for name, value in zip(self.stashes, stashed, strict=True):
             yield stash(name, value)
         return given
-
-    def taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Return what comes in of the layer before, or the tensors among the model's arguments."""
-        if self.arguments is not None:
-            return self.arguments(inputs, named)
-        return inputs[0] if isinstance(inputs[0], tuple) else inputs
 
     def reset_parameters(self) -> None:
         """Initialise what models of transformers hold; modules of others do it themselves."""
@@ -75,12 +72,11 @@ def layers_of(
     for k, piece in enumerate(pieces):
         pops = [node.name for node in piece.pops]
         stashes = {node.name: number for node, number in piece.stashes.items()}
-        kind: Any = Layer
+        layer: Any = Layer()
         if pops or stashes:
-            kind = skippable(stashes, pops)(type("SkipLayer", (Layer,), {}))
-        layer = layers[piece.name] = kind()
-        if pops or stashes:
-            layer.isolate(namespace)
+            kind: Any = skippable(stashes, pops)(type("SkipLayer", (Layer,), {}))
+            layer = kind().isolate(namespace)
+        layers[piece.name] = layer
         code = _module(model, piece)
         layer.model, layer.training = _part_of(model, twin), model.training
         layer.run, layer.arguments = type(code).forward, None if k else arguments

@@ -91,6 +91,7 @@ class Recorder(TorchFunctionMode):
         self.opened = {twin.get_submodule(name) for name in opened}
         self.is_inside = False  # a whole module
         self.autocasts: list[Autocast] = []
+        self.lines: dict[tuple[Any, str], str] = {}  # where attributes are set
         self._twin, self.device = twin, device
         self._device_node = self.graph.placeholder("device")
         self._names = {m: n for n, m in twin.named_modules() if n not in opened}
@@ -111,10 +112,12 @@ class Recorder(TorchFunctionMode):
         before = _states(self.opened)
         with torch.enable_grad(), META, _patched(self), self:
             result = self._twin(*args, **named)
-        if changed := {name for (_, name), _ in before.items() ^ _states(self.opened).items()}:
+        if changed := before.items() ^ _states(self.opened).items():
+            names = ", ".join(sorted({name for _, (name, _) in changed}))
             raise CannotCutError(
-                f"the forward changes {', '.join(sorted(changed))}, which the layers do not have",
+                f"the forward changes {names}, which the layers do not have",
                 f"draw random numbers by torch, or {WHOLE}",
+                ", ".join(sorted({self.lines[key] for key, _ in changed if key in self.lines})),
             )
         leaves, tree = pytree.tree_flatten(result)
         made = tuple(map(self._source, leaves))
@@ -209,12 +212,10 @@ class Recorder(TorchFunctionMode):
         if name in _SIZES:
             return self._size(name, *args, **kwargs)
         if is_get:
-            node = self._node("call_function", getattr, (args[0], name), {})
-        elif getattr(Tensor, name, None) is func:
-            node = self._node("call_method", name, args, kwargs)
-        else:
-            node = self._node("call_function", func, args, kwargs)
-        args, kwargs = map_aggregate((args, kwargs), self._value)
+            func, args = getattr, (args[0], name)
+        is_method = getattr(Tensor, name, None) is func
+        op, target = ("call_method", name) if is_method else ("call_function", func)
+        node, args, kwargs = self._node(op, target, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:  # as of nonzero(), whose shape depends on values
@@ -234,13 +235,14 @@ class Recorder(TorchFunctionMode):
         self.is_inside = True
         states = _random_states()  # which it may change, as it runs each time
         try:
-            node = self._node("call_module", self._names[module], args, named)
+            node, args, named = self._node("call_module", self._names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
-            args, named = map_aggregate((args, named), self._value)
             return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
             self.is_inside = False
-            _set_random_states(states)
+            random.setstate(states[0])
+            if np:
+                np.random.set_state(states[1])
 
     def _result(self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return what a module returns that stays whole, or is inside of one that does."""
@@ -263,8 +265,12 @@ class Recorder(TorchFunctionMode):
                     ours.zero_()  # is changed in place, too
         return copied(result)
 
-    def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Add a node; it switches gradients and autocast where the forward has switched them."""
+    def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> tuple[fx.Node, Any, Any]:
+        """Add a node, and return it and the arguments' values.
+
+        It switches gradients and autocast where the forward has switched them.
+        """
+        values = map_aggregate((tuple(args), dict(kwargs)), self._value)
         args, kwargs = map_aggregate((tuple(args), dict(kwargs)), self._source)
         if self.autocasts or not torch.is_grad_enabled():
             if op == "call_module":
@@ -275,7 +281,7 @@ class Recorder(TorchFunctionMode):
             op = "call_function"
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["line"] = line()
-        return node
+        return node, *values
 
     def _bind(self, node: fx.Node, result: Any, args: Any, kwargs: Any) -> Any:
         """Let what a call has returned, or changed in place, be values of its node."""
@@ -316,14 +322,20 @@ class Recorder(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    """Have modules, and autocast, call a recorder."""
+    """Have modules, and autocast, call a recorder, and note where attributes are set."""
     call = nn.Module.__call__
+    set_attribute = nn.Module.__setattr__
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
 
     @functools.wraps(call)
     def recorded(module: nn.Module, *args: Any, **named: Any) -> Any:
         return recorder.call_module(module, call, args, named)
+
+    def noted(module: nn.Module, name: str, value: Any) -> None:
+        if module in recorder.opened:
+            recorder.lines[module, name] = line()
+        set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:
         result = enter(context)
@@ -340,6 +352,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     with (
         patch.object(nn.Module, "__call__", recorded),
+        patch.object(nn.Module, "__setattr__", noted),
         patch.object(torch.autocast, "__enter__", entered),
         patch.object(torch.autocast, "__exit__", left),
     ):
@@ -433,26 +446,22 @@ def _is_changed(node: fx.Node) -> bool:
     return bool(node.meta["tensor"]._version != node.meta["version"])
 
 
-def _states(modules: set[nn.Module]) -> dict[tuple[Any, str], Any]:
-    """Return the states of random number generators, and of modules' attributes, by their names."""
-    found: dict[tuple[Any, str], Any] = {}
-    found[None, "the random numbers of Python or NumPy"] = pickle.dumps(_random_states())
+def _states(modules: set[nn.Module]) -> dict[Any, tuple[str, Any]]:
+    """Return the names and states of random number generators, and of modules' attributes."""
+    found: dict[Any, tuple[str, Any]] = {}
+    found[None] = "the random numbers of Python or NumPy", pickle.dumps(_random_states())
     for module in modules:
-        for name in (vars(module) | module._parameters | module._buffers).keys() - vars(
-            nn.Module()
-        ).keys():
+        kind, held = type(module), vars(module) | module._parameters | module._buffers
+        for name in held.keys() - vars(nn.Module()).keys():
+            value = held[name]
+            is_cached = isinstance(getattr(kind, name, None), functools.cached_property)
+            if is_cached and all(isinstance(v, _PLAIN) for v in pytree.tree_leaves(value)):
+                continue  # each call would compute the same
             with contextlib.suppress(Exception):  # those that cannot be written
-                value = getattr(module, name)
                 state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)
-                found[module, f"{type(module).__qualname__}.{name}"] = state
+                found[module, name] = f"{kind.__qualname__}.{name}", state
     return found
 
 
 def _random_states() -> tuple[Any, Any]:
     return random.getstate(), np and np.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if np:
-        np.random.set_state(states[1])

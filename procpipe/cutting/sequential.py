@@ -131,14 +131,14 @@ def _arguments_of(
     The second raises a ``TypeError`` where they are of another form than the sample.
     """
     signature = inspect.signature(model.forward)
-    plain = {k: v for k, v in named.items() if not any(map(_is_tensor, pytree.tree_leaves(v)))}
+    plain = {k: v for k, v in named.items() if not pytree.tree_any(torch.is_tensor, v)}
 
     def by_name(inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         return dict(signature.bind(*inputs, **plain | named).arguments)
 
     def taken_apart(inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
         leaves, tree = pytree.tree_flatten(by_name(inputs, named))
-        return [*filter(_is_tensor, leaves)], (tree, [*filterfalse(_is_tensor, leaves)])
+        return [*filter(torch.is_tensor, leaves)], (tree, [*filterfalse(torch.is_tensor, leaves)])
 
     _, expected = taken_apart(inputs, named)
 
@@ -152,10 +152,6 @@ def _arguments_of(
         return found
 
     return by_name, tensors
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _recorded(

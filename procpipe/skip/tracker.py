@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,14 +26,13 @@ class Namespace:
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.Namespace``.
     """
 
-    _id: uuid.UUID = field(default_factory=uuid.uuid4)
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __repr__(self) -> str:
-        return f"<Namespace {self._id.hex[:8]}>"
+        return f"<Namespace {self._id[:8]}>"
 
 
-@dataclass(frozen=True)
-class SkipKey:
+class SkipKey(NamedTuple):
     """Identifies a skip tensor: its name, and the namespace of its layers."""
 
     namespace: Namespace | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,10 @@ REFUSED = {
     "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
     "one that returns a view": (lambda self, h: Reverse.apply(h) + 1, "autograd.Function"),
     "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
-    "an attribute": (sets_attribute, r"changes Model\.last, which"),
+    "an attribute": (
+        sets_attribute,
+        r"changes Model\.last, which [^\n]*, in [^\n]*test_refusals\.py:\d+: self\.last = h\n",
+    ),
     "a list that grows": (appends, "changes Model.calls"),
     "Python's random": (
         lambda self, h: h * random.random(),
@@ -115,6 +119,22 @@ def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
     message = str(caught.value)
     assert f"{Path(__file__).parent}/" in message or message.startswith("the forward changes")
     assert "whole=" in message or "\n" in message, "it says what to do"
+
+
+def test_a_cached_property_is_refused_if_its_value_is_a_tensor():
+    class Cached(Base):
+        factor = functools.cached_property(lambda self: 2.0 + len(self.calls))
+        offset = functools.cached_property(lambda self: 2 * self.scale)
+
+        def between(self, h):
+            return h * self.factor + (self.offset if self.calls else 0)
+
+    model, x = Cached(), torch.ones(6, 4)
+    assert torch.equal(procpipe.sequential(model, x)(x), model(x))
+    model = Cached()
+    model.calls.append(1)
+    with pytest.raises(ValueError, match=r"changes .*Cached\.offset, which"):
+        procpipe.sequential(model, x)
 
 
 def test_an_attribute_is_compared_for_each_module_of_a_class():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,13 +126,14 @@ def test_layers_compute_what_the_module_does(name):
 
 
 class Chosen(nn.Module):
-    """Reads values, and changes what it is given in place."""
+    """Reads values, draws random numbers, and changes what it is given in place."""
 
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x, h):
+        assert random.random() + np.random.rand() < 2
         chosen = (x.sum(-1) > 0).nonzero()[:, 0]
         h[chosen] = 0
         return self.inner(x) * float(x.sum() > 0), len(chosen)
