@@ -31,7 +31,7 @@ from procpipe.timeline.steps import Recording, Step, Summed, TimedTask
 from procpipe.timeline.text import KIND_NAMES
 from procpipe.words import seconds_text
 
-#: The colour of each kind, and of the number in its boxes.
+#: The colour of each kind, and of the number in its boxes; black in lighter ones.
 _COLOURS = {
     "F": ("#0072b2", "white"),
     "R": ("#c4c4c4", "black"),
@@ -129,8 +129,8 @@ def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
     for k, row in enumerate(panel.rows):
         tasks = [one.task for one in row]
         spans = [(one.start_s / unit_s, (one.end_s - one.start_s) / unit_s) for one in row]
-        # A white edge would hide a narrow box.
-        edges = [0.4 if width > digit / 2 else 0.0 for _, width in spans]
+        # A white edge parts the boxes; of a narrow one, it must not hide more than a fifth.
+        edges = [min(0.4, 0.8 * width / digit) for _, width in spans]
         first = min((task.j for task in tasks), default=0)  # of the stage's partitions
         colours = [(_COLOURS[kind][0], 1.0 if j == first else 0.65) for kind, _, j in tasks]
         axes.broken_barh(spans, (k - 0.42, 0.84), edgecolor="white", linewidth=edges,
@@ -138,7 +138,8 @@ def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
         for task, (start, width) in zip(tasks, spans, strict=True):
             number = str(task.i)
             if width > digit * len(number):
-                axes.text(start + width / 2, k, number, color=_COLOURS[task.kind][1],
+                colour = _COLOURS[task.kind][1] if task.j == first else "black"
+                axes.text(start + width / 2, k, number, color=colour,
                           ha="center", va="center_baseline", fontsize=_FONT - 1)  # fmt: skip
     for k, sums in enumerate(panel.sums):
         spans = [(one.start_s / unit_s, (one.taken_s - one.start_s) / unit_s) for one in sums]

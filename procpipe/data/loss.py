@@ -71,6 +71,13 @@ class Loss:
         token = _is_unweighted.set(self.weight is None)
         try:
             loss = self.function(output) if target is None else self.function(output, target)
+        except TypeError as error:
+            if target is None:
+                error.add_note(
+                    "procpipe: no target was given; if loss_fn needs one, give it to step on the "
+                    "last rank at least: step(…, target=y)"
+                )
+            raise
         finally:
             _is_unweighted.reset(token)
         if not isinstance(loss, Tensor) or loss.dim() != 0:

@@ -97,6 +97,8 @@ def _checked_devices(devices: Sequence[torch.device | str | int]) -> list[torch.
         f"devices={devices!r}: list one device a process, all CPUs ('cpu') or all CUDA devices "
         "with their index ('cuda:0')"
     )
+    if isinstance(devices, str):
+        raise ValueError(f"{text}, or leave devices out to use the GPUs that there are, else CPUs")
     try:
         listed = [
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

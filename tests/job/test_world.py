@@ -67,7 +67,7 @@ def test_the_devices_of_ranks(
         (0, None, 0, ["cpu"], IndexError, r"3 processes but 1 device \['cpu'\]"),
         (2, None, 0, ["cpu", "cpu", 0], ValueError, r"list one device a process, all CPUs"),
         (2, None, 0, ["cuda"] * 3, ValueError, r"list one device a process, all CPUs"),
-        (0, None, 0, "cpu", ValueError, r"devices='cpu': list one device a process"),
+        (0, None, 0, "cuda", ValueError, r"devices='cuda': list one device .* or leave devices"),
         (0, None, 0, ["meta"] * 3, ValueError, r"devices=\['meta', 'meta', 'meta'\]: list one"),
         (
             *(2, "4,5", 2, None, IndexError),

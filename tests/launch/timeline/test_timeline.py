@@ -209,6 +209,20 @@ def test_tasks_of_later_partitions_are_lighter():
 
     opacities = [round(box[3][3], 2) for box in boxes(axes)[1:]]
     assert opacities == [1, 0.65, 0.65, 1]  # F0@0, F0@1, B0@1, B0@0
+    assert [text.get_color() for text in axes.texts] == ["white", "black", "black", "black"]
+
+
+def test_boxes_of_any_width_are_parted_by_edges_that_leave_them_visible():
+    from procpipe.launch.timeline.figure import Panel, draw
+
+    row = "F0 0-1  F1 1-2  B1 2-1000  B0 1000-2000"
+    step = read_step(row, shares=((1, 1),))
+    (axes,) = draw([Panel("narrow", ["stage 0"], step.rows, 2000.0)]).axes
+
+    edges = axes.collections[0].get_linewidth()
+    width_pt = 6 * 72 / 2000  # of a task of 1 s
+    assert all(0 < edge < width_pt / 4 for edge in edges[:2])
+    assert list(edges[2:]) == [0.4, 0.4]
 
 
 def test_each_kind_of_task_has_a_colour_of_its_own():
