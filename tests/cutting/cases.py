@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.train_nanogpt_plain import GPT
 from tests.cutting import models
 
 
@@ -136,7 +137,7 @@ _T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 CASES: dict[str, Case] = {
     "U-Net": Case(models.UNet, images(18)),
     "U-Net of a time": Case(models.TimeUNet, lambda b: ((drawn(b, 3, 8, 8), words(b)), {})),
-    "nanoGPT": Case(lambda: models.GPT(models.GPTConfig()), lambda b: ((words(b, 9),), {})),
+    "nanoGPT": Case(GPT, lambda b: ((words(b, 9),), {})),
     "two towers": Case(
         models.TwoTower,
         lambda b: ((drawn(b, 6),), {"item": drawn(b, 5)}),

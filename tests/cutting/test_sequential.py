@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import procpipe
+from examples.train_nanogpt_plain import GPT
 from procpipe import Stage, state
 from tests.cutting.cases import CASES, drawn, words
-from tests.cutting.models import GPT, Base, GPTConfig, UNet
+from tests.cutting.models import Base, UNet
 
 
 def model_of(between, name="Model"):
@@ -103,6 +104,8 @@ BETWEEN = {
     "max": lambda self, h: h.max(dim=1, keepdim=True).values * h,
     "a message": lambda self, h: torch._assert(h.dim() == 2, f"got {h.shape} {h.size(0)}") or h,
     "a module of its own": lambda self, h: nn.Softmax(dim=1)(h),
+    "a mask of a size": lambda self, h: h.masked_fill(self.bias[0, : h.size(0), :4] == 0, 0.5),
+    "a module of a dict": lambda self, h: self.inner.act(h),
     "a mask of values": lambda self, h: h + h[h.sum(-1) > 0].sum(0),
     "a device": lambda self, h: h * (2 if h.device.type == "cpu" else 3) + torch.ones(4).to("cpu"),
     "a rounded size": lambda self, h: (
@@ -353,7 +356,7 @@ def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
 
 
 def test_all_keys_are_the_models_and_the_layers_describe_themselves():
-    model = GPT(GPTConfig())
+    model = GPT()
     layers: Any = procpipe.sequential(model, words(2, 9))
 
     assert {layers.keys(key) for key in layers.state_dict()} == model.state_dict().keys()

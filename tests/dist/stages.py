@@ -25,6 +25,7 @@ from procpipe.data.microbatch import gather, scatter, scatter_like
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting
 from procpipe.job.world import World
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
@@ -218,6 +219,35 @@ def two_at_a_time(m: int, n: int) -> Plan:
         return tasks
 
     return plan_of_rows(m, [row(j) for j in range(n)])
+
+
+def one_at_a_time(m: int, n: int, placement: tuple[int, ...]) -> Plan:
+    """Run each micro-batch forward and backward before the next, and recompute nothing."""
+    js = range(len(placement))
+    path = [*((FORWARD, j) for j in js), *((BACKWARD, j) for j in reversed(js))]
+    return Plan(m, n, [(Task(kind, i, j),) for i in range(m) for kind, j in path], placement)
+
+
+def in_a_loop(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, looped(2 * n, n))
+
+
+def in_a_fold(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, folded(2 * n, n))
+
+
+def without_the_turn(m: int, n: int) -> Plan:
+    """Fold, with one partition on the last stage and two on the others."""
+    return one_at_a_time(m, n, (*range(n), *reversed(range(n - 1))))
+
+
+#: Users' plans, by what cases of tests/fuzz call them.
+USERS_PLANS = {
+    "pairs": two_at_a_time,
+    "in a loop": in_a_loop,
+    "in a fold": in_a_fold,
+    "without the turn": without_the_turn,
+}
 
 
 def zero_grad(modules: Iterable[nn.Module]) -> None:
