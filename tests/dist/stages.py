@@ -12,7 +12,7 @@ the same micro-batches: all forward, then backward in reverse, as fill and drain
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,52 +62,49 @@ def stage_of(
     world = world_of(bare, name)
     world.transport = options.pop("transport", None)
     stage = Stage(copy.deepcopy(model), balance, world=world, **options)
-    try:
+    with failing_all(stage, name):
         yield stage
+
+
+@contextmanager
+def failing_all(stage: Stage, name: str) -> Iterator[None]:
+    """Close a stage; a failure names the case, and no peer waits for this rank."""
+    try:
+        yield
         stage.close()
     except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {bare.rank}")
-        # So that no peer waits for this rank. After a failed call of the stage, this does nothing.
-        stage._calls.fail("the test", error)
+        error.add_note(f"in the case {name!r} on rank {stage._world.grid.job_rank}")
+        stage._calls.fail("the test", error)  # after a failed call of the stage, this does nothing
         raise
 
 
 def plain_forward(
-    model: nn.Sequential, inputs: tuple[Any, ...], chunks: int
+    model: nn.Sequential, inputs: tuple[Any], chunks: int
 ) -> tuple[list[Any], list[int]]:
-    """Run a plain model over the micro-batches; return their outputs and sizes.
-
-    If the first layer changes its input in place, each micro-batch is copied, as in a stage.
-    (Otherwise not: the last digits of a matrix product depend on where its factors are in memory.)
-    """
+    """Run a plain model over the micro-batches; return their outputs and sizes."""
     parts, sizes = scatter(inputs, chunks)
-    if any(getattr(module, "inplace", False) for module in model[0].modules()):
-        parts = [map_tensors(torch.clone, part) for part in parts]
-    return [_call(model, part) for part in parts], sizes
+    return [model(*part) for part in parts], sizes
 
 
 def plain_step(
     model: nn.Sequential,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Any],
     target: Any,
     chunks: int,
     loss_fn: Callable[..., Tensor],
-    shares: Sequence[float] | None = None,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     *,
     is_backward_reversed: bool = True,
 ) -> Tensor:
     """Run a plain model forward and backward in the plan's order; return the mini-batch's loss."""
     outputs, sizes = plain_forward(model, inputs, chunks)
-    targets = scatter_like(target, sizes)
-    shares = shares or [size / sum(sizes) for size in sizes]
-    losses = [
-        loss_fn(output) if target is None else loss_fn(output, target)
-        for output, target in zip(outputs, targets, strict=True)
+    parts = [
+        loss_fn(output, target) * (size / sum(sizes))
+        for output, target, size in zip(outputs, scatter_like(target, sizes), sizes, strict=True)
     ]
-    parts = [loss * share for loss, share in zip(losses, shares, strict=True)]
     for part in reversed(parts) if is_backward_reversed else parts:
         if part.requires_grad:
-            part.backward()
+            scaled(part).backward()
     total = parts[0].detach()
     for part in parts[1:]:
         total = total + part.detach()
@@ -116,7 +113,7 @@ def plain_step(
 
 def plain_backward(
     model: nn.Sequential,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Any],
     chunks: int,
     loss_of: Callable[[Any], Tensor],
 ) -> tuple[Any, Tensor]:
@@ -254,13 +251,3 @@ def zero_grad(modules: Iterable[nn.Module]) -> None:
     """Drop the gradients of modules."""
     for module in modules:
         module.zero_grad()
-
-
-def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
-    """Call a model whose first layer takes several positional inputs."""
-    value: Any = inputs
-    spread = True
-    for layer in model:
-        value = layer(*value) if spread else layer(value)
-        spread = False
-    return value

@@ -31,14 +31,13 @@ from tests.dist.meshes import (
     Block,
     assert_same_gradients,
     error_of,
-    failing_all,
     make_model,
     mesh_of,
     sharded,
     stage_in,
     whole,
 )
-from tests.dist.stages import assert_same, world_of
+from tests.dist.stages import assert_same, failing_all, world_of
 from tests.dist.test_replicas import (
     TOLERANCE,
     counting_loss,

@@ -6,8 +6,12 @@ oracle runs the plain model in float64 on the CPU, over the same micro-batches.
 
 from __future__ import annotations
 
-import pytest
+import os
 
+import pytest
+import torch
+
+from tests.dist.worker import WORLD_TIMEOUT_S, BareWorld
 from tests.fuzz.case import Call, Case, Run
 from tests.fuzz.compare import run_one
 
@@ -41,6 +45,17 @@ def cases(schedule: str, num_partitions: int) -> list[Case]:
         ))
         for k, (mode, chunks, size) in enumerate(SIZES)
     ]  # fmt: skip
+
+
+def compare_in_a_script(names: list[str] | None) -> None:
+    """Compare on each rank of a script, with these devices, or with one GPU each."""
+    rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    devices = [torch.device(name) for name in names or map("cuda:{}".format, range(num_ranks))]
+    torch.cuda.set_device(devices[rank])
+    for k, case in enumerate(cases("gpipe", num_ranks)):
+        name = f"{os.environ['MASTER_PORT']} {k}"
+        bare = BareWorld(rank, num_ranks, None, name, devices[rank], devices, WORLD_TIMEOUT_S)
+        run_one(bare, case, 0, "")
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,8 @@ class Drawing(Layer):
     The output does not depend on them, as the plain model draws other numbers.
     """
 
+    f: nn.Linear
+
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
         self.is_repeating: Callable[[], bool] = bool  # pipeline.py says when
@@ -243,7 +245,8 @@ class Drawing(Layer):
         self.repeated: set[Any] = set()
 
     def forward(self, value: Any) -> Any:
-        mask = tuple(F.dropout(torch.ones(40), 0.5).tolist())
+        ones = torch.ones(40, device=self.f.weight.device)
+        mask = tuple(F.dropout(ones, 0.5).tolist())
         drawn = (mask, torch.rand(()).item(), random.random(), float(np.random.randn()))
         if self.is_repeating():
             assert drawn in self.drawn, "recomputed with other random numbers"
