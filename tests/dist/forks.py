@@ -19,10 +19,10 @@ server, and waits for the end of the child.
 A child has its own environment, working folder, session and main module; only imports have run in
 it. A terminal as its output controls it. The server has one thread, because only the thread that
 forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
-one that reads its arguments in /proc. The process ends after its last exit function: freeing all
-imported modules would take ten times as long as everything else. With ``tears_down`` it frees them
-too (tests/dist/forked_child.py). With ``num_ranks`` the ranks that it starts as a launcher are
-forks as well (tests/dist/launchers.py). This file does not know what the processes do.
+one that reads its arguments or variables in /proc. The process ends after its last exit function:
+freeing all imported modules would take ten times as long as everything else. With ``tears_down`` it
+frees them too (tests/dist/forked_child.py). With ``num_ranks`` the ranks that it starts as a
+launcher are forks as well (tests/dist/launchers.py). This file does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -74,10 +74,6 @@ OF_EXAMPLES = "sklearn.datasets", "matplotlib.figure", "matplotlib.backends.back
 SOCKET = "PROCPIPE_TESTS_FORK_SERVER"
 
 _MAX_MESSAGE_BYTES = 1 << 17
-
-#: A variable of the server only: its children have room for their variables in /proc.
-ROOM = "PROCPIPE_TESTS_ROOM"
-_ROOM_TEXT = "x" * (1 << 14)
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class ForkServer:
                 [sys.executable, "-m", "tests.dist.forks", str(listener.fileno())],
                 cwd=ROOT,
                 # Torch reads this when imported; with more than 1 it would start threads.
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", ROOM: _ROOM_TEXT},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
