@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.compute.segments import Do
 from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
@@ -23,7 +24,6 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
-from tests.dist.test_boundaries import Do
 
 pytestmark = pytest.mark.on_gpus
 

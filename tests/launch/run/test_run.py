@@ -11,7 +11,8 @@ import pytest
 
 from tests.dist.forks import fork_server
 from tests.dist.jobs import TIMEOUT_S, Job, job_environment
-from tests.launch.started import free_port, started
+from tests.dist.script import free_port
+from tests.launch.started import started
 
 pytestmark = pytest.mark.dist
 
