@@ -424,7 +424,6 @@ def assert_alike(values, model):
 
 @pytest.mark.parametrize("name", ["ViT", "T5", "Mixtral"])
 def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name):
-    pytest.importorskip("transformers")
     case = CASES[name]
     with torch.device("meta"):
         model = case.make().double()
@@ -443,8 +442,9 @@ def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name
 @pytest.mark.parametrize("width", [20, 2000])
 def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     """Where the outer one is opened and the inner one is, too, or stays whole."""
-    transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     encoder = transformers.SiglipVisionConfig(
         image_size=16, patch_size=4, intermediate_size=20, vision_use_head=False, **small
     )
@@ -480,11 +480,12 @@ def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_low_rank_adapters_are_trained():
-    peft = pytest.importorskip("peft")
+    import peft
+
     case = CASES["Llama"]
     plain: Any = case.make().double()
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    model = peft.get_peft_model(plain, config).get_base_model()
+    model: Any = peft.get_peft_model(plain, config).get_base_model()
     args, named = case.inputs(4)
     layers = procpipe.sequential(model, *args, **named)
 

@@ -245,9 +245,3 @@ USERS_PLANS = {
     "in a fold": in_a_fold,
     "without the turn": without_the_turn,
 }
-
-
-def zero_grad(modules: Iterable[nn.Module]) -> None:
-    """Drop the gradients of modules."""
-    for module in modules:
-        module.zero_grad()
