@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import weakref
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from procpipe.balance import balance_by_time, profile_layers
+from procpipe.balance.profile import seconds_of
 from procpipe.errors import BoundaryError
 from tests.balance.layers import Clock, Taking, float32, held_bytes, layer_times
 from tests.compute.segments import Do
+from tests.held import hold_for
 
 
 def conv_model():
@@ -62,6 +65,23 @@ def test_the_start_of_a_task_does_not_count():
     times = layer_times(nn.Sequential(nn.Linear(1, 1)), sample, clock=lambda: next(ticks))
 
     assert times == [0.0]
+
+
+#: Longer than the host takes for a step on a busy machine.
+HELD_S = 1.0
+
+
+def measured(bare):
+    """Return whether a measurement ended when the device had done the work, not when queued."""
+    holds = []
+    stream = torch.cuda.current_stream()
+    seconds_of(lambda: holds.append(hold_for(stream, HELD_S)), bare.device, time.monotonic)
+    return holds[0].is_set()
+
+
+@pytest.mark.gpu
+def test_a_measured_time_includes_the_devices_work(ranks):
+    assert ranks(2).run(measured, world=False).values() == [True, True]
 
 
 # -- sizes ----------------------------------------------------------------------------------------
