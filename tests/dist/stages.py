@@ -32,8 +32,6 @@ from procpipe.tree import Flat, flatten, map_tensors, unflatten
 from tests.dist.devices import REAL_GPU_TOLERANCES, is_on_real_gpus
 from tests.dist.worker import BareWorld
 
-MODES = ("always", "except_last", "never")
-
 
 def num_held(stage: Stage) -> int:
     """Return how many messages and micro-batches wait for a task; 0 between calls."""

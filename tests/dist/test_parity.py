@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.dist.worker import WORLD_TIMEOUT_S, BareWorld
-from tests.fuzz.case import Call, Case, Run
+from tests.fuzz.case import Case, Run
 from tests.fuzz.compare import run_one
 
 pytestmark = pytest.mark.on_gpus
@@ -27,11 +27,8 @@ LAYERS = (
 SIZES = (("always", 1, 5), ("except_last", 3, 11), ("never", 8, 23))
 
 
-def calls(size: int) -> tuple[Call, ...]:
-    """Return steps, a loss of a user's own, and an evaluation."""
-    batch = ((size,),)
-    acts = ("step", "step", "loss", "evaluate in a loop")
-    return tuple((act, batch) for act in acts)
+#: Two steps, a loss of a user's own, and an evaluation.
+ACTS = ("step", "step", "loss", "evaluate in a loop")
 
 
 def cases(schedule: str, num_partitions: int) -> list[Case]:
@@ -41,7 +38,7 @@ def cases(schedule: str, num_partitions: int) -> list[Case]:
     return [
         Case(seed=k, layers=LAYERS, loss="classes", runs=(
             Run(cuts, chunks=chunks, schedule=schedule, checkpoint=mode, transport="",
-                calls=calls(size)),
+                calls=tuple((act, ((size,),)) for act in ACTS)),
         ))
         for k, (mode, chunks, size) in enumerate(SIZES)
     ]  # fmt: skip
