@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from procpipe.batchnorm import DeferredBatchNorm
 from tests.cases import for_each
 
-CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: (10, 3), nn.BatchNorm2d: (10, 3, 4, 2), nn.BatchNorm3d: (10, 3, 2, 2, 2)}
 KINDS: Any = pytest.mark.parametrize("kind", SHAPES, ids=lambda kind: kind.__name__)
 

@@ -6,6 +6,7 @@ import ast
 import difflib
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from procpipe.launch.plan import subject, trial
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.zero_bubble import zb_v
 from procpipe.timeline.text import render_text
+from tests.dist.forks import OF_HF, fork_server
 from tests.dist.script import run_forked
 from tests.launch.started import start_as_forks
 
@@ -315,6 +317,80 @@ def test_the_commands_of_planning_run(tmp_path, monkeypatch, capsys):
     assert rows[0].split()[1] == "*", "the fastest is chosen"
     for what in ("step", "idle", r"\w+ 0, forward", r"\w+ 1, forward"):
         assert re.search(rf"{what} .*[\d.]+ *(s|ms|µs|%) .*%\n", compared), compared
+
+
+# -- docs/launching.md -----------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_documented_script_goes_on_where_it_ended(tmp_path):
+    """Also after a signal, under a launcher: tests/faults."""
+    (code,) = blocks_in("docs/launching.md")
+    assert '["epoch"] < 3' in code
+
+    def losses(folder, num_epochs):
+        script = code.replace("runs/", f"{tmp_path}/{folder}/").replace("< 3", f"< {num_epochs}")
+        return re.findall(r"^loss \S+", printed(script, 2), re.MULTILINE)
+
+    first, resumed, whole = losses("resumed", 1), losses("resumed", 2), losses("whole", 2)
+    assert len(first) > 1
+    assert first + resumed == whole
+
+
+# -- docs/saved_state.md ---------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_the_code_of_saved_state_runs_on_two_stages_and_then_on_one(tmp_path):
+    blocks = blocks_in("docs/saved_state.md")
+    assert len(blocks) == 5
+    code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
+    assert printed(code, 2) == "24\n"
+    saved = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert saved == ["000001-step-10", "000002-step-20", "000003"]
+    for name in ("exported", "renamed"):
+        shutil.rmtree(tmp_path / name)
+    assert len(torch.load(tmp_path / "exported.pt", weights_only=True)) == 4
+    (tmp_path / "exported.pt").unlink()
+    # Again, in one process: nothing is left to train, so there is no input.
+    again = code.replace("stage.step(input, target)  #", "#")
+    assert printed(again.replace("[2, 2]", "[4]")) == "24\n"
+
+
+# -- docs/language_models.md -----------------------------------------------------------------------
+
+#: What a reader would look at; one write, so that lines of two processes do not mix.
+LOOK = """
+line = f"loss {loss.item():.5f}; perplexity {perplexity.item():.4f}; {texts.tolist()}"
+print(line + "\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.dist
+def test_the_script_of_language_models_prints_the_same_on_one_process_and_on_two(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tests.hf.cases import model_of
+
+    fork_server().load(*OF_HF)
+    code = "".join(blocks_in("docs/language_models.md"))
+    assert "rank" not in code
+    found = []
+    for num_ranks in (None, 2):
+        folder = tmp_path / str(num_ranks)
+        plain = model_of("Llama", tie_word_embeddings=True).float()
+        plain.save_pretrained(folder)
+        start = f"import os, torch\nos.environ['FOLDER'] = {str(folder)!r}\ntorch.manual_seed(0)\n"
+
+        lines = re.findall(r"^loss.*", printed(start + code + LOOK, num_ranks), re.MULTILINE)
+        assert len(set(lines)) == 1, "each rank has the same"
+        assert len(lines) == (num_ranks or 1)
+        found.append(lines[0])
+        trained = AutoModelForCausalLM.from_pretrained(folder / "out")
+        assert not torch.equal(trained.lm_head.weight, plain.lm_head.weight)
+        assert trained.lm_head.weight is trained.model.embed_tokens.weight
+        assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert found[0] == found[1]
 
 
 # -- docs/dev/peer_tests.md ------------------------------------------------------------------------

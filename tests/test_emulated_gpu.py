@@ -1,29 +1,27 @@
 """The hazards of the emulated GPU: without one of them, faulty programs would pass the other tests.
 
 What other tests need in order to pass has no test of its own. Run on emulated GPUs only (``make
-test-gpu``). Most tests call CUDA's and NCCL's C interface in processes with settings of their own,
-without torch, each of which runs one of the functions below; the first argument of those for NCCL
-is the rank. An operation that has not ended after a while is assumed never to end: others end
+test-gpu``). An operation that has not ended after a while is assumed never to end: others end
 within milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import ctypes
-import faulthandler
-import multiprocessing
 import os
 import re
 import subprocess
 import threading
 import time
-import uuid
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.dist.script import run_forked
+from tests.held import happens, hold
 
 CUDA = ctypes.CDLL(None)
 EMULATED = hasattr(CUDA, "emulated_gpu_synchronizations")
@@ -35,7 +33,6 @@ pytestmark = [
 
 NOT_READY = 600
 NON_BLOCKING, NO_TIMING = 1, 2
-POISON = 0x7F
 UINT8, INT32 = 1, 2
 LAUNCH_FAILURE = 719
 LONG_MS = 100_000
@@ -43,71 +40,7 @@ WHILE_S = 0.3
 LIMIT_S = 60
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
-class Process:
-    """A process that calls a function; forked from one that has never used CUDA.
-
-    Its function may ``report`` values to the test, and ``wait_for_test``.
-    """
-
-    def __init__(self, function, *arguments: object, **settings: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._connection, child_end = context.Pipe()
-        variables = {"EMULATED_GPU_DELAY_US": "0", "EMULATED_GPU_STARVE_MS": "0"}
-        for name, value in {"count": 2, **settings}.items():
-            variables["RANK" if name == "rank" else f"EMULATED_GPU_{name.upper()}"] = str(value)
-        work_arguments = (child_end, variables, function, arguments)
-        self._process = context.Process(target=_work, args=work_arguments, daemon=True)
-        self._process.start()
-        child_end.close()
-
-    def next_report(self) -> Any:
-        """Wait for the next value that its function reports or returns."""
-        assert self._connection.poll(LIMIT_S), "no report"
-        return self._connection.recv()
-
-    def result(self) -> Any:
-        """Continue the process if it waits, and return its result when it has ended."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
-            self._connection.send("continue")
-        found = self.next_report()
-        assert self.exit_code() == 0
-        return found
-
-    def exit_code(self) -> int | None:
-        self._process.join(LIMIT_S)
-        return self._process.exitcode
-
-
-#: The connection of this process to its test.
-_PARENT: list[Connection] = []
-
-
-def _work(parent: Connection, variables: dict[str, str], function, arguments) -> None:
-    _PARENT.append(parent)
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ.update(variables)
-    report(function(*arguments))
-    CUDA.exit(0)  # as a program ends, with the exit functions of libraries
-
-
-def report(value: object) -> None:
-    _PARENT[0].send(value)
-
-
-def wait_for_test() -> None:
-    _PARENT[0].recv()
-
-
-def run(function, *arguments: object, **settings: object) -> Any:
-    return Process(function, *arguments, **settings).result()
-
-
-# ---- CUDA's calls --------------------------------------------------------------------------------
+# ---- CUDA's and NCCL's calls ---------------------------------------------------------------------
 
 
 def call(name: str, *arguments: object) -> int:
@@ -130,48 +63,26 @@ def new_stream() -> Any:
     return made("cudaStreamCreateWithPriority", NON_BLOCKING, 0)
 
 
-def new_memory(num_bytes: int = 4096) -> Any:
-    return made("cudaMalloc", ctypes.c_size_t(num_bytes))
+def fill(stream: Any, memory: Any) -> None:
+    check("cudaMemsetAsync", memory, 1, ctypes.c_size_t(8), stream)
 
 
-def at(address: Any, num_bytes: int = 8) -> bytes:
-    """Read device memory, which is possible only in the emulator."""
-    return ctypes.string_at(address, num_bytes)
+def is_done(stream: Any) -> bool:
+    return call("cudaStreamQuery", stream) != NOT_READY
 
 
-def fill(address: Any, value: int, stream: Any, num_bytes: int = 8) -> None:
-    check("cudaMemsetAsync", address, value, ctypes.c_size_t(num_bytes), stream)
+# ---- processes with other settings, without torch's streams --------------------------------------
 
 
-def filled(value: int) -> Any:
-    memory, stream = new_memory(), new_stream()
-    fill(memory, value, stream)
-    check("cudaStreamSynchronize", stream)
-    return memory
-
-
-def hold(stream: Any) -> Any:
-    """Make a stream wait until ``let_go`` of the returned gate."""
-    gate = made("cudaHostAlloc", ctypes.c_size_t(8), 0)
-    ctypes.memset(gate, 0, 8)
-    check("cuStreamWaitValue64_v2", stream, gate, ctypes.c_uint64(1), 0)
-    return gate
-
-
-def let_go(gate: Any) -> None:
-    ctypes.c_uint64.from_address(gate.value).value = 1
-
-
-def query(stream: Any) -> int:
-    return call("cudaStreamQuery", stream)
-
-
-def wait_until_done(streams) -> None:
-    while any(query(stream) == NOT_READY for stream in streams):
-        time.sleep(0.001)
-
-
-# ---- streams -------------------------------------------------------------------------------------
+def found_by(
+    monkeypatch, words: str, num_ranks: int | None = None, **settings: object
+) -> list[Any]:
+    """Return what an expression of functions of this file is in new processes."""
+    for name, value in {"delay_us": 0, "starve_ms": 0, **settings}.items():
+        monkeypatch.setenv(f"EMULATED_GPU_{name.upper()}", str(value))
+    code = f"from tests.test_emulated_gpu import *\nprint({words})"
+    done = run_forked(code, num_ranks=num_ranks).check()
+    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
 
 
 def seeded(what: int, number: int) -> int:
@@ -182,184 +93,140 @@ def seeded(what: int, number: int) -> int:
 
 
 def time_operations(num: int):
-    stream, memory = new_stream(), new_memory()
+    stream, memory = new_stream(), made("cudaMalloc", ctypes.c_size_t(8))
     begun = time.monotonic()
     for _ in range(num):
-        fill(memory, 1, stream)
+        fill(stream, memory)
     check("cudaStreamSynchronize", stream)
     us = (time.monotonic() - begun) * 1e6
-    return [[seeded(0, number) % 20_000 for number in range(num)], us]
+    return [[seeded(0, number) % 2_000 for number in range(num)], us]
 
 
-def test_delays_depend_on_the_seed_and_the_rank_only(tmp_path):
-    settings = {"folder": tmp_path, "delay_us": 20_000}
-    first, us = run(time_operations, 10, **settings, seed=3)
-    assert us >= sum(first)
-    assert run(time_operations, 10, **settings, seed=3)[0] == first
-    assert run(time_operations, 10, **settings, seed=4)[0] != first
-    assert run(time_operations, 10, **settings, seed=3, rank=1)[0] != first
+def test_delays_depend_on_the_seed_and_the_rank_only(monkeypatch):
+    def delays(seed):
+        found = found_by(monkeypatch, "time_operations(10)", 2, delay_us=2_000, seed=seed)
+        assert all(us >= sum(each) for each, us in found)
+        return [each for each, _ in found]
+
+    first, other_rank = delays(3)
+    assert delays(3) == [first, other_rank]
+    assert first not in (other_rank, *delays(4))
 
 
 def starve(wait: str):
-    """Queue work on streams; return whether all chosen ones starve, and the state of one.
-
-    Streams are made until the seed has chosen some to starve and some not, and at least 12.
-    """
-    memory = new_memory()
+    """Queue work on streams; return whether all chosen ones starve, and whether one is done."""
+    memory, streams = made("cudaMalloc", ctypes.c_size_t(8)), [new_stream() for _ in range(12)]
     starved: list[Any] = []
     others: list[Any] = []
-    while not (starved and others and len(starved) + len(others) >= 12):
-        number = len(starved) + len(others)
-        is_starved = not seeded(0x737461727665, number) % 3
-        (starved if is_starved else others).append(new_stream())
-    streams = [*starved, *others]
+    for number, stream in enumerate(streams):
+        (others if seeded(0x737461727665, number) % 3 else starved).append(stream)
     for stream in streams:
-        fill(memory, 1, stream)
-    wait_until_done(others)
-    num_starved = sum(query(stream) == NOT_READY for stream in starved)
-    stream = starved[0]
+        fill(stream, memory)
+    assert happens(lambda: all(map(is_done, others)), LIMIT_S)
+    are_starved = not any(map(is_done, starved))
     if wait == "host":
-        check("cudaStreamSynchronize", stream)
+        check("cudaStreamSynchronize", starved[0])
     elif wait == "stream":
         event = made("cudaEventCreateWithFlags", NO_TIMING)
-        check("cudaEventRecord", event, stream)
+        check("cudaEventRecord", event, starved[0])
         check("cudaStreamWaitEvent", others[0], event, 0)
-        wait_until_done([others[0], stream])
-    return [num_starved == len(starved), query(stream)]
+        assert happens(lambda: is_done(others[0]) and is_done(starved[0]), LIMIT_S)
+    return [are_starved, is_done(starved[0])]
 
 
-@pytest.mark.parametrize(("wait", "end"), [("host", 0), ("stream", 0), ("not at all", NOT_READY)])
-def test_some_streams_do_nothing_until_they_are_waited_for(tmp_path, wait, end):
-    assert run(starve, wait, folder=tmp_path, starve_ms=LONG_MS) == [True, end]
+@pytest.mark.parametrize(("wait", "ends"), [("host", True), ("stream", True), ("no", False)])
+def test_some_streams_do_nothing_until_they_are_waited_for(monkeypatch, wait, ends):
+    found = found_by(monkeypatch, f"starve({wait!r})", starve_ms=LONG_MS, seed=0)
+    assert found == [[True, ends]]
 
 
-def query_while_a_thread_waits():
-    stream, other = new_stream(), new_stream()
-    gate, found = hold(stream), []
-    before = CUDA.emulated_gpu_synchronizations()
-    waiting = threading.Thread(target=check, args=("cudaStreamSynchronize", stream))
-    waiting.start()
-    while CUDA.emulated_gpu_synchronizations() == before:
-        time.sleep(0.001)
-    querying = threading.Thread(target=lambda: found.append(query(other)))
-    querying.start()
-    querying.join(0.3)
-    hangs = querying.is_alive()
-    let_go(gate)
-    waiting.join()
-    querying.join()
-    return [hangs, found]
-
-
-def test_a_query_hangs_while_another_thread_waits(tmp_path):
-    """As it can on a real GPU: https://github.com/pytorch/pytorch/issues/104487."""
-    assert run(query_while_a_thread_waits, folder=tmp_path) == [True, [0]]
-
-
-# ---- NCCL's calls --------------------------------------------------------------------------------
+# ---- NCCL ----------------------------------------------------------------------------------------
 
 
 class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-def connect(name: str, rank: int) -> Any:
-    """Connect two ranks, each with the GPU of its number."""
-    check("cudaSetDevice", rank)
-    return made("ncclCommInitRank", 2, UniqueId(name.encode()), rank)
+class Channel:
+    """A communicator of two ranks, a stream, and memory that holds the rank's number and 1."""
+
+    def __init__(self, bare: Any) -> None:
+        self.memory = torch.full((8,), bare.rank + 1, dtype=torch.uint8, device=bare.device)
+        torch.cuda.synchronize(bare.device)
+        self.stream, self.peer = torch.cuda.Stream(bare.device), 1 - bare.rank
+        name = UniqueId(bare.name.replace("/", " ").encode())
+        self.communicator = made("ncclCommInitRank", 2, name, bare.rank)
+
+    def queue(self, name: str, count: int = 8, dtype: int = UINT8) -> None:
+        memory, stream = map(ctypes.c_void_p, (self.memory.data_ptr(), self.stream.cuda_stream))
+        size = ctypes.c_size_t(count)
+        check(name, memory, size, dtype, self.peer, self.communicator, stream)
+
+    def ends(self) -> bool:
+        """Return whether all queued work is done within ``WHILE_S``."""
+        return happens(self.stream.query, WHILE_S)
 
 
-def send(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
-    return call("ncclSend", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
-
-
-def receive(communicator, data, peer, stream, count=8, dtype=UINT8) -> int:
-    return call("ncclRecv", data, ctypes.c_size_t(count), dtype, peer, communicator, stream)
-
-
-def ends(*streams: Any) -> bool:
-    """Return whether streams complete all their work within ``WHILE_S``."""
-    until = time.monotonic() + WHILE_S
-    while any(query(stream) == NOT_READY for stream in streams):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def start(function, *arguments: object, **settings: object) -> list[Process]:
-    """Start a function on two ranks."""
-    return [Process(function, rank, *arguments, **settings) for rank in (0, 1)]
-
-
-# ---- sends and receives --------------------------------------------------------------------------
-
-
-def send_early(rank, name):
-    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
-    if rank == 0:
-        assert send(communicator, memory, 1, stream) == 0
-        report(ends(stream))
+def send_early(bare):
+    channel, has_ended = Channel(bare), False
+    if bare.rank == 0:
+        channel.queue("ncclSend")
+        has_ended = channel.ends()
+        bare.store.set("looked", "")
     else:
-        wait_for_test()
-        assert receive(communicator, memory, 0, stream) == 0
-    check("cudaStreamSynchronize", stream)
-    return at(memory)[0]
+        bare.store.wait(["looked"])
+        channel.queue("ncclRecv")
+    channel.stream.synchronize()
+    return has_ended, channel.memory.tolist()[0]
 
 
-def test_a_send_does_not_end_before_its_receive_has_begun(tmp_path):
-    sender, receiver = start(send_early, uuid.uuid4().hex, folder=tmp_path)
-    assert sender.next_report() is False
-    assert [receiver.result(), sender.result()] == [1, 1]
+@pytest.mark.gpu(2)
+def test_a_send_does_not_end_before_its_receive_has_begun(ranks):
+    assert ranks(2).run(send_early, world=False).values() == [(False, 1), (False, 1)]
 
 
-def disagree(rank, name):
-    communicator, stream, memory = connect(name, rank), new_stream(), filled(rank + 1)
-    if rank == 0:
-        assert send(communicator, memory, 1, stream) == 0
+def disagree(bare):
+    """Print the error of both ends; such a device cannot be used again, and so its process ends."""
+    channel = Channel(bare)
+    if bare.rank == 0:
+        channel.queue("ncclSend")
     else:
-        assert receive(communicator, memory, 0, stream, 2, INT32) == 0
-    error = call("cudaStreamSynchronize", stream)
+        channel.queue("ncclRecv", 2, INT32)
+    error = call("cudaStreamSynchronize", ctypes.c_void_p(channel.stream.cuda_stream))
     CUDA.cudaGetErrorString.restype = ctypes.c_char_p
+    value = ctypes.string_at(channel.memory.data_ptr(), 1)[0]  # possible only in the emulator
     text = CUDA.cudaGetErrorString(error).decode()
-    return [error, at(memory)[0], call("cudaDeviceSynchronize"), text]
+    print(error, value, call("cudaDeviceSynchronize"), text, flush=True)
+    os._exit(0)
 
 
-def test_a_receive_must_fit_its_send(tmp_path):
-    for rank, process in enumerate(start(disagree, uuid.uuid4().hex, folder=tmp_path)):
-        error, value, later, text = process.result()
-        assert (error, value) == (LAUNCH_FAILURE, rank + 1)
-        assert later == LAUNCH_FAILURE  # every later call fails as well
-        assert "rank 0 sends 8 of uint8" in text
-        assert "rank 1 receives 2 of int32" in text
+@pytest.mark.gpu(2)
+def test_a_receive_must_fit_its_send(ranks):
+    for rank, outcome in enumerate(ranks(2).run(disagree, world=False)):
+        # Nothing is received, and every later call fails as well.
+        assert f"{LAUNCH_FAILURE} {rank + 1} {LAUNCH_FAILURE} " in outcome.output
+        assert "rank 0 sends 8 of uint8" in outcome.output
+        assert "rank 1 receives 2 of int32" in outcome.output
 
 
-# ---- communicators -------------------------------------------------------------------------------
+def wait_for_a_dead_peer(bare):
+    channel, error = Channel(bare), ctypes.c_int(-1)
+    if bare.rank == 1:
+        os._exit(0)
+    channel.queue("ncclRecv")
+    before = channel.ends()
+    check("ncclCommGetAsyncError", channel.communicator, ctypes.byref(error))
+    check("ncclCommAbort", channel.communicator)
+    channel.stream.synchronize()
+    return before, error.value, channel.memory.tolist()[0]
 
 
-def wait_for_a_dead_peer(rank, name):
-    communicator, stream, memory = connect(name, rank), new_stream(), new_memory()
-    if rank == 1:
-        return None
-    assert receive(communicator, memory, 1, stream) == 0
-    before, error = ends(stream), ctypes.c_int(-1)
-    check("ncclCommGetAsyncError", communicator, ctypes.byref(error))
-    check("ncclCommAbort", communicator)
-    check("cudaStreamSynchronize", stream)
-    return [before, error.value, at(memory)[0]]
-
-
-def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(tmp_path):
-    processes = start(wait_for_a_dead_peer, uuid.uuid4().hex, folder=tmp_path)
-    assert [process.result() for process in processes] == [[False, 0, POISON], None]
-
-
-# ---- what torch calls ----------------------------------------------------------------------------
+@pytest.mark.gpu(2)
+def test_an_operation_with_a_dead_peer_ends_only_by_an_abort(ranks):
+    assert ranks(2).run(wait_for_a_dead_peer, world=False)[0].value == (False, 0, 1)
 
 
 def test_no_call_of_torch_reaches_the_real_nccl():
-    import torch
-
     library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
     names = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=True)
     needed = set(re.findall(r" U (p?nccl\w+)", names.stdout))
@@ -371,11 +238,26 @@ def test_no_call_of_torch_reaches_the_real_nccl():
 # ---- torch's own streams, operators and allocator ------------------------------------------------
 
 
+def test_a_query_hangs_while_another_thread_waits():
+    """As it can on a real GPU: https://github.com/pytorch/pytorch/issues/104487."""
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    let_go, before = hold(stream), CUDA.emulated_gpu_synchronizations()
+    waiting = threading.Thread(target=stream.synchronize)
+    waiting.start()
+    assert happens(lambda: CUDA.emulated_gpu_synchronizations() > before, LIMIT_S)
+    querying = threading.Thread(target=is_done, args=[ctypes.c_void_p(other.cuda_stream)])
+    querying.start()
+    querying.join(WHILE_S)
+    hangs = querying.is_alive()
+    let_go()
+    waiting.join()
+    querying.join()
+    assert hangs
+
+
 @pytest.fixture
 def _loaded():
     """Run each operator that a test runs while a stream is busy: its first run would wait."""
-    import torch
-
     a = torch.ones(600, 600, device="cuda")
     assert bool((((a @ a) + a + 1) * 1 == 602).all())
     a += a
@@ -384,8 +266,6 @@ def _loaded():
 
 def keep_busy(stream) -> None:
     """Keep a stream busy for a while, so that later work on it runs late."""
-    import torch
-
     with torch.cuda.stream(stream):
         a = torch.ones(600, 600, device="cuda")
         for _ in range(20):
@@ -395,8 +275,6 @@ def keep_busy(stream) -> None:
 @pytest.mark.usefixtures("_loaded")
 @pytest.mark.parametrize("waits", [True, False])
 def test_wait_for_a_producer(waits):
-    import torch
-
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     result = torch.zeros(100, device="cuda")
     torch.cuda.synchronize()
@@ -415,8 +293,6 @@ def test_wait_for_a_producer(waits):
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("records", [True, False])
 def test_record_stream(records, writes):
-    import torch
-
     side = torch.cuda.Stream()
     given, result = torch.ones(100, device="cuda"), torch.zeros(100, device="cuda")
     torch.cuda.synchronize()

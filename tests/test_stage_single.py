@@ -22,8 +22,8 @@ from procpipe import (
     Stage,
     StageClosedError,
 )
-from tests.dist.test_parity import Stash
 from tests.dist.test_replicas import Scaled
+from tests.skip.layers import stasher
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,10 @@ def with_a_layer_named(name):
     return model
 
 
+def stashing():
+    return nn.Sequential(stasher("skip"))
+
+
 def four():
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
@@ -85,7 +89,7 @@ def four():
         (four, [4], {"checkpoint": "sometimes"}, ValueError, "'sometimes'; it must be one of"),
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
-        (lambda: nn.Sequential(Stash()), [1], {}, TypeError, "for 1 pop that no layer does"),
+        (stashing, [1], {}, TypeError, "for 1 pop that no layer does"),
         (lambda: with_a_layer_named("step"), [1], {}, KeyError, "attribute 'step' already exists"),
     ],
 )

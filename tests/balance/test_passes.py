@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import weakref
 
 import pytest
@@ -12,28 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from procpipe.balance import balance_by_time, profile_layers
+from procpipe.balance.profile import seconds_of
 from procpipe.errors import BoundaryError
 from tests.balance.layers import Clock, Taking, float32, held_bytes, layer_times
-
-
-class Calling(nn.Module):
-    """Applies a function, by default one that passes the first input on."""
-
-    def __init__(self, function=lambda x, *rest: x, seen=None):
-        super().__init__()
-        self.function = function
-        self.seen = Seen() if seen is None else seen
-
-    def forward(self, *inputs):
-        self.seen.append(inputs)
-        return self.function(*inputs)
-
-
-class Seen(list):
-    """Inputs that layers have recorded; copies of a layer share the list."""
-
-    def __deepcopy__(self, memo):
-        return self
+from tests.compute.segments import Do
+from tests.held import hold_for
 
 
 def conv_model():
@@ -83,6 +67,23 @@ def test_the_start_of_a_task_does_not_count():
     assert times == [0.0]
 
 
+#: Longer than the host takes for a step on a busy machine.
+HELD_S = 1.0
+
+
+def measured(bare):
+    """Return whether a measurement ended when the device had done the work, not when queued."""
+    holds = []
+    stream = torch.cuda.current_stream()
+    seconds_of(lambda: holds.append(hold_for(stream, HELD_S)), bare.device, time.monotonic)
+    return holds[0].is_set()
+
+
+@pytest.mark.gpu
+def test_a_measured_time_includes_the_devices_work(ranks):
+    assert ranks(2).run(measured, world=False).values() == [True, True]
+
+
 # -- sizes ----------------------------------------------------------------------------------------
 
 
@@ -90,10 +91,10 @@ def test_sizes_are_those_of_saved_tensors_and_outputs():
     model = nn.Sequential(
         nn.Linear(10, 20),  # saves its input, which is not its own
         nn.Sigmoid(),  # saves its output
-        Calling(lambda x: (x * 2).sin().cos()),  # saves x * 2 and its sine, and returns another
+        Do(lambda x: (x * 2).sin().cos()),  # saves x * 2 and its sine, and returns another
         nn.ReLU(inplace=True),  # makes nothing
         nn.Dropout(),  # saves its mask, as bool on CPU or float, and returns another
-        Calling(lambda x: x[:, :1]),  # a view
+        Do(lambda x: x[:, :1]),  # a view
     )
 
     sizes = held_bytes(model, torch.rand(8, 10))
@@ -108,8 +109,8 @@ def test_tensors_that_a_layer_recomputes_are_not_held():
     def costly(x):
         return x.sin().cos().exp()
 
-    plain = nn.Sequential(Calling(costly))
-    thrifty = nn.Sequential(Calling(lambda x: checkpoint(costly, x, use_reentrant=False)))
+    plain = nn.Sequential(Do(costly))
+    thrifty = nn.Sequential(Do(lambda x: checkpoint(costly, x, use_reentrant=False)))
     sample = torch.rand(10, requires_grad=True)
 
     assert held_bytes(plain, sample) == [2 * float32(10)]  # the sine, and the output
@@ -171,7 +172,7 @@ def test_the_sample_is_unchanged():
     sample.sum().backward()
     before = sample.detach().clone()
 
-    profiled(nn.Sequential(nn.ReLU(inplace=True), Calling(lambda x: x.mul_(2))), sample)
+    profiled(nn.Sequential(nn.ReLU(inplace=True), Do(lambda x: x.mul_(2))), sample)
 
     assert torch.equal(sample, before)
     torch.testing.assert_close(sample.grad, torch.ones_like(sample), rtol=0, atol=0)
@@ -224,18 +225,22 @@ def test_each_layer_is_copied_alone(is_autocast):
 
 
 def test_a_tuple_is_one_input():
-    first = Calling(lambda pair: pair[0] + pair[1])
+    seen = set()
 
-    profiled(nn.Sequential(first, nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
+    def add(*inputs):
+        seen.add(tuple(map(type, inputs)))
+        return inputs[0][0] + inputs[0][1]
 
-    assert {tuple(map(type, inputs)) for inputs in first.seen} == {(tuple,)}
+    profiled(nn.Sequential(Do(add), nn.Linear(2, 2)), (torch.rand(3, 2), torch.rand(3, 1)))
+
+    assert seen == {(tuple,)}
 
 
 def test_nested_values_between_layers():
     model = nn.Sequential(
         nn.Linear(2, 2),
-        Calling(lambda x: (x, [x.detach(), None], {"n": x.argmax(), "s": 0.5, "y": x * 2})),
-        Calling(lambda v: v[0] + v[1][0] * v[2]["s"] + v[2]["y"]),
+        Do(lambda x: (x, [x.detach(), None], {"n": x.argmax(), "s": 0.5, "y": x * 2})),
+        Do(lambda v: v[0] + v[1][0] * v[2]["s"] + v[2]["y"]),
     )
 
     assert len(profiled(model, torch.rand(3, 2))) == 3
@@ -252,8 +257,8 @@ def test_an_error_keeps_its_type_and_names_the_layer():
 
 def test_a_value_that_cannot_be_sent_is_refused():
     with pytest.raises(BoundaryError, match=r"builtins\.set") as caught:
-        profiled(nn.Sequential(Calling(lambda x: {x})), torch.rand(1))
-    assert "layer '0' (Calling)" in caught.value.__notes__[0]
+        profiled(nn.Sequential(Do(lambda x: {x})), torch.rand(1))
+    assert "layer '0' (Do)" in caught.value.__notes__[0]
 
 
 def test_no_time_on_meta():

@@ -18,7 +18,6 @@ from procpipe.planner.layers import Table
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import TENSOR, Flat
 from tests.balance.layers import float32
-from tests.compute.sizes import put_off_bytes
 
 
 def profiled(*layers: nn.Module, sample: object, **more: Any) -> Table:
@@ -61,6 +60,14 @@ def test_the_bytes_that_a_transformer_puts_off_are_those_of_a_partition() -> Non
     )
     partition.backward(0, [torch.ones_like(output.tensors[0])])
     assert layer.put_off_bytes == put_off_bytes(partition, 0)
+
+
+def put_off_bytes(partition: Segment, i: int) -> int:
+    """Return the bytes that a partition holds from task I of a micro-batch to its task W."""
+    waiting = partition._put_off[i].waiting
+    calls = [call for of_layer in waiting.values() for call in of_layer]
+    kept = [tensor for call in calls for tensor in (call.x, call.gradient)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
 
 
 def test_layers_that_work_in_place_or_return_a_view() -> None:

@@ -17,15 +17,11 @@ from procpipe import Stage, is_recomputing
 from tests.balance.test_by_shapes import Pop, Stash
 from tests.dist.stages import assert_same, plain_step
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 WIDTH = 16
 
-#: What torch's compiler says of its own code, and of a release of Python.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.filterwarnings(r"ignore:Guards may run slower on Python 3\.13\.0"),
-]
+#: What torch's compiler says of its own code.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +30,6 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return input, target
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_recomputation_repeats_compiled_layers_and_compiles_nothing_anew() -> None:
     found = []
     for mode in ("never", "always"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from procpipe.compute.digests import difference, digest_of
 from tests.cases import for_each
-from tests.compute.sizes import Sizes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,6 +88,26 @@ def test_values_that_are_not_finite_are_equal_to_each_other_only():
 )
 def test_any_output_can_be_compared(tensor):
     assert not compare([tensor], [tensor])
+
+
+class Sizes(TorchDispatchMode):
+    """Records the most bytes of new memory in an operation's result."""
+
+    most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        made = [t.untyped_storage() for t in tensors_in(result)]
+        new = [memory.nbytes() for memory in made if memory.data_ptr() not in given]
+        self.most = max(self.most, *new, 0)
+        return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def test_a_large_output_is_not_copied():

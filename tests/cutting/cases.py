@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.train_nanogpt_plain import GPT
 from tests.cutting import models
 
 
@@ -86,6 +87,17 @@ def _hf(family, suffix, **values):
     return make
 
 
+def _of_hf(name, **others):
+    """Return what builds a model of tests/hf/cases.py."""
+
+    def make():
+        from tests.hf.cases import class_of, config_of
+
+        return class_of(name)(config_of(name, **others))
+
+    return make
+
+
 def _logits(result):
     return result.logits
 
@@ -100,21 +112,9 @@ def _masked(b):
     return (), {"input_ids": words(b, 9), "attention_mask": mask, "use_cache": False}
 
 
-_SIZES = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20}
-_SIZES |= {"num_hidden_layers": 3, "max_position_embeddings": 32, "pad_token_id": 0}
-_LLAMA = {**_SIZES, "num_key_value_heads": 2}
-_GPT2: dict[str, Any] = {
-    "vocab_size": 31,
-    "n_embd": 16,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 32,
-}
-_GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-_BERT: dict[str, Any] = {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_VIT = {**_BERT, "image_size": 16, "patch_size": 4}
-_VIT = {key: value for key, value in _VIT.items() if key not in ("vocab_size", "pad_token_id")}
-_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}
+_VIT: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20}
+_VIT |= {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4}
+_VIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _VIT_B = {
     "image_size": 32,
     "patch_size": 16,
@@ -136,7 +136,7 @@ _T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 CASES: dict[str, Case] = {
     "U-Net": Case(models.UNet, images(18)),
     "U-Net of a time": Case(models.TimeUNet, lambda b: ((drawn(b, 3, 8, 8), words(b)), {})),
-    "nanoGPT": Case(lambda: models.GPT(models.GPTConfig()), lambda b: ((words(b, 9),), {})),
+    "nanoGPT": Case(GPT, lambda b: ((words(b, 9),), {})),
     "two towers": Case(
         models.TwoTower,
         lambda b: ((drawn(b, 6),), {"item": drawn(b, 5)}),
@@ -148,10 +148,10 @@ CASES: dict[str, Case] = {
         lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True),
         lambda b: ((drawn(b, 5, 8), drawn(b, 4, 8)), {}),
     ),
-    "GPT-2": Case(_hf("GPT2", "LMHeadModel", **_GPT2), _tokens(), _logits, package="transformers"),
-    "Llama": Case(_hf("Llama", "ForCausalLM", **_LLAMA), _masked, _logits, package="transformers"),
+    "GPT-2": Case(_of_hf("GPT-2"), _tokens(), _logits, package="transformers"),
+    "Llama": Case(_of_hf("Llama"), _masked, _logits, package="transformers"),
     "BERT": Case(
-        _hf("Bert", "ForSequenceClassification", **_BERT, num_labels=3),
+        _of_hf("BERT"),
         lambda b: ((), {"input_ids": words(b, 9), "attention_mask": torch.ones(b, 9).long()}),
         _logits,
         package="transformers",
@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
         _hf("ViT", "ForImageClassification", **_VIT), images(), _logits, package="transformers"
     ),
     "Mixtral": Case(
-        _hf("Mixtral", "ForCausalLM", **_MIXTRAL), _tokens(), _logits, package="transformers"
+        _of_hf("Mixtral", output_router_logits=False), _tokens(), _logits, package="transformers"
     ),
     "T5": Case(
         _hf("T5", "ForConditionalGeneration", **_T5),

@@ -82,7 +82,7 @@ def buffers_of(module, keys=str):
     return {keys(key): buffer.clone() for key, buffer in module.named_buffers()}
 
 
-def even(num_layers, number):
+def even(num_layers: int, number: int) -> list[int]:
     """Return a balance of parts of about the same number of layers."""
     ends = [num_layers * k // number for k in range(number + 1)]
     return [end - start for start, end in itertools.pairwise(ends)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +18,8 @@ class Base(nn.Module):
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
         self.scale = nn.Parameter(torch.full((4,), 0.5))
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("bias", torch.ones(8, 8).tril()[None])
+        self.inner = nn.ModuleDict({"act": nn.GELU()})
         self.calls, self.rng = [], random.Random(0)
 
     def between(self, h):
@@ -122,83 +122,6 @@ class TimeUNet(nn.Module):
             h = F.interpolate(h, size=skip.shape[-2:], mode="nearest")
             h = block(torch.cat([h, skip], dim=1), temb)
         return self.end(h)
-
-
-class CausalSelfAttention(nn.Module):
-    bias: torch.Tensor
-
-    def __init__(self, config):
-        super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.n_head, self.n_embd, self.dropout = config.n_head, config.n_embd, config.dropout
-        mask = torch.tril(torch.ones(config.block_size, config.block_size))
-        self.register_buffer("bias", mask.view(1, 1, config.block_size, config.block_size))
-
-    def forward(self, x):
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
-        y = F.dropout(F.softmax(att, dim=-1), self.dropout, self.training) @ v
-        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.n_embd, 4 * config.n_embd),
-            nn.GELU(),
-            nn.Linear(4 * config.n_embd, config.n_embd),
-        )
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-@dataclass
-class GPTConfig:
-    block_size: int = 16
-    vocab_size: int = 31
-    n_layer: int = 3
-    n_head: int = 4
-    n_embd: int = 16
-    dropout: float = 0.0
-
-
-class GPT(nn.Module):
-    """As nanoGPT: a head that is tied to the embedding, and an assertion on the length."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        parts = {
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "drop": nn.Dropout(config.dropout),
-            "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            "ln_f": nn.LayerNorm(config.n_embd),
-        }
-        self.transformer: Any = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        parts["wte"].weight = self.lm_head.weight
-
-    def forward(self, idx):
-        device = idx.device
-        _, t = idx.size()
-        assert t <= self.config.block_size, f"a sequence of length {t} is too long"
-        pos = torch.arange(0, t, dtype=torch.long, device=device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
 
 
 class TwoTower(nn.Module):

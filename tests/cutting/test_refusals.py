@@ -170,18 +170,18 @@ def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
 
 
 def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
-    pytest.importorskip("transformers")
     model = CASES["Llama"].make()
     with pytest.raises(ValueError, match=r"(?s)Cache is passed on.*use_cache=False"):
         procpipe.sequential(model, words(2, 5))
 
 
 def test_what_goes_wrong_with_sizes_is_refused_with_its_line_and_what_to_do():
-    transformers = pytest.importorskip("transformers")
-    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    convolutions = {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+    import transformers
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
     config = transformers.Wav2Vec2Config(
-        hidden_size=16, intermediate_size=20, num_conv_pos_embeddings=4, **layers, **convolutions
+        hidden_size=16, intermediate_size=20, num_conv_pos_embeddings=4, **sizes
     )
     model = transformers.Wav2Vec2ForCTC(config)
     with pytest.raises(ValueError, match=r"(?s)IndexError.*wav2vec2\.py.*no values.*an option"):

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import procpipe
+from examples.train_nanogpt_plain import GPT
 from procpipe import Stage, state
 from tests.cutting.cases import CASES, drawn, words
-from tests.cutting.models import GPT, Base, GPTConfig, UNet
+from tests.cutting.models import Base, UNet
 
 
 def model_of(between, name="Model"):
@@ -105,6 +106,8 @@ BETWEEN = {
     "max": lambda self, h: h.max(dim=1, keepdim=True).values * h,
     "a message": lambda self, h: torch._assert(h.dim() == 2, f"got {h.shape} {h.size(0)}") or h,
     "a module of its own": lambda self, h: nn.Softmax(dim=1)(h),
+    "a mask of a size": lambda self, h: h.masked_fill(self.bias[0, : h.size(0), :4] == 0, 0.5),
+    "a module of a dict": lambda self, h: self.inner.act(h),
     "a mask of values": lambda self, h: h + h[h.sum(-1) > 0].sum(0),
     "a device": lambda self, h: h * (2 if h.device.type == "cpu" else 3) + torch.ones(4).to("cpu"),
     "a rounded size": lambda self, h: (
@@ -356,7 +359,7 @@ def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
 
 
 def test_all_keys_are_the_models_and_the_layers_describe_themselves():
-    model = GPT(GPTConfig())
+    model = GPT()
     layers: Any = procpipe.sequential(model, words(2, 9))
 
     assert {layers.keys(key) for key in layers.state_dict()} == model.state_dict().keys()
@@ -424,7 +427,6 @@ def assert_alike(values, model):
 
 @pytest.mark.parametrize("name", ["ViT", "T5", "Mixtral"])
 def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name):
-    pytest.importorskip("transformers")
     case = CASES[name]
     with torch.device("meta"):
         model = case.make().double()
@@ -443,8 +445,9 @@ def test_a_model_of_transformers_on_the_meta_device_is_initialised_as_there(name
 @pytest.mark.parametrize("width", [20, 2000])
 def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     """Where the outer one is opened and the inner one is, too, or stays whole."""
-    transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     encoder = transformers.SiglipVisionConfig(
         image_size=16, patch_size=4, intermediate_size=20, vision_use_head=False, **small
     )
@@ -480,11 +483,12 @@ def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_low_rank_adapters_are_trained():
-    peft = pytest.importorskip("peft")
+    import peft
+
     case = CASES["Llama"]
     plain: Any = case.make().double()
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    model = peft.get_peft_model(plain, config).get_base_model()
+    model: Any = peft.get_peft_model(plain, config).get_base_model()
     args, named = case.inputs(4)
     layers = procpipe.sequential(model, *args, **named)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import os
@@ -17,8 +16,6 @@ import termios
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tests.dist.forks import ROOM
 
 if TYPE_CHECKING:
     from tests.dist.forks import Start
@@ -32,7 +29,6 @@ def become(start: Start, descriptors: list[int]) -> tuple[types.CodeType, dict[s
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.env)
-    _show_environment()
     _open_standard_files()
     if "PYTHONFAULTHANDLER" in start.env:
         faulthandler.enable()
@@ -61,19 +57,6 @@ def lead_session(descriptors: list[int]) -> None:
         os.dup2(descriptor, target)
     if os.isatty(1):
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-
-
-def _show_environment() -> None:
-    """Write the environment to where /proc reads it: over that of the server, which nothing uses.
-
-    The kernel shows the memory in which it put the environment when the server was started.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = map(int, fields[47:49])
-    block = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
-    assert len(block) + len(ROOM) + 1 < end - begin, "the environment is too long: see ROOM"
-    block += f"{ROOM}=".encode().ljust(end - begin - len(block) - 1, b"x")
-    ctypes.memmove(begin, block + b"\0", end - begin)
 
 
 def _open_standard_files() -> None:

@@ -19,10 +19,10 @@ server, and waits for the end of the child.
 A child has its own environment, working folder, session and main module; only imports have run in
 it. A terminal as its output controls it. The server has one thread, because only the thread that
 forks exists in the child. A test of what a fresh interpreter imports cannot use such a process, nor
-one that reads its arguments in /proc. The process ends after its last exit function: freeing all
-imported modules would take ten times as long as everything else. With ``tears_down`` it frees them
-too (tests/dist/forked_child.py). With ``num_ranks`` the ranks that it starts as a launcher are
-forks as well (tests/dist/launchers.py). This file does not know what the processes do.
+one that reads its arguments or variables in /proc. The process ends after its last exit function:
+freeing all imported modules would take ten times as long as everything else. With ``tears_down`` it
+frees them too (tests/dist/forked_child.py). With ``num_ranks`` the ranks that it starts as a
+launcher are forks as well (tests/dist/launchers.py). This file does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,10 +75,6 @@ SOCKET = "PROCPIPE_TESTS_FORK_SERVER"
 
 _MAX_MESSAGE_BYTES = 1 << 17
 
-#: A variable of the server only: its children have room for their variables in /proc.
-ROOM = "PROCPIPE_TESTS_ROOM"
-_ROOM_TEXT = "x" * (1 << 14)
-
 
 @dataclass(frozen=True)
 class Start:
@@ -99,19 +95,20 @@ class Start:
     num_ranks: int = 0
 
 
-class Parent(Protocol):
-    """Waits for the end of a child of the process that forked it."""
-
-    def code_of(self, pid: int) -> int:
-        """Wait for the end of a child; return its exit code."""
+def code_of(pid: int) -> int:
+    """Wait for the end of a child of this process; return its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Forked:
-    """A child of the server, with the methods of ``subprocess.Popen`` that tests need."""
+    """A child of a process, with the methods of ``subprocess.Popen`` that tests need.
 
-    def __init__(self, parent: Parent, pid: int) -> None:
+    ``code_of`` has that process wait for its end, and returns the exit code.
+    """
+
+    def __init__(self, pid: int, code_of: Callable[[int], int] = code_of) -> None:
         self.pid = pid
-        self._parent = parent
+        self._code_of = code_of
         # The process id is not reused until the parent has waited for the child.
         self._pidfd: int | None = os.pidfd_open(pid)
         self._code: int | None = None
@@ -159,7 +156,7 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
             os.close(self._pidfd)
             self._pidfd = None
-            self._code = self._parent.code_of(self.pid)
+            self._code = self._code_of(self.pid)
         return self._code
 
 
@@ -184,7 +181,7 @@ class ForkServer:
                 [sys.executable, "-m", "tests.dist.forks", str(listener.fileno())],
                 cwd=ROOT,
                 # Torch reads this when imported; with more than 1 it would start threads.
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", ROOM: _ROOM_TEXT},
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
@@ -207,7 +204,7 @@ class ForkServer:
             with contextlib.suppress(ConnectionError):  # then _answer() raises
                 send_start(self._requests, start, files)
             pid = self._answer()
-        return Forked(self, pid)
+        return Forked(pid, self._code_of_child)
 
     def load(self, *names: str) -> None:
         """Import modules in the server, so that later children have them; what there is of them."""
@@ -215,8 +212,7 @@ class ForkServer:
             self._requests.send(pickle.dumps(names))
             self._answer()
 
-    def code_of(self, pid: int) -> int:
-        """Wait for the end of a child; return its exit code."""
+    def _code_of_child(self, pid: int) -> int:
         with self._lock:
             self._requests.send(pickle.dumps(pid))
             return self._answer()
@@ -289,7 +285,7 @@ def _serve(listener: socket.socket) -> tuple[Start, list[int]]:
                 if not connections:
                     os._exit(0)
             elif isinstance(request, int):
-                _answer(ready, os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
+                _answer(ready, code_of(request))
             elif isinstance(request, tuple):
                 _load(request)
                 _answer(ready, 0)

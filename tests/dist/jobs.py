@@ -9,8 +9,8 @@
 
 They, and the first ranks of a launcher, are forks of a process that has imported torch
 (tests/dist/forks.py), which saves seconds. The terminal is a real pseudo-terminal, which the
-process controls: Ctrl-C comes as a signal. All processes, those that they start too, have the job's
-token in their environment, by which they are found: torchrun gives each rank its own session.
+process controls: Ctrl-C comes as a signal. All processes, those that they start too, work in the
+job's folder, by which they are found: torchrun gives each rank its own session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import tempfile
 import termios
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -38,8 +37,6 @@ import psutil
 from tests.dist.devices import is_on_gpus, visible_to_script
 from tests.dist.forks import ROOT, Forked, fork_server
 from tests.dist.report import RanksHungError
-
-TOKEN = "PROCPIPE_TEST_JOB"
 
 #: How long a test of a few seconds may take on a machine that is busy with others.
 TIMEOUT_S = 90.0
@@ -117,18 +114,6 @@ class Process:
     def wait_for(self, pattern: str) -> None:
         self.wait_until(lambda: re.search(pattern, self.text()), repr(pattern))
 
-    def rank(self, number: int) -> psutil.Process:
-        """Find the process of a rank."""
-
-        def find() -> psutil.Process | None:
-            for process in psutil.Process(self.popen.pid).children():
-                with contextlib.suppress(psutil.Error):
-                    if process.environ().get("RANK") == str(number):
-                        return process
-            return None
-
-        return self.wait_until(find, f"process of rank {number}")
-
     def press(self, key: str) -> None:
         assert self.terminal is not None
         os.write(self.terminal, key.encode())
@@ -150,7 +135,7 @@ class Process:
     def wait(self) -> Ended:
         """Wait for the launcher's end."""
         code, left = self.wait_end(), self.job.survivors()
-        kill_job(self.job.token)
+        kill_job(self.job.path)
         if self._reader is not None:
             self._reader.join(TIMEOUT_S)
         root = next(self.job.path.glob("procpipe-logs/*"), self.job.path / "none")
@@ -173,9 +158,8 @@ class Job:
     """Commands that belong together, in a folder of their own; all their processes end with it."""
 
     def __init__(self) -> None:
-        self.token = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="procpipe-job-")
-        self.path = Path(self._folder.name)
+        self.path = Path(self._folder.name).resolve()
         self._processes: list[Process] = []
 
     def __enter__(self) -> Job:
@@ -186,7 +170,7 @@ class Job:
 
     def close(self) -> None:
         """Kill all processes, and remove the folder."""
-        kill_job(self.token)
+        kill_job(self.path)
         for process in self._processes:
             process.popen.wait()
         self._folder.cleanup()
@@ -222,7 +206,7 @@ class Job:
             extra: environment variables.
         """
         words = [*map(str, argv)]
-        own = {TOKEN: self.token, "TERM": "xterm", "PYTHONFAULTHANDLER": "1"}
+        own = {"TERM": "xterm", "PYTHONFAULTHANDLER": "1"}
         env = job_environment(own) | visible_to_script() | extra
         if address:
             env["PROCPIPE_ADDRESS"] = address
@@ -262,7 +246,7 @@ class Job:
         meanwhile, so that all stacks are of one moment: the end of one does not wake them.
         """
         launchers = [process.popen.pid for process in self._processes]
-        alive = sorted(job_of(self.token), key=lambda process: process.pid in launchers)
+        alive = sorted(job_of(self.path), key=lambda process: process.pid in launchers)
         for process in alive:
             process.suspend()
         for process in alive:
@@ -276,7 +260,7 @@ class Job:
     def survivors(self) -> list[str]:
         """Return the command lines of processes that still run."""
         found = []
-        for process in job_of(self.token):
+        for process in job_of(self.path):
             with contextlib.suppress(psutil.Error):
                 found.append(" ".join(process.cmdline()))
         return found
@@ -293,18 +277,18 @@ def job_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return environment | (extra or {})
 
 
-def job_of(token: str) -> Iterator[psutil.Process]:
-    """Find the processes that are alive with a token in their environment."""
+def job_of(folder: Path) -> Iterator[psutil.Process]:
+    """Find the other processes that are alive and work in a folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it is ending, or of another user
-            is_ours = process.environ().get(TOKEN) == token
+            is_ours = process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder)
             if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
-def kill_job(token: str) -> None:
+def kill_job(folder: Path) -> None:
     """Kill the processes of a job, and wait for their ends."""
-    while processes := list(job_of(token)):
+    while processes := list(job_of(folder)):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

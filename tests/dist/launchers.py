@@ -20,29 +20,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tests.dist.forks import Forked, Start, receive, send_start
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A child that waits for its request."""
-
-    pid: int
-    requests: socket.socket
-
-
-class Launcher:
-    """The parent of its ranks."""
-
-    def code_of(self, pid: int) -> int:
-        """Wait for the end of a rank; return its exit code."""
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def name_methods_fast() -> None:
@@ -62,13 +45,13 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
 
     Returns in the launcher with the given arguments, and in each rank with its own.
     """
-    waiting: list[Waiting] = []
+    waiting: list[tuple[int, socket.socket]] = []  # children that wait for their requests
     for _ in range(start.num_ranks):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             os.setsid()  # before the agent can send a signal to the group
-            for end in (ours, *(other.requests for other in waiting)):
+            for end in (ours, *(other for _, other in waiting)):
                 end.close()
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -78,7 +61,7 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
                 os._exit(0)
             return start_of_rank, descriptors
         theirs.close()
-        waiting.append(Waiting(pid, ours))
+        waiting.append((pid, ours))
     new_process = SubprocessHandler._popen
     popen = _starter(waiting, new_process, start.tears_down)
     SubprocessHandler._popen = popen  # type: ignore[method-assign]
@@ -86,24 +69,20 @@ def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
 
 
 def _starter(
-    waiting: list[Waiting], new_process: Callable[..., Any], tears_down: bool
+    waiting: list[tuple[int, socket.socket]], new_process: Callable[..., Any], tears_down: bool
 ) -> Callable[..., Any]:
     """Return what replaces ``SubprocessHandler._popen``."""
 
     def start_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         if not waiting or args[:2] != (sys.executable, "-u"):
             return new_process(handler, args, env)
-        child = waiting.pop(0)
+        pid, requests = waiting.pop(0)
         env = env | {"PYTHONUNBUFFERED": "1"}  # what -u does
-        files = [stream.fileno() if stream else 1 + k for k, stream in enumerate(_outputs(handler))]
-        with child.requests as requests:
+        streams = handler._stdout, handler._stderr  # files, if they are not the launcher's
+        files = [stream.fileno() if stream else 1 + k for k, stream in enumerate(streams)]
+        with requests:
             start = Start(args[2:], env, os.getcwd(), tears_down)
             send_start(requests, start, (0, *files))
-        return Forked(Launcher(), child.pid)
+        return Forked(pid)
 
     return start_rank
-
-
-def _outputs(handler: Any) -> tuple[Any, Any]:
-    """Return the files for a rank's standard output and error, if they are not the launcher's."""
-    return handler._stdout, handler._stderr

@@ -19,7 +19,7 @@ from procpipe import Stage
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting
 from procpipe.job.world import World
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, failing_all
 from tests.dist.test_replicas import TOLERANCE
 
 
@@ -97,18 +97,6 @@ def assert_same_gradients(stage, plain, what, tolerance=TOLERANCE):
     for name, parameter in stage.named_parameters():
         found = None if parameter.grad is None else whole(parameter.grad)
         assert_same(found, expected[name].grad, f"{what} gradient of {name}", tolerance)
-
-
-@contextmanager
-def failing_all(stage, name):
-    """Close a stage; a failure names the case, and no peer waits for this rank."""
-    try:
-        yield
-        stage.close()
-    except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {stage._world.grid.job_rank}")
-        stage._calls.fail("the test", error)
-        raise
 
 
 def error_of(call):

@@ -35,7 +35,6 @@ from tests.dist.jobs import Job, Process
 from tests.dist.report import Failure, Outcome, Outcomes, RanksHungError
 from tests.dist.worker import Task
 
-MAX_NUM_RANKS = 4
 WORKER = "from tests.dist.worker import main; main()"
 
 
@@ -47,7 +46,7 @@ class Worker(NamedTuple):
 
 
 class Pool:
-    """At most :data:`MAX_NUM_RANKS` worker processes and their common store."""
+    """Worker processes, at most 4, and their common store."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
@@ -126,14 +125,11 @@ class Pool:
         return "\n".join(lines)
 
 
-class Ranks:
-    """The first ``n`` ranks of a pool; the ``ranks`` fixture returns it."""
+class Ranks(NamedTuple):
+    """The first ``n`` ranks of a pool, of 1 to 4; the ``ranks`` fixture returns it."""
 
-    def __init__(self, pool: Pool, num_ranks: int) -> None:
-        if not 1 <= num_ranks <= MAX_NUM_RANKS:
-            raise ValueError(f"ranks({num_ranks}): the pool has 1 to {MAX_NUM_RANKS} ranks")
-        self._pool = pool
-        self._num_ranks = num_ranks
+    pool: Pool
+    num_ranks: int
 
     def run(
         self,
@@ -157,7 +153,7 @@ class Ranks:
             RanksHungError: a rank did not end in ``timeout_s``.
         """
         call = pickle.dumps((function, args, kwargs))
-        return self._pool.run(self._num_ranks, call, timeout_s, world=world)
+        return self.pool.run(self.num_ranks, call, timeout_s, world=world)
 
 
 def _outcome_of(rank: int, worker: Worker) -> Outcome:

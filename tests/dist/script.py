@@ -97,13 +97,17 @@ def environments_of(num_ranks: int | None) -> list[dict[str, str]]:
     """Return what a launcher would add to the environment of each process."""
     if num_ranks is None:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     ranks = map(str, range(num_ranks))
     return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def _script_in(job: Job, path_or_code: Path | str) -> str:

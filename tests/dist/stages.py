@@ -12,7 +12,7 @@ the same micro-batches: all forward, then backward in reverse, as fill and drain
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,12 @@ from procpipe.data.microbatch import gather, scatter, scatter_like
 from procpipe.job.grid import Grid
 from procpipe.job.start import Meeting
 from procpipe.job.world import World
+from procpipe.plan.placement import folded, looped
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import BACKWARD, FORWARD, RECOMPUTE, Plan, Task
 from procpipe.tree import Flat, flatten, map_tensors, unflatten
 from tests.dist.devices import REAL_GPU_TOLERANCES, is_on_real_gpus
 from tests.dist.worker import BareWorld
-
-MODES = ("always", "except_last", "never")
 
 
 def num_held(stage: Stage) -> int:
@@ -61,52 +60,49 @@ def stage_of(
     world = world_of(bare, name)
     world.transport = options.pop("transport", None)
     stage = Stage(copy.deepcopy(model), balance, world=world, **options)
-    try:
+    with failing_all(stage, name):
         yield stage
+
+
+@contextmanager
+def failing_all(stage: Stage, name: str) -> Iterator[None]:
+    """Close a stage; a failure names the case, and no peer waits for this rank."""
+    try:
+        yield
         stage.close()
     except BaseException as error:
-        error.add_note(f"in the case {name!r} on rank {bare.rank}")
-        # So that no peer waits for this rank. After a failed call of the stage, this does nothing.
-        stage._calls.fail("the test", error)
+        error.add_note(f"in the case {name!r} on rank {stage._world.grid.job_rank}")
+        stage._calls.fail("the test", error)  # after a failed call of the stage, this does nothing
         raise
 
 
 def plain_forward(
-    model: nn.Sequential, inputs: tuple[Any, ...], chunks: int
+    model: nn.Sequential, inputs: tuple[Any], chunks: int
 ) -> tuple[list[Any], list[int]]:
-    """Run a plain model over the micro-batches; return their outputs and sizes.
-
-    If the first layer changes its input in place, each micro-batch is copied, as in a stage.
-    (Otherwise not: the last digits of a matrix product depend on where its factors are in memory.)
-    """
+    """Run a plain model over the micro-batches; return their outputs and sizes."""
     parts, sizes = scatter(inputs, chunks)
-    if any(getattr(module, "inplace", False) for module in model[0].modules()):
-        parts = [map_tensors(torch.clone, part) for part in parts]
-    return [_call(model, part) for part in parts], sizes
+    return [model(*part) for part in parts], sizes
 
 
 def plain_step(
     model: nn.Sequential,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Any],
     target: Any,
     chunks: int,
     loss_fn: Callable[..., Tensor],
-    shares: Sequence[float] | None = None,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     *,
     is_backward_reversed: bool = True,
 ) -> Tensor:
     """Run a plain model forward and backward in the plan's order; return the mini-batch's loss."""
     outputs, sizes = plain_forward(model, inputs, chunks)
-    targets = scatter_like(target, sizes)
-    shares = shares or [size / sum(sizes) for size in sizes]
-    losses = [
-        loss_fn(output) if target is None else loss_fn(output, target)
-        for output, target in zip(outputs, targets, strict=True)
+    parts = [
+        loss_fn(output, target) * (size / sum(sizes))
+        for output, target, size in zip(outputs, scatter_like(target, sizes), sizes, strict=True)
     ]
-    parts = [loss * share for loss, share in zip(losses, shares, strict=True)]
     for part in reversed(parts) if is_backward_reversed else parts:
         if part.requires_grad:
-            part.backward()
+            scaled(part).backward()
     total = parts[0].detach()
     for part in parts[1:]:
         total = total + part.detach()
@@ -115,7 +111,7 @@ def plain_step(
 
 def plain_backward(
     model: nn.Sequential,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Any],
     chunks: int,
     loss_of: Callable[[Any], Tensor],
 ) -> tuple[Any, Tensor]:
@@ -220,17 +216,30 @@ def two_at_a_time(m: int, n: int) -> Plan:
     return plan_of_rows(m, [row(j) for j in range(n)])
 
 
-def zero_grad(modules: Iterable[nn.Module]) -> None:
-    """Drop the gradients of modules."""
-    for module in modules:
-        module.zero_grad()
+def one_at_a_time(m: int, n: int, placement: tuple[int, ...]) -> Plan:
+    """Run each micro-batch forward and backward before the next, and recompute nothing."""
+    js = range(len(placement))
+    path = [*((FORWARD, j) for j in js), *((BACKWARD, j) for j in reversed(js))]
+    return Plan(m, n, [(Task(kind, i, j),) for i in range(m) for kind, j in path], placement)
 
 
-def _call(model: nn.Sequential, inputs: tuple[Any, ...]) -> Any:
-    """Call a model whose first layer takes several positional inputs."""
-    value: Any = inputs
-    spread = True
-    for layer in model:
-        value = layer(*value) if spread else layer(value)
-        spread = False
-    return value
+def in_a_loop(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, looped(2 * n, n))
+
+
+def in_a_fold(m: int, n: int) -> Plan:
+    return one_at_a_time(m, n, folded(2 * n, n))
+
+
+def without_the_turn(m: int, n: int) -> Plan:
+    """Fold, with one partition on the last stage and two on the others."""
+    return one_at_a_time(m, n, (*range(n), *reversed(range(n - 1))))
+
+
+#: Users' plans, by what cases of tests/fuzz call them.
+USERS_PLANS = {
+    "pairs": two_at_a_time,
+    "in a loop": in_a_loop,
+    "in a fold": in_a_fold,
+    "without the turn": without_the_turn,
+}

@@ -8,26 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from procpipe import Stage
 from procpipe.job.world import World
+from tests.balance.test_by_shapes import Repeated
 
 pytestmark = pytest.mark.on_gpus
-
-
-class Repeated(nn.Module):
-    """A layer that computes, and saves, ``times`` times."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.times = times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = torch.tanh(self.linear(x))
-        return x
 
 
 def model() -> nn.Sequential:

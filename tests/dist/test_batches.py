@@ -20,9 +20,14 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
-from tests.dist.test_parity import make_batch
 
 pytestmark = pytest.mark.on_gpus
+
+
+def make_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (size,), generator=generator)
 
 
 def make_model(norm: Any = nn.LayerNorm):

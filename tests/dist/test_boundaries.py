@@ -5,7 +5,6 @@ Values of all kinds, sizes and layouts: tests/fuzz, and tests/channel for every 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +12,11 @@ import torch
 from torch import nn
 
 from procpipe import StageStatistics
+from tests.compute.segments import Do
 from tests.dist.stages import stage_of
 from tests.skip.layers import popper, stasher
 
 pytestmark = pytest.mark.on_gpus
-
-
-class Do(nn.Module):
-    """A layer from a function, with its own linear map if ``num_features`` is given."""
-
-    def __init__(self, function: Callable[..., Any], num_features: int = 0):
-        super().__init__()
-        self.function = function
-        self.linear = nn.Linear(num_features, num_features) if num_features else None
-
-    def forward(self, *inputs):
-        return (
-            self.function(*inputs) if self.linear is None else self.function(self.linear, *inputs)
-        )
 
 
 def rows(num_rows=7, num_columns=4):
@@ -54,7 +40,7 @@ def traffic(bare, mode, style) -> list[StageStatistics]:
         (linear(3), nn.Linear(3, 5), nn.Linear(5, 1)),
         (frozen(linear(3)), nn.Linear(3, 5), nn.Linear(5, 1)),
         (frozen(linear(3)), frozen(nn.Linear(3, 5)), nn.Linear(5, 1)),
-        (Do(lambda ids: ids > 2), Do(lambda f, m: (f(m.float()), m), 4), Do(lambda t: t[0])),
+        (Do(lambda ids: ids > 2), Do(lambda f, m: (f(m.float()), m), linear()), Do(lambda t: t[0])),
         (nn.ReLU(), nn.ReLU(), linear(1)),
         (nn.Sequential(linear(), stasher("skip")), linear(), popper("skip")),
     ):

@@ -6,8 +6,6 @@ loader's workers: tests/dist/test_stops.py.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import sys
 
@@ -17,6 +15,7 @@ from torch import nn
 
 from procpipe import Stage
 from procpipe.state import save
+from tests.faults.job import held_by
 from tests.forked import in_child
 
 WIDTH = 4
@@ -27,11 +26,7 @@ def batch():
 
 
 def num_sockets():
-    num = 0
-    for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # what listed them
-            num += os.readlink(entry.path).startswith("socket:")
-    return num
+    return sum(name.startswith("socket:") for name in held_by("self"))
 
 
 def uses_in_children(world, folder):

@@ -19,6 +19,7 @@ from torch import nn
 
 from procpipe import RemoteStageError, Stage, is_recomputing
 from procpipe.channel.link import INLINE_BYTES
+from tests.compute.segments import Do
 from tests.dist.devices import devices_of_ranks, is_on_gpus
 from tests.dist.report import Outcomes
 
@@ -34,17 +35,6 @@ class BoomError(Exception):
     """What a faulty layer raises."""
 
 
-class Returns(nn.Module):
-    """Returns what it makes of its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def boom(*_):
     raise BoomError("boom in the layer")
 
@@ -58,7 +48,7 @@ def stage_of(world, faulty_stage=0, function=None):
     layers: OrderedDict[str, nn.Module]
     layers = OrderedDict((f"l{k}", nn.Linear(WIDTH, WIDTH)) for k in range(2 * world.num_ranks))
     if function is not None:
-        layers[f"l{2 * faulty_stage + 1}"] = Returns(function)
+        layers[f"l{2 * faulty_stage + 1}"] = Do(function)
     return Stage(
         nn.Sequential(layers), [2] * world.num_ranks, chunks=CHUNKS, checkpoint="always",
         loss_fn=F.mse_loss, check_loss=True, world=world,
@@ -129,7 +119,7 @@ def not_a_number(x):
 @pytest.mark.parametrize(
     ("n", "stage", "function", "origin", "error", "words"),
     [
-        (2, 1, boom, 1, "BoomError", "task F0@1 (micro-batch 0), layer 'l3' (Returns)"),
+        (2, 1, boom, 1, "BoomError", "task F0@1 (micro-batch 0), layer 'l3' (Do)"),
         # The layer that got the value is named, in the next stage, and the value.
         (3, 1, torch.Tensor.double, 2, "RuntimeError", "'l4' (Linear) was given float64 (2, 4)"),
         (2, 1, not_a_number, 1, "NonFiniteLossError", "100.0% of it not finite"),
@@ -177,7 +167,7 @@ def counts_calls(world):
         store.set("failing", "now")
         boom()
 
-    layers = nn.Sequential(*map(Returns, (count, lambda x: x, fail)))
+    layers = nn.Sequential(*map(Do, (count, lambda x: x, fail)))
     stage = Stage(layers, [1, 1, 1], chunks=MANY, checkpoint="never", world=world)
     with pytest.raises((BoomError, RemoteStageError), match="boom"):
         stage(torch.ones(MANY, 2))
@@ -203,7 +193,7 @@ def waits_by_other_means(world):
         store.wait(["all but one are sent"])
         return x
 
-    stage = Stage(nn.Sequential(Returns(count), Returns(wait)), [1, 1], chunks=64, world=world)
+    stage = Stage(nn.Sequential(Do(count), Do(wait)), [1, 1], chunks=64, world=world)
     with torch.no_grad():
         stage(torch.ones(64, INLINE_BYTES // 4))  # more than a socket takes
     if world.rank == 1:

@@ -11,57 +11,13 @@ import re
 import pytest
 
 from procpipe.job.devices import nccl_shares_gpus
-from tests.dist.devices import num_gpus
-from tests.dist.script import run_forked
+from tests.dist.devices import is_emulated, num_gpus
+from tests.dist.script import run_by_torchrun, run_forked
 
-TRAINING = """
-import torch, torch.nn.functional as F
-from torch import nn
-from procpipe import Stage
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout({dropout}), nn.Linear(32, 32),
-        nn.ReLU(inplace=True), nn.Linear(32, 5), nn.Tanh(),
-    ).double()
-
-n = {n}
-balance = {{1: [8], 2: [3, 5], 4: [1, 2, 2, 3], 8: [1] * 8}}[n]
-torch.manual_seed(1)
-input, target = torch.randn(11, 8).double(), torch.randint(5, (11,))
-results = {{}}
-for mode in ("never", "except_last", "always"):
-    stage = Stage(
-        build(), balance, chunks=4, devices={devices}, checkpoint=mode, loss_fn=F.cross_entropy
-    )
-    assert stage.device.type == "cuda", stage.device
-    torch.manual_seed(2)
-    loss = stage.step(input, target)
-    loss += stage.step(input[:6], target[:6])
-    # A stage without parameters has one empty parameter, for its optimizer.
-    gradients = [parameter.grad for parameter in stage.parameters() if parameter.numel()]
-    results[mode] = [tensor.clone() for tensor in (loss, *gradients, *stage.buffers())]
-    for ours, truth in zip(results[mode], results["never"], strict=True):
-        assert torch.equal(ours, truth), (mode, stage.rank)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        stage.float()  # float64 is left alone by autocast
-        assert torch.isfinite(stage.step(input.float(), target))
-        stage.double()
-    output = stage(input)
-    F.cross_entropy(output, target.to(stage.device)).backward()
-    stage.close()
-
-plain = build().cuda()
-if {dropout} == 0.0:
-    total = 0.0
-    for x, y in ((input, target), (input[:6], target[:6])):
-        parts = list(zip(x.chunk(4), y.chunk(4)))
-        losses = [F.cross_entropy(plain(a.cuda()), b.cuda()) * (len(a) / len(x)) for a, b in parts]
-        for loss in reversed(losses):
-            loss.backward()
-        total += sum(losses)
-    torch.testing.assert_close(results["always"][0], total.detach(), rtol=0, atol=1e-12)
+#: Dropout draws from the GPU's generator, and every mode gives what the oracle on the CPU does.
+PARITY = """
+from tests.dist.test_parity import compare_in_a_script
+compare_in_a_script({devices})
 print("parity holds")
 """
 
@@ -123,13 +79,11 @@ DEVICES = [
 ]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_parity_on_gpus(devices: list[str] | None, dropout: float) -> None:
-    n = NUM_RANKS if devices is None else len(devices)
-    script = TRAINING.format(n=n, dropout=dropout, devices=devices)
-    done = run_forked(script, num_ranks=n if n > 1 else None).check()
-    assert "parity holds" in done.stdout
+def test_parity_on_gpus(devices: list[str] | None) -> None:
+    num_ranks = NUM_RANKS if devices is None else len(devices)
+    done = run_forked(PARITY.format(devices=devices), num_ranks=num_ranks).check()
+    assert done.stdout.count("parity holds") == num_ranks
 
 
 @pytest.mark.gpu(2)
@@ -145,8 +99,8 @@ def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     if not nccl_shares_gpus():
         pytest.skip("NCCL takes several ranks on one GPU from 2.30 on")
-    for script in TRAINING, STEPS:
-        code = script.format(n=2, dropout=0.0, devices=["cuda:0"] * 2)
+    for script in PARITY, STEPS:
+        code = script.format(devices=["cuda:0"] * 2)
         done = run_forked(code, num_ranks=2).check()
     assert done.stdout.split() == ["NcclTransport"] * 2
 
@@ -158,11 +112,83 @@ def test_parity_where_kernels_load_late_and_all_streams_share_a_queue(
     """Ranks wait for their devices within tasks, and streams for one another; only emulated."""
     monkeypatch.setenv("EMULATED_GPU_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    script = TRAINING.format(n=2, dropout=0.0, devices=None)
-    assert "parity holds" in run_forked(script, num_ranks=2).check().stdout
+    assert "parity holds" in run_forked(PARITY.format(devices=None), num_ranks=2).check().stdout
 
 
 @pytest.mark.gpu
 def test_a_closed_pipeline_frees_its_gpu_memory() -> None:
     done = run_forked(AGAIN, num_ranks=2).check()
     assert "nothing is kept" in done.stdout
+
+
+# -- which GPU and which transport a rank uses ----------------------------------------------------
+
+#: Each process sees the GPUs that a launcher allows it, set before torch is imported.
+NARROWED = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = {visible}[int(os.environ["LOCAL_RANK"])]
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+input, target = torch.randn(6, 8), torch.randint(4, (6,))
+truth = F.cross_entropy(model(input), target).item()
+stage = Stage(model, [2, 1], chunks=2, loss_fn=F.cross_entropy, devices={devices})
+assert str(stage.device) == "cuda:0", stage.device
+loss = stage.step(input, target).item()
+assert abs(loss - truth) < 1e-5, (loss, truth)
+names = {{type(each).__name__ for each in stage._world.transports.opened}}
+assert names == {{"{transport}"}}, names
+print("trained on", stage.devices)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "transport"),
+    [
+        # As with Slurm's --gpus-per-task=1: both processes use cuda:0, on two GPUs.
+        pytest.param("01", None, "NcclTransport", marks=pytest.mark.gpu(2)),
+        pytest.param("00", ["cuda:0"] * 2, "CudaIpcTransport", marks=pytest.mark.gpu),
+    ],
+)
+def test_each_process_sees_one_gpu(visible, devices, transport):
+    script = NARROWED.format(visible=list(visible), devices=devices, transport=transport)
+
+    assert run_by_torchrun(script, num_ranks=2).check().stdout.count("trained on") == 2
+
+
+SMALLER = """
+import torch
+from torch import nn
+from procpipe import Stage
+
+assert torch.cuda.get_device_properties(1).total_memory < 100 << 20
+
+stage = Stage(nn.Sequential(nn.Linear(2, 2), {layer}), [1, 1], chunks=4, loss_fn=torch.sum)
+stage.step(torch.randn(8, 2))
+"""
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(not is_emulated(), reason="real GPUs of one machine are seldom unequal")
+@pytest.mark.parametrize(
+    ("mib", "layer", "call"),
+    [
+        (64, "nn.Linear(1 << 13, 1 << 12, bias=False)", "Stage"),  # weights of 128 MiB
+        (1, "nn.Tanh()", "step()"),  # what a connection takes
+    ],
+)
+def test_a_stage_that_does_not_fit_on_the_smaller_gpu(monkeypatch, tmp_path, mib, layer, call):
+    monkeypatch.setenv("EMULATED_GPU_MEMORY_MIB", f"8192,{mib}")
+    # Its own emulated GPUs: other processes of this run may use memory on the common ones.
+    monkeypatch.setenv("EMULATED_GPU_FOLDER", str(tmp_path))
+    done = run_forked(SMALLER.format(layer=layer), num_ranks=2)
+
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("\ntorch.OutOfMemoryError: ") == 1
+    line = "out of memory on cuda:1: rank 1 builds its stage. Give the stage fewer layers"
+    assert line in done.stderr, done
+    assert f"rank 0 ends, because rank 1 failed in {call}: OutOfMemoryError" in done.stderr

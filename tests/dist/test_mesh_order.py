@@ -12,13 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from tests.dist.meshes import (
     Block,
     assert_same_gradients,
-    failing_all,
     make_model,
     mesh_of,
     sharded,
     stage_in,
 )
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, failing_all
 from tests.dist.test_replicas import (
     TOLERANCE,
     counting_loss,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.compute.segments import Do
 from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
@@ -23,7 +24,6 @@ from tests.dist.stages import (
     plain_step,
     stage_of,
 )
-from tests.dist.test_boundaries import Do
 
 pytestmark = pytest.mark.on_gpus
 
@@ -41,14 +41,14 @@ def make_model():
     ).double()
 
 
-def check_unfreezing(bare, balance):
+def check_unfreezing(bare):
     """Layers are frozen and unfrozen between steps, and parameters are replaced."""
     inputs, target = make_batch()
     for schedule, mode in ("gpipe", "except_last"), ("zb-h1", "always"):
         plain = make_model().requires_grad_(False)
         options: Any = {"chunks": 3, "checkpoint": mode, "schedule": schedule}
         options["loss_fn"] = F.cross_entropy
-        with stage_of(bare, schedule, plain, balance, **options) as stage:
+        with stage_of(bare, schedule, plain, [1, 3, 1], **options) as stage:
             for name, requires_grad, is_replaced in (
                 ("", False, False),
                 ("0", True, True),
@@ -192,22 +192,10 @@ def check_attributes(bare, balance):
         assert stage.fetch(stage(make_batch()[0])).shape == (10, 3)  # still works
 
 
-def test_layers_frozen_and_unfrozen_between_steps(ranks):
-    ranks(3).run(check_unfreezing, [1, 3, 1], world=False).values()
-
-
-def test_clipping_of_nothing_and_of_two_dtypes(ranks):
-    ranks(2).run(clip_nothing_and_two_dtypes, world=False).values()
-
-
 def test_a_norm_that_is_not_finite(ranks):
     assert ranks(2).run(clip_what_is_not_finite, False, world=False).values() == [True, True]
     for error in ranks(2).run(clip_what_is_not_finite, True, world=False).errors():
         assert "the gradients' norm over all stages is nan" in error.text
-
-
-def test_fetch(ranks):
-    ranks(3).run(check_fetch, world=False).values()
 
 
 def test_state_dicts(ranks):
@@ -241,8 +229,12 @@ def save_wrongly(bare):
         assert stage.state_dict(destination=mine) is mine
 
 
-def test_a_part_of_a_model_is_not_pickled(ranks):
-    ranks(2).run(save_wrongly, world=False).values()
+@pytest.mark.parametrize(
+    ("num_ranks", "check"),
+    [(3, check_unfreezing), (2, clip_nothing_and_two_dtypes), (3, check_fetch), (2, save_wrongly)],
+)
+def test_methods_of_a_stage(ranks, num_ranks, check):
+    ranks(num_ranks).run(check, world=False).values()
 
 
 def test_attributes(ranks):

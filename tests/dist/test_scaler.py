@@ -17,8 +17,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from procpipe import Remote
-from procpipe.data.microbatch import scatter_like
-from tests.dist.stages import assert_same, plain_forward, stage_of
+from tests.dist.stages import assert_same, plain_step, stage_of
 
 pytestmark = pytest.mark.on_gpus
 
@@ -48,23 +47,6 @@ def make_optimizers(module, kind):
 
 def make_scaler(device):
     return GradScaler(device.type, init_scale=256.0, growth_interval=2)
-
-
-def plain_backward(plain, scaler, batch, device):
-    """Run a plain model backward from the scaled loss of each micro-batch; return the loss."""
-    input, target = batch
-    with torch.autocast(device.type, dtype=torch.float16):
-        outputs, sizes = plain_forward(plain, (input,), 4)
-        losses = [
-            F.mse_loss(output, part) * (size / sum(sizes))
-            for output, part, size in zip(outputs, scatter_like(target, sizes), sizes, strict=True)
-        ]
-    for loss in reversed(losses):
-        scaler.scale(loss).backward()
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total.detach()
 
 
 def finish(module, clip, scaler, optimizers, overflowing):
@@ -99,10 +81,10 @@ def train(bare, kind, clips):
         for step in range(NUM_STEPS):
             for optimizer in optimizers + plain_optimizers:
                 optimizer.zero_grad()
-            batch = tuple(part.to(bare.device) for part in make_batch(step))
-            expected = plain_backward(plain, truth, batch, bare.device)
+            input, target = (part.to(bare.device) for part in make_batch(step))
             with torch.autocast(bare.device.type, dtype=torch.float16):
-                found = stage.step(*batch)
+                expected = plain_step(plain, (input,), target, 4, F.mse_loss, truth.scale)
+                found = stage.step(input, target)
             assert_same(found, expected, f"loss of step {step}")
             scales.append(scaler.get_scale())
             overflowing = "1.0.weight" if step == 1 else ""
@@ -111,10 +93,9 @@ def train(bare, kind, clips):
             if norm is not None and norm.isfinite():
                 assert_same(norm, expected, f"norm of step {step}")
             assert scaler.state_dict() == truth.state_dict(), f"step {step}"
-            expected = dict(plain.named_parameters())
             for key, parameter in stage.named_parameters():
-                what = f"{key} after step {step}"
-                assert_same(parameter.detach(), expected[key].detach(), what)
+                theirs = plain.get_parameter(key).detach()
+                assert_same(parameter.detach(), theirs, f"{key} after step {step}")
     return scales
 
 

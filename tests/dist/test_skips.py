@@ -18,7 +18,6 @@ from procpipe import Stage
 from procpipe.job.world import World
 from procpipe.skip import pop, skippable
 from tests.dist.stages import assert_same
-from tests.dist.test_parity import Pop, Stash
 from tests.skip.layers import popper, stasher
 
 pytestmark = pytest.mark.on_gpus
@@ -57,7 +56,7 @@ class OnlyInTraining(nn.Module):
 
 
 def check_skips_that_are_left_out(world: World) -> None:
-    layers = [nn.Linear(4, 4), OnlyInTraining(Stash()), OnlyInTraining(Pop())]
+    layers = [nn.Linear(4, 4), OnlyInTraining(stasher("skip")), OnlyInTraining(popper("skip"))]
     plain = nn.Sequential(*layers).eval()
     x = torch.ones(4, 4)
     expected = plain(x).detach()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from procpipe import CallMismatchError, RemoteStageError, Stage, StageClosedError, state
-from tests.dist.script import run_forked
 from tests.dist.stages import stage_of, world_of
-
-ROOT = Path(__file__).parents[2]
 
 ITEMS = [(torch.full((4, 3), float(k)), torch.zeros(4, 1)) for k in range(5)]
 STOP_ON = (signal.SIGTERM, signal.SIGINT)
@@ -163,30 +158,6 @@ def check_workers(bare, folder):
 def test_a_signal_that_ends_a_loaders_worker(ranks, tmp_path):
     ranks(2).run(check_workers, str(tmp_path), world=False).values()
     assert [path.name for path in tmp_path.iterdir()] == ["000001"]
-
-
-# -- docs/launching.md ----------------------------------------------------------------------------
-
-
-def losses_of(text):
-    return re.findall(r"^loss \S+", text, re.MULTILINE)
-
-
-@pytest.mark.dist
-def test_the_documented_script_goes_on_where_it_ended(tmp_path):
-    """Also after a signal, under a launcher: tests/faults."""
-    (code,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL
-    )
-    assert '["epoch"] < 3' in code
-
-    def losses(folder, num_epochs):
-        script = code.replace("runs/", f"{tmp_path}/{folder}/").replace("< 3", f"< {num_epochs}")
-        return losses_of(run_forked(script, num_ranks=2).check().stdout)
-
-    first, resumed, whole = losses("resumed", 1), losses("resumed", 2), losses("whole", 2)
-    assert len(first) > 1
-    assert first + resumed == whole
 
 
 # -- a save after a failure -----------------------------------------------------------------------

@@ -112,10 +112,6 @@ def check_equal_from_the_start(bare):
             stage.step(*make_batch())
 
 
-def test_copies_are_equal_from_the_start(ranks):
-    ranks(3).run(check_equal_from_the_start, world=False).values()
-
-
 # -- what must not differ ------------------------------------------------------------------------
 
 
@@ -275,6 +271,7 @@ def make_weights(users, without, seed):
 
 
 def check_loading(bare):
+    """Under some of the names, as in the plain model; from files: tests/state/test_keys.py."""
     names = [f"{k}.inner.weight" for k in USERS["three"]]
     for case, without in enumerate(([], names[:1], names[1:], names[:2], names)):
         plain = make_model("three")
@@ -286,6 +283,6 @@ def check_loading(bare):
                 assert_same(value.cpu(), plain.state_dict()[key], key)
 
 
-def test_loading_under_some_of_the_names_is_as_in_the_plain_model(ranks):
-    """From files: tests/state/test_keys.py."""
-    ranks(3).run(check_loading, world=False).values()
+@pytest.mark.parametrize("check", [check_equal_from_the_start, check_loading])
+def test_copies_are_equal(ranks, check):
+    ranks(3).run(check, world=False).values()

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from procpipe import Stage
 from procpipe.errors import DisagreementError, PlanError, RemoteStageError
 from procpipe.plan.task import Plan
-from tests.dist.stages import (
-    two_at_a_time,
-    world_of,
-)
-from tests.dist.test_parity import BALANCES, in_a_fold, in_a_loop, make_model
+from tests.dist.stages import in_a_fold, in_a_loop, two_at_a_time, world_of
 
 pytestmark = pytest.mark.on_gpus
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).double()
 
 
 def valid_for_one(m: int, n: int) -> Plan:
@@ -31,7 +32,7 @@ def valid_for_one(m: int, n: int) -> Plan:
 def fail_later(bare: Any, size: int) -> tuple[str, str]:
     data = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
     options: Any = {"schedule": valid_for_one, "loss_fn": F.cross_entropy}
-    stage = Stage(make_model(), [3, 6], world=world_of(bare, f"{size}"), **options)
+    stage = Stage(make_model(), [2, 2], world=world_of(bare, f"{size}"), **options)
     stage.step(*data)
     stage.chunks = size
     with pytest.raises((ZeroDivisionError, PlanError, RemoteStageError)) as caught:
@@ -58,7 +59,7 @@ def differ(bare: Any) -> str:
     """Use functions that place the layers differently on the two ranks."""
     schedule = in_a_loop if bare.rank == 0 else in_a_fold
     options: Any = {"schedule": schedule, "loss_fn": F.cross_entropy}
-    stage = Stage(make_model(), BALANCES[4], world=world_of(bare, "differ"), **options)
+    stage = Stage(make_model(), [1, 1, 1, 1], world=world_of(bare, "differ"), **options)
     with pytest.raises(DisagreementError) as caught:
         stage.step(torch.randn(5, 5, dtype=torch.float64), torch.randint(3, (5,)))
     return str(caught.value)

@@ -64,7 +64,7 @@ class BareWorld:
 
     rank: int
     num_ranks: int
-    store: dist.Store
+    store: dist.Store | None
     name: str  # of this run, among all of the host
     device: torch.device
     devices: list[torch.device]

@@ -102,7 +102,6 @@ def contents(folder):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_language_model_is_trained_resumed_and_adapted(tmp_path):
-    pytest.importorskip("peft")
     fork_server().load(*OF_HF)
     few = ["--batch-size", "4", "--every", "2", "--paragraphs", "60", "--generate", "4"]
     saving = [*few, "--state", str(tmp_path / "state")]

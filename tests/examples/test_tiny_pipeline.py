@@ -20,7 +20,7 @@ from procpipe.plan.schedules.one_f_one_b import one_f_one_b as plan_of_1f1b
 from tests.cases import for_each
 from tests.dist.meshes import process_group
 from tests.dist.script import run_by_torchrun
-from tests.dist.stages import assert_same, assert_same_gradients, stage_of, zero_grad
+from tests.dist.stages import assert_same, assert_same_gradients, stage_of
 
 FILE = Path(__file__).parents[2] / "examples/tiny_pipeline.py"
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
@@ -73,7 +73,8 @@ def compare(bare, balance, name, recompute):
     options["checkpoint"] = "always" if recompute else "never"
     for size, m in SIZES:
         what = f"{balance}, {size} samples in {m}"
-        zero_grad([model, whole])
+        model.zero_grad()
+        whole.zero_grad()
         generator = torch.Generator().manual_seed(size)
         input = torch.randn(size, 16, generator=generator, dtype=torch.float64)
         target = torch.randint(3, (size,), generator=generator)

@@ -170,7 +170,7 @@ def outputs(round_: Round, processes: list[Process]) -> Iterator[str]:
 def what_is_left(job: Job, start_s: float) -> list[str]:
     """Wait until nothing of a job is there that began at a time; name what stays."""
     deadline_s = time.monotonic() + VANISH_TIMEOUT_S
-    # A process that ends under load may still have its sockets, but no environment.
+    # A process that ends under load may still have its sockets, but no folder.
     while (left := [*_left(job, start_s)]) and time.monotonic() < deadline_s:
         time.sleep(_LOOK_EVERY_S)
     return left

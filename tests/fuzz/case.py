@@ -140,7 +140,7 @@ class Run(_Written):
         chunks: before the first call.
         schedule: a name, or ``PAIRS``.
         checkpoint: the mode.
-        transport: the name.
+        transport: the name; "" for that of the devices.
         calls: what is called.
     """
 

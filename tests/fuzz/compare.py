@@ -143,7 +143,7 @@ class Comparison:
 
     def __init__(self, stage: Stage, oracle: Oracle, case: Case, run: Run, *, is_new: bool) -> None:
         self._stage, self._oracle, self._case, self._run = stage, oracle, case, run
-        self._both = (stage, oracle.model)
+        self._num_stages = max(stage.placement) + 1
         self._training = Training(
             stage, case, partial(stage.clip_grad_norm_, MAX_NORM), stage.scaler, is_new=is_new
         )
@@ -225,12 +225,12 @@ class Comparison:
     @property
     def _is_last(self) -> bool:
         """Whether this rank has the output of its replica."""
-        return self._stage.rank % self._run.num_stages == self._stage.placement[-1]
+        return self._stage.rank % self._num_stages == self._stage.placement[-1]
 
     @property
     def _is_first(self) -> bool:
         """Whether this is the first rank of its replica."""
-        return self._stage.rank % self._run.num_stages == 0
+        return self._stage.rank % self._num_stages == 0
 
     def _own(self, of_replicas: list[Any]) -> Any:
         """Return what is of this rank's replica, of one for each, or of it alone."""
@@ -268,7 +268,8 @@ class Comparison:
         if act == "loss for inputs":
             self._own(shares).require_gradients()
         output = self._stage(*passed.inputs, **passed.named)
-        loss = own_loss(self._case, output, passed.target)
+        target = mapped(lambda tensor: tensor.to(self._stage.device), passed.target)
+        loss = own_loss(self._case, output, target)
         self._training.scaled(loss).backward()
         self._compare_call(act, shares, loss, output)
 

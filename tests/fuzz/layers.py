@@ -60,7 +60,7 @@ def fold(value: Any) -> Tensor:
         x = x.flatten(1, 2).transpose(1, 2)
     for k, leaf in enumerate(leaves, 1):
         if isinstance(leaf, Tensor):
-            places = torch.linspace(0.5, 1.5, leaf.numel())  # so that order matters
+            places = torch.linspace(0.5, 1.5, leaf.numel()).to(leaf.device)  # so that order matters
             leaf = (leaf.double().flatten() * places).sum() / (leaf.numel() + 1)
         x = x + leaf * 0.3 / k
     folded: Tensor = x if x.shape[-1] == WIDTH else x[..., :WIDTH]
@@ -236,6 +236,8 @@ class Drawing(Layer):
     The output does not depend on them, as the plain model draws other numbers.
     """
 
+    f: nn.Linear
+
     def __init__(self) -> None:
         super().__init__(lambda self, x: self.f(x), f=_linear())
         self.is_repeating: Callable[[], bool] = bool  # pipeline.py says when
@@ -243,7 +245,8 @@ class Drawing(Layer):
         self.repeated: set[Any] = set()
 
     def forward(self, value: Any) -> Any:
-        mask = tuple(F.dropout(torch.ones(40), 0.5).tolist())
+        ones = torch.ones(40, device=self.f.weight.device)
+        mask = tuple(F.dropout(ones, 0.5).tolist())
         drawn = (mask, torch.rand(()).item(), random.random(), float(np.random.randn()))
         if self.is_repeating():
             assert drawn in self.drawn, "recomputed with other random numbers"
@@ -289,7 +292,7 @@ def _seeded_dropout(layer: nn.Module, x: Tensor) -> Tensor:
     with torch.random.fork_rng([]):
         torch.manual_seed(int(x.detach().abs().sum() * 1e4) % 2**31)
         mask = torch.rand(x.shape) > 0.3  # ordered by index, not by the strides of x
-    return x * mask if layer.training else x
+    return x * mask.to(x.device) if layer.training else x
 
 
 def _plain(x: Tensor) -> Any:

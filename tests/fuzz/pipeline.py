@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from procpipe import NoChunk, Stage, is_recomputing
 from procpipe.skip import Namespace, pop, skippable, stash
-from tests.dist.stages import stage_of, two_at_a_time
+from tests.dist.stages import USERS_PLANS, stage_of
 from tests.dist.worker import BareWorld
-from tests.fuzz.case import PAIRS, Case, Run
+from tests.fuzz.case import Case, Run
 from tests.fuzz.data import Batch, loss_fn_of, loss_weight_of, with_whole
 from tests.fuzz.layers import Drawing, Pop, Stash, build, fold
 
@@ -35,7 +35,7 @@ def stage_for(
         replicas=run.replicas,
         chunks=run.chunks,
         checkpoint=run.checkpoint,
-        schedule=two_at_a_time if run.schedule == PAIRS else run.schedule,
+        schedule=USERS_PLANS.get(run.schedule, run.schedule),
         transport=run.transport,
         loss_fn=loss_fn,
         loss_weight=loss_weight,

@@ -7,7 +7,6 @@ mini-batch of each form, and greedy tokens; what ``hf.save_pretrained`` writes h
 from __future__ import annotations
 
 import functools
-import itertools
 import textwrap
 import warnings
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from procpipe import hf
+from tests.cutting.compare import even
 from tests.dist.stages import stage_of
 from tests.hf.cases import (
     LEFT,
@@ -99,12 +99,6 @@ def on_meta(name, **others):
     with torch.device("meta"):
         model = class_of(name)(config_of(name, **others)).double()
     return hf.sequential(model)
-
-
-def even(num_layers, number):
-    """Return a balance of parts of about the same number of layers."""
-    ends = [num_layers * k // number for k in range(number + 1)]
-    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 # -- the classes of docs/language_models.md ------------------------------------------------------

@@ -12,8 +12,6 @@ from procpipe.job.world import World, _made
 from tests.cases import for_each
 from tests.forked import in_child
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def environment(monkeypatch):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,13 +21,6 @@ from tests.dist.forks import Forked, fork_server
 from tests.dist.jobs import Job, Process
 
 RUN = ("-m", "procpipe.launch", "run")
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

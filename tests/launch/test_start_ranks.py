@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from procpipe.launch.start_ranks import start_ranks
-from tests.dist.jobs import TOKEN, job_of
+from tests.dist.jobs import job_of
 from tests.launch.started import start_as_forks
 
 pytestmark = pytest.mark.dist
@@ -28,9 +28,9 @@ def result_of(code, timeout_s, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(code)
     start_as_forks(monkeypatch, 2)
-    monkeypatch.setenv(TOKEN, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     result = start_ranks(2, [str(script)], timeout_s)
-    assert not [process.cmdline() for process in job_of(str(tmp_path))]
+    assert not [process.cmdline() for process in job_of(tmp_path)]
     return result
 
 

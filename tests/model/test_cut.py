@@ -12,7 +12,6 @@ from torch import nn
 from procpipe.errors import BalanceError
 from procpipe.model.cut import check_balance, check_model, layer_facts
 from tests.cases import for_each
-from tests.model.layers import model_of_many_layers
 
 
 @for_each("balance", [(2, 1, 3), torch.tensor([2, 1, 3]), np.array([2, 1, 3]), iter([2, 1, 3])])
@@ -61,6 +60,19 @@ EMPTY = "less than one layer: give each at least 1"
 def test_a_balance_that_is_none_is_refused(balance: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         check_balance(balance, 6)
+
+
+def model_of_many_layers(device: str = "cpu") -> nn.Sequential:
+    """Return a model with every kind of layer to initialise; it runs no forward."""
+    with torch.device(device):
+        return nn.Sequential(
+            nn.Linear(3, 4),
+            nn.ReLU(),
+            nn.Sequential(nn.Conv1d(2, 4, 1, bias=False), nn.BatchNorm1d(4)),
+            nn.TransformerEncoderLayer(8, 2, dim_feedforward=4),
+            nn.LSTM(2, 3),
+            nn.Embedding(5, 2, padding_idx=0),
+        )
 
 
 def test_layer_facts_do_not_depend_on_the_device() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from procpipe.model.cut import cut
 from procpipe.model.materialize import _seeded, materialize
-from tests.model.layers import model_of_many_layers
+from tests.model.test_cut import model_of_many_layers
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Orders of rank 0 over a real mesh: plans verified and sent once, orders followed or refused."""
+"""Orders of rank 0 over a real mesh: plans sent once, orders followed or refused; and facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.verify import verify
 from procpipe.run import coordinator as coordinator_module
-from procpipe.run.coordinator import Coordinator
+from procpipe.run.coordinator import Coordinator, compare_facts
 from procpipe.run.order import Order
 from tests.channel.meshes import make_meshes
 
@@ -62,3 +62,22 @@ def test_another_mode_than_the_first_rank_has_is_refused(ranks):
     words = r"rank 1 calls step\(\) in eval mode with gradients on, rank 0 in training mode"
     with pytest.raises(CallMismatchError, match=words):
         ranks[1].follow(Order("step", is_training=False))
+
+
+def test_every_difference_of_every_rank_is_a_sentence():
+    facts = {"balance": [1, 2], "chunks": 4, "layers": ["a", "b", "c"]}
+
+    *sentences, advice = compare_facts(
+        [
+            facts,
+            {"balance": [2, 1], "chunks": 4, "layers": ["a", "x", "y"]},
+            {"balance": [1, 2], "layers": ["a", "b"]},
+        ]
+    )
+    assert 'balance="time", sample=x' in advice
+    assert sentences == [
+        "balance is [1, 2] on rank 0 and [2, 1] on rank 1",
+        "a layer of the model is (b) on rank 0 and (x) on rank 1",
+        "chunks is 4 on rank 0 and None on rank 2",
+        "the model has 3 layers on rank 0 and 2 on rank 2",
+    ]

@@ -6,9 +6,6 @@ import json
 import os
 import pickle
 import random
-import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from procpipe import SavedStateError, Stage, state
 from procpipe.state.resumable import restore_generators, states_of_generators
 from procpipe.state.values import copied, read_torch
-from tests.dist.script import run_forked
 
 # -- Resumable -----------------------------------------------------------------------------------
 
@@ -406,23 +402,6 @@ def test_weights_that_cannot_be_loaded_are_refused(tmp_path):
     for place in (tmp_path, tmp_path / "more.pt"):
         with pytest.raises(FileExistsError, match="is not empty: export to a new place"):
             state.export(place, model)
-
-
-@pytest.mark.dist
-def test_the_code_of_the_documentation_runs(tmp_path):
-    page = Path(__file__).parents[2] / "docs/saved_state.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 5
-    code = "".join(blocks).replace("runs/", f"{tmp_path}/") + "stage.print(progress['step'])\n"
-    assert run_forked(code, num_ranks=2).check().stdout == "24\n"
-    assert names(tmp_path / "one") == ["000001-step-10", "000002-step-20", "000003"]
-    for name in ("exported", "renamed"):
-        shutil.rmtree(tmp_path / name)
-    assert len(torch.load(tmp_path / "exported.pt", weights_only=True)) == 4
-    (tmp_path / "exported.pt").unlink()
-    # Again, in one process: nothing is left to train, so there is no input.
-    again = code.replace("stage.step(input, target)  #", "#")
-    assert run_forked(again.replace("[2, 2]", "[4]")).check().stdout == "24\n"
 
 
 @pytest.mark.gpu

@@ -20,11 +20,6 @@ from procpipe.planner.layers import Table
 from tests.hf.cases import CASES, config_of
 
 
-@pytest.fixture(autouse=True)
-def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
     """Write a folder with a configuration only, and return that."""
     config = config_of(case, dropout)

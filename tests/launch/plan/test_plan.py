@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 from procpipe import NoChunk
 from procpipe.balance import Inputs
 from procpipe.launch.main import main
-from procpipe.launch.plan import command, subject
+from procpipe.launch.plan import command
 from procpipe.launch.plan.best import Measured
 from procpipe.launch.plan.options import parse_bytes, parser
 from procpipe.launch.plan.report import proposals_table, tasks_table
@@ -88,17 +86,6 @@ def plan_costs(*words: str) -> int:
     """Plan the two layers above, with 8 samples."""
     code: int = command.plan(COSTS, parser().parse_args(["--costs", "-", "-n", "2", *words]))
     return code
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)  # as few rounds as possible
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "mymodel.py").write_text(MYMODEL)
-    return tmp_path
 
 
 def test_a_plan_is_made_from_costs(capsys: pytest.CaptureFixture[str]) -> None:

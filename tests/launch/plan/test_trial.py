@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from procpipe.launch.main import main
-from procpipe.launch.plan import replay, subject, trial
+from procpipe.launch.plan import replay, trial
 from procpipe.launch.plan.replay import Usual
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import gpipe
@@ -43,18 +41,6 @@ fails = lambda: nn.Sequential(Fails(64, 64), Fails(64, 64))
 """
 
 WORDS = ("--sample", "mymodel:sample", "--loss", "mymodel:loss", "-n", "2", "--chunks", "4")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "mymodel", raising=False)
-    monkeypatch.setattr(subject, "_BUDGET_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(trial, "_MAX_STEPS", 3)
-    (tmp_path / "mymodel.py").write_text(MYMODEL)
-    return tmp_path
 
 
 @for_each("kinds", ["BF", "BFR", "BFIW", "BFIRW", "FIW", "BFIW"])

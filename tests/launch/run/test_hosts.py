@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.dist.jobs import Job
-from tests.launch.started import RUN, free_port
+from tests.dist.script import free_port
+from tests.launch.started import RUN
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]  # many processes, on a busy machine
 
