@@ -152,7 +152,7 @@ MANY = 2000
 
 
 def counts_calls(world):
-    """Count the first stage's calls; it is in the second one when the last stage fails."""
+    """Count the first stage's calls; it is in the second one at most as the last stage fails."""
     store, calls = world.store, []
 
     def count(x):
@@ -177,7 +177,7 @@ def counts_calls(world):
 @pytest.mark.only_on_cpus
 def test_a_stage_stops_early_if_another_has_failed(ranks):
     num_calls, *_ = ranks(3).run(counts_calls).values()
-    assert 2 <= num_calls < MANY
+    assert num_calls < MANY
 
 
 def waits_by_other_means(world):
