@@ -95,6 +95,14 @@ def test_no_warning_of_transfers_outside_of_a_batch() -> None:
 
 
 @pytest.mark.gpu
+def test_a_stage_without_a_launcher_is_on_a_gpu() -> None:
+    made = "Stage(torch.nn.Sequential(torch.nn.Linear(2, 2)), loss_fn=torch.sum)"
+    script = f"import torch\nfrom procpipe import Stage\nstage = {made}\n"
+    done = run_forked(f"{script}print(stage.device, stage.step(torch.ones(1, 2)).device)").check()
+    assert done.stdout.split() == ["cuda:0"] * 2
+
+
+@pytest.mark.gpu
 def test_parity_by_nccl_between_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     if not nccl_shares_gpus():
