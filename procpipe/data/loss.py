@@ -71,13 +71,6 @@ class Loss:
         token = _is_unweighted.set(self.weight is None)
         try:
             loss = self.function(output) if target is None else self.function(output, target)
-        except TypeError as error:
-            if target is None:
-                error.add_note(
-                    "procpipe: no target was given; if loss_fn needs one, give it to step on the "
-                    "last rank at least: step(…, target=y)"
-                )
-            raise
         finally:
             _is_unweighted.reset(token)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -159,7 +152,7 @@ class MeanLoss:
 
     loss: Loss  # the user's function
     targets: Sequence[Any]  # of each micro-batch; None for nothing
-    weights: Sequence[float]  # what each micro-batch counts
+    weights: Sequence[float]  # what each micro-batch counts; one of 0 is left out
     #: Returns what the micro-batches of all replicas count. It may wait for them, so it is called
     #: when that is needed first.
     get_whole: Callable[[], float]
@@ -177,10 +170,6 @@ class MeanLoss:
         total = self._whole if self.total_weight is None else self.total_weight
         shares = [weight / total if total else 0.0 for weight in self.weights]
         return uploaded(torch.tensor(shares, dtype=torch.float64), device).to(dtype)
-
-    def is_left_out(self, i: int) -> bool:
-        """Whether micro-batch ``i`` counts nothing, so that its loss is 0 whatever its output."""
-        return not self.weights[i]
 
     def of(self, i: int, output: Any) -> Tensor:
         """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""

@@ -315,7 +315,7 @@ class Runner:
         assert batch.loss is not None, "else the user gives the gradients of the output"
         if is_wanted:
             return [batch.loss.gradient(i, batch.outputs[i].tensors[0])]
-        if not batch.loss.is_left_out(i) and segment.may_require_gradient(i):
+        if batch.loss.weights[i] and segment.may_require_gradient(i):
             raise RuntimeError(
                 "the loss requires no gradient, so nothing would be trained: loss_fn may not be "
                 "differentiable (argmax, a comparison); to only evaluate, call eval() or use "
