@@ -17,7 +17,7 @@ from procpipe.timeline.tables import split_table
 from procpipe.words import seconds_text
 
 _EPILOG = """\
-The files also open in https://ui.perfetto.dev and chrome://tracing. The figure needs matplotlib:
+The files also open in https://ui.perfetto.dev. The figure needs matplotlib:
 pip install 'procpipe[plots]'.
 
 exit code: 0; 1 if a file cannot be read or written; 2 for a mistake in the command line.

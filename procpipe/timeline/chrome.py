@@ -1,8 +1,8 @@
 """One rank's file in the Trace Event Format, whole after every step; and those of all ranks in one.
 
-The files open in https://ui.perfetto.dev and ``chrome://tracing``, also beside a profile of
-``torch.profiler``, whose times begin at the same zero. A rank is a process with these rows
-(threads), the last one only with replicas:
+The files open in https://ui.perfetto.dev, also beside a profile of ``torch.profiler``, whose times
+begin at the same zero. A rank is a process with these rows (threads), the last one only with
+replicas:
 
     stage 0   steps      [──────────── step 0 (step) ────────────]
               tasks      [F0@0][F1@0]                 [B1@0][B0@0]
