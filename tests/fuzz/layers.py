@@ -94,7 +94,9 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
         layers.append(layer.requires_grad_(kind == written))
         before = kind
     head = Head(case.head)
-    may_freeze = any(p.requires_grad for layer in layers for p in layer.parameters())
+    uses = zip(layers, case.kinds, strict=True)  # the loss does not always use what stash.6 trains
+    used = [layer for layer, kind in uses if kind != "stash.6"]
+    may_freeze = any(p.requires_grad for layer in used for p in layer.parameters())
     head.requires_grad_(not (may_freeze and case.layers[-1].endswith("*")))
     if case.inputs == "ids":
         table = nn.Embedding(WIDTH, WIDTH)
