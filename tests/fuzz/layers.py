@@ -13,6 +13,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,8 +95,9 @@ def build(case: Case, make_skip: Callable[..., nn.Module] | None = None) -> nn.S
         layers.append(layer.requires_grad_(kind == written))
         before = kind
     head = Head(case.head)
-    uses = zip(layers, case.kinds, strict=True)  # the loss does not always use what stash.6 trains
-    used = [layer for layer, kind in uses if kind != "stash.6"]
+    # The loss does not always depend on what these train.
+    uses = [kind not in ("stash.6", "reentrant") for kind in case.kinds]
+    used = compress(layers, uses)
     may_freeze = any(p.requires_grad for layer in used for p in layer.parameters())
     head.requires_grad_(not (may_freeze and case.layers[-1].endswith("*")))
     if case.inputs == "ids":
