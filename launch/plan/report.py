@@ -34,8 +34,7 @@ def proposals_table(
                 f"{times.plan.num_stages}{f' x {p.num_replicas}' if has_replicas else ''}",
                 p.checkpoint,
                 str(p.chunks),
-                seconds_text(times.total_s)
-                + (f" ({seconds_text(found.step_s)})" if found else ""),
+                seconds_text(times.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
                 f"{alone_s / step_s:.2f}x",
                 f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
                 *[f"{times.exposed:.1%}" for _ in sums],
