@@ -24,7 +24,6 @@ from procpipe.plan.task import Plan
 from procpipe.planner.costs import Machine
 from procpipe.planner.divide import divide
 from procpipe.planner.layers import Table
-from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
 
 #: The checkpoint modes; the first computes least.
@@ -183,10 +182,11 @@ def _of_setting(
         static = table.static_bytes(balance, placement, question.states)
         routes = Routes(question.num_stages, tuple(costs.skip_bytes), placement)
         for schedule, plan in _plans(m, routes, recomputed(mode, m)):
-            held = all_peak_bytes(plan, costs, routes)
+            timeline = simulate(plan, costs, routes)
+            held = tuple(map(timeline.peak_bytes, range(question.num_stages)))
             found.append(
                 Proposal(schedule, balance, chunks, table.samples, mode, question.num_replicas,
-                         simulate(plan, costs, routes), held, static)
+                         timeline, held, static)
             )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):
             break
