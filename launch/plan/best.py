@@ -53,8 +53,8 @@ def try_out(
     """
     calibrations = _calibrations(best, tables)
     trials = [*calibrations.values()]
-    trials += [trial.Trial(arguments_of(p), question.batch, p.total_s) for p in best]
-    num_ranks = best[0].plan.num_stages * best[0].num_replicas
+    trials += [trial.Trial(arguments_of(p), question.batch, p.timeline.total_s) for p in best]
+    num_ranks = best[0].timeline.plan.num_stages * best[0].num_replicas
     with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
         outcomes = trial.run(trials, num_ranks, named, device_type, Path(folder))
         runs = [replay.usual(merged(map(read, files))) for _, files in outcomes]
@@ -99,11 +99,11 @@ def _calibrations(
     """Return a trial for each number of replicas and size of a micro-batch."""
     found: dict[tuple[int, int], trial.Trial] = {}
     for proposal in best:
-        n, key = proposal.plan.num_stages, (proposal.num_replicas, proposal.micro_batch)
+        n, key = proposal.timeline.plan.num_stages, (proposal.num_replicas, proposal.micro_batch)
         if key in found:
             continue
         like = [p for p in best if (p.num_replicas, p.micro_batch) == key]
-        kinds = "".join(sorted({task.kind for p in like for task in p.plan.tasks()}))
+        kinds = "".join(sorted({task.kind for p in like for task in p.timeline.plan.tasks()}))
         seconds = tables[proposal.micro_batch].layer_seconds()
         balances = [p.balance for p in like if len(p.balance) == n]
         balance = balances[0] if balances else divide(seconds, n)

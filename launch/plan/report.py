@@ -25,19 +25,19 @@ def proposals_table(
     sums = ["all-reduce"] if has_replicas and not measured else []
     rows = [[*heading, *sums, "memory"]]
     for p in proposals:
-        found = measured.get(p)
-        step_s = found.step_s if found else p.total_s
-        needed, bubble = max(p.needed_bytes), max(0.0, p.timeline.bubble - p.timeline.exposed)
+        found, times = measured.get(p), p.timeline
+        step_s = found.step_s if found else times.total_s
+        needed, bubble = max(p.needed_bytes), max(0.0, times.bubble - times.exposed)
         rows.append(
             [
                 f"{p.schedule}{' *' if p is chosen else ''}",
-                f"{p.plan.num_stages}{f' x {p.num_replicas}' if has_replicas else ''}",
+                f"{times.plan.num_stages}{f' x {p.num_replicas}' if has_replicas else ''}",
                 p.checkpoint,
                 str(p.chunks),
-                seconds_text(p.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
+                seconds_text(times.total_s) + (f" ({seconds_text(found.step_s)})" if found else ""),
                 f"{alone_s / step_s:.2f}x",
                 f"{bubble:.1%}" + (f" ({found.idle:.1%})" if found else ""),
-                *[f"{p.timeline.exposed:.1%}" for _ in sums],
+                *[f"{times.exposed:.1%}" for _ in sums],
                 bytes_text(needed) + (f" ({bytes_text(found.needed_bytes)})" if found else ""),
             ]
         )
@@ -53,16 +53,16 @@ def balances_table(proposals: Sequence[Proposal]) -> str:
 
 def tasks_table(proposal: Proposal, measured: Measured) -> str:
     """Lay out what was predicted of a proposal beside what was measured."""
-    rows = [("", "predicted", "measured", "difference")]
-    rows.append(_compared("step", proposal.total_s, measured.step_s))
-    idle, found_idle = proposal.timeline.bubble, f"{measured.idle:.1%}"
+    planned, rows = proposal.timeline, [("", "predicted", "measured", "difference")]
+    rows.append(_compared("step", planned.total_s, measured.step_s))
+    idle, found_idle = planned.bubble, f"{measured.idle:.1%}"
     rows.append(("idle", f"{idle:.1%}", found_idle, f"{measured.idle - idle:+.1%}"))
-    placement = proposal.plan.placement
+    placement = planned.plan.placement
     for j, stage in enumerate(placement):
         where = f"stage {stage}" if len(set(placement)) == len(placement) else f"partition {j}"
         for kind in KINDS:
             if (found_s := measured.task_s.get((kind, j))) is not None:
-                planned_s = proposal.costs.seconds[kind][j]
+                planned_s = planned.costs.seconds[kind][j]
                 rows.append(_compared(f"{where}, {KIND_NAMES[kind]}", planned_s, found_s))
     return _table("predicted and measured", rows, num_left=1)
 

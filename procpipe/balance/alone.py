@@ -160,7 +160,7 @@ def run_each(
     is_empty = device is None
     device = device or torch.device("cpu")
     with (
-        _surroundings(module, device),
+        _surroundings(device),
         tracking(cut),
         without_values() if is_empty else nullcontext(),
     ):
@@ -216,7 +216,7 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _surroundings(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _surroundings(device: torch.device) -> Iterator[None]:
     """Enable gradients, whatever the caller's mode, and restore the random number generators."""
     drawn_on = torch.device("cpu") if device.type == "meta" else device
     states = RandomStates(generators(drawn_on))

@@ -52,11 +52,6 @@ from procpipe.plan.task import FORWARD, INPUT_GRADIENT, RECOMPUTE, WEIGHT_GRADIE
 from procpipe.planner.costs import Costs
 
 
-def all_peak_bytes(plan: Plan, costs: Costs, routes: Routes) -> tuple[int, ...]:
-    """Return the most bytes that each stage holds at any step of its program."""
-    return tuple(max(held_bytes(plan, costs, routes, k)) for k in range(plan.num_stages))
-
-
 def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
     """Yield the bytes that a stage holds: before its program, during each step, after each task."""
     ledger = _Ledger(plan, costs, routes, stage)

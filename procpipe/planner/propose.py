@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import SCHEDULES
 from procpipe.plan.task import Plan
-from procpipe.planner.costs import Costs, Machine
+from procpipe.planner.costs import Machine
 from procpipe.planner.divide import divide
 from procpipe.planner.layers import Table
-from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import Timeline, simulate
 
 #: The checkpoint modes; the first computes least.
@@ -83,10 +81,7 @@ class Proposal:
     micro_batch: int  # samples in each micro-batch; the last may have fewer
     checkpoint: str
     num_replicas: int  # pipelines of the same model
-    plan: Plan = field(repr=False)
-    costs: Costs = field(repr=False)
-    routes: Routes = field(repr=False)
-    total_s: float
+    timeline: Timeline = field(repr=False)  # of its plan
     held_bytes: tuple[int, ...]  # the most that each stage holds for backward passes
     static_bytes: tuple[int, ...]  # each stage's parameters, gradients and optimizer states
 
@@ -107,13 +102,8 @@ class Proposal:
         """
         needed, simple = max(self.needed_bytes), (list(SCHEDULES).index(self.schedule), self.chunks)
         if not self.fits(memory_bytes):
-            return True, needed, self.total_s, *simple
-        return False, float(f"{self.total_s:.3g}"), needed, *simple
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """When each task runs."""
-        return simulate(self.plan, self.costs, self.routes)
+            return True, needed, self.timeline.total_s, *simple
+        return False, float(f"{self.timeline.total_s:.3g}"), needed, *simple
 
     def on(self, table: Table, machine: Machine) -> Proposal:
         """Return the same with a prediction from what layers and steps took in a pipeline.
@@ -121,8 +111,8 @@ class Proposal:
         Sums over replicas were in these steps, and so are in the machine's ``step_s``.
         """
         costs = table.costs(self.balance, machine)
-        total_s = simulate(self.plan, costs, self.routes).total_s
-        return replace(self, costs=costs, total_s=total_s)
+        timeline = simulate(self.timeline.plan, costs, self.timeline.routes)
+        return replace(self, timeline=timeline)
 
 
 def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -> list[Proposal]:
@@ -192,11 +182,11 @@ def _of_setting(
         static = table.static_bytes(balance, placement, question.states)
         routes = Routes(question.num_stages, tuple(costs.skip_bytes), placement)
         for schedule, plan in _plans(m, routes, recomputed(mode, m)):
-            held = all_peak_bytes(plan, costs, routes)
-            total_s = simulate(plan, costs, routes).total_s
+            timeline = simulate(plan, costs, routes)
+            held = tuple(map(timeline.peak_bytes, range(question.num_stages)))
             found.append(
                 Proposal(schedule, balance, chunks, table.samples, mode, question.num_replicas,
-                         plan, costs, routes, total_s, held, static)
+                         timeline, held, static)
             )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):
             break

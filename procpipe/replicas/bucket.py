@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.plan.buckets import bucketed
-from procpipe.replicas.group import Group, Operation
+from procpipe.replicas.group import Operation
 
 
 class Bucket:
@@ -27,8 +27,8 @@ class Bucket:
         self.operation: Operation | None = None
         self._parameters = parameters
 
-    def begin(self, group: Group) -> None:
-        """Copy the gradients, and begin their sum."""
+    def copied(self) -> Tensor:
+        """Return a copy of the gradients, as one tensor."""
         first = self._parameters[0]
         is_there, is_not = first.new_ones(1), first.new_zeros(1)  # the host waits for none
         parts, present = [], []
@@ -45,7 +45,7 @@ class Bucket:
                 )
             parts.append(gradient.detach().reshape(-1))
             present.append(is_there)
-        self.operation = group.begin_sum(torch.cat([*parts, *present]))
+        return torch.cat([*parts, *present])
 
     def write(self, total: Tensor, fresh: Collection[nn.Parameter]) -> None:
         """Make the sum the gradients, or write it into those of earlier calls.

@@ -58,7 +58,7 @@ class Reduction(Replicas):
         self._num_to_add: Counter[nn.Parameter] = Counter()
         #: How often autograd adds to a parameter's gradient in the last such task.
         self._times_added: dict[nn.Parameter, int] = {}
-        self._apart: list[nn.Parameter] = []
+        self._apart: list[Bucket] = []  # one each: other stages have it, too
         self._buckets: list[Bucket] = []
         self._num_begun = 0
 
@@ -97,7 +97,7 @@ class Reduction(Replicas):
         if reduces:
             _check_hooks(free)
             apart = {*tied}
-            self._apart = [p for p in free if p in apart]
+            self._apart = [Bucket([p]) for p in free if p in apart]
             self._buckets = buckets_of([p for p in free if p not in apart], {*last})
         self._fresh = {parameter for parameter in free if parameter.grad is None}
         self._divide_common(free)
@@ -176,19 +176,9 @@ class Reduction(Replicas):
             self._log.added_up(f"gradients {k}", total.nbytes, operation.begun_ns, asked_ns)
             bucket.write(total, self._fresh)
             bucket.operation = None  # which holds the sum
-        for parameter in self._apart:
-            self._add_up_apart(parameter)
+        for bucket in self._apart:
+            bucket.write(self._in_order("shared gradient", bucket.copied()), self._fresh)
         self._buckets = []
-
-    def _add_up_apart(self, parameter: nn.Parameter) -> None:
-        """Add up one gradient that other stages have, too."""
-        own = parameter.grad
-        given = torch.zeros_like(parameter) if own is None else own
-        is_there = torch.full((1,), own is not None, dtype=given.dtype, device=given.device)
-        parts = torch.cat([given.reshape(-1), is_there])
-        total = self._in_order("shared gradient", parts)
-        if own is not None or total[-1]:
-            parameter.grad = total[:-1].view_as(given)
 
     def check_added_up(self, call: str) -> None:
         """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be added up.
@@ -209,7 +199,7 @@ class Reduction(Replicas):
             bucket = self._buckets[self._num_begun]
             if bucket.missing:
                 return
-            bucket.begin(self._group)
+            bucket.operation = self._group.begin_sum(bucket.copied())
             self._log.begin_sum(f"gradients {self._num_begun}")
             self._num_begun += 1
 

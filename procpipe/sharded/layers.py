@@ -59,8 +59,7 @@ class Sharded(Replicas):
         ]
         self._ranks = _ranks_of_shards(p for layer in layers.values() for p in layer.parameters())
         self._to_reduce: list[int] = []
-        self._reduces = True
-        self._holds_own = False
+        self._reduces = True  # in the call that runs, or the last one
 
     def settle(self) -> None:
         """Shard all parameters again, and note the shards."""
@@ -72,7 +71,7 @@ class Sharded(Replicas):
     ) -> None:
         """Begin a call with a backward pass."""
         self._reduces = reduces
-        self._to_reduce = sorted(self._roots, reverse=True)
+        self._to_reduce = sorted(self._roots, reverse=True) if reduces else []
         for unit in self._units:
             # As the user has decided for forward passes: to gather once, or to save memory.
             unit.module.set_reshard_after_backward(unit.is_sharded, recurse=False)
@@ -112,13 +111,12 @@ class Sharded(Replicas):
     def end(self) -> None:
         """Reduce what is left."""
         with self._naming_others():
-            for j in tuple(self._to_reduce) if self._reduces else ():
+            for j in tuple(self._to_reduce):
                 self._reduce(j)
-        self._holds_own = not self._reduces
 
     def check_added_up(self, call: str) -> None:
         """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be reduced."""
-        if self._holds_own and self._units:
+        if self._units and not self._reduces:
             raise RuntimeError(
                 f"{call} after calls in no_sync(): gradients are still to be reduced by FSDP; run "
                 "the last step of an accumulation outside of it"

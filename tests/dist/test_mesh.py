@@ -117,6 +117,11 @@ def check_own_losses(bare, mesh):
             if k < 2:
                 stage.zero_grad()  # drops nothing: FSDP holds these gradients apart
         assert_same_gradients(stage, plain, "own loss")
+        with stage.no_sync():
+            mean_loss(stage(parts[dp][0]), parts[dp][1]).backward()
+        words = r"clip_grad_norm_ after calls in no_sync\(\)"
+        with pytest.raises((RuntimeError, RemoteStageError), match=words):
+            stage.clip_grad_norm_(1.0)
 
 
 def check_nothing_counts(bare, mesh):

@@ -10,6 +10,7 @@ import pytest
 from procpipe.planner.costs import Layer, Machine, task_seconds
 from procpipe.planner.layers import Skip, Table, Tie
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
+from procpipe.planner.simulation import Timeline
 from tests.plan.proof import prove
 
 
@@ -54,11 +55,11 @@ def test_literal_times_of_two_even_stages() -> None:
     proposals = propose(*model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,)))
 
     assert {p.balance for p in proposals if len(p.balance) == 2} == {(2, 2)}
-    assert of(proposals, "gpipe").total_s == 15  # (m + n - 1)(F + B)
-    assert of(proposals, "1f1b").total_s == 15
-    assert of(proposals, "zb-h1").total_s == 13  # (n - 1)(F + I - W) less: m(F + B) + 1
-    assert of(proposals, "interleaved").total_s == 13.5  # half the bubble
-    assert of(proposals, "gpipe", "always").total_s == 19  # (m + n - 1)(F + B) + m R
+    assert of(proposals, "gpipe").timeline.total_s == 15  # (m + n - 1)(F + B)
+    assert of(proposals, "1f1b").timeline.total_s == 15
+    assert of(proposals, "zb-h1").timeline.total_s == 13  # (n - 1)(F + I - W) less: m(F + B) + 1
+    assert of(proposals, "interleaved").timeline.total_s == 13.5  # half the bubble
+    assert of(proposals, "gpipe", "always").timeline.total_s == 19  # (m + n - 1)(F + B) + m R
     assert alone_s(*model(0.5, 0.5, 0.5, 0.5), Question(2, 4, chunks=(4,))) == 24
 
 
@@ -79,7 +80,7 @@ def test_what_layers_share_counts_once_on_a_stage() -> None:
     folded = of(proposals, "zb-v")  # stage 0 has both partitions
     assert folded.static_bytes == (8000 - 4 * 400, 8000)
     for proposal in proposals:
-        prove(proposal.plan, proposal.routes)
+        prove(proposal.timeline.plan, proposal.timeline.routes)
 
 
 def test_two_partitions_a_device_need_two_layers_a_device() -> None:
@@ -104,11 +105,15 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 def test_of_equal_seconds_the_leanest_then_the_simplest_is_first() -> None:
     base = of(propose(*model(1, 1), Question(2, 4, chunks=(4,))), "gpipe")
-    fast = replace(base, total_s=10.0, held_bytes=(300, 300))
-    lean = replace(base, total_s=10.01, held_bytes=(200, 100))
-    fat = replace(base, total_s=10.01, held_bytes=(0, 0), static_bytes=(10**6, 0))
-    slow = replace(base, total_s=10.2, held_bytes=(0, 0))
-    simple = replace(base, total_s=10.01, held_bytes=(200, 100), schedule="gpipe")
+
+    def taking(seconds: float) -> Timeline:
+        return replace(base.timeline, total_s=seconds)
+
+    fast = replace(base, timeline=taking(10.0), held_bytes=(300, 300))
+    lean = replace(base, timeline=taking(10.01), held_bytes=(200, 100))
+    fat = replace(base, timeline=taking(10.01), held_bytes=(0, 0), static_bytes=(10**6, 0))
+    slow = replace(base, timeline=taking(10.2), held_bytes=(0, 0))
+    simple = replace(base, timeline=taking(10.01), held_bytes=(200, 100), schedule="gpipe")
     less_simple = replace(simple, schedule="zb-h1")
     fewer_chunks = replace(simple, chunks=2)
 
@@ -140,7 +145,7 @@ def test_skip_tensors_are_routed_and_counted() -> None:
     skips = (Skip(0, (3,), 1000),)
     proposals = propose(*model(1, 1, 1, 1, skips=skips), Question(4, 2, chunks=(2,)))
 
-    assert of(proposals, "gpipe").routes.skips == ((0, 3),)
+    assert of(proposals, "gpipe").timeline.routes.skips == ((0, 3),)
     assert of(proposals, "gpipe").held_bytes[3] >= 2000
 
 
@@ -153,8 +158,8 @@ def test_literal_times_of_two_replicas() -> None:
     gpipe = of(propose(*of_model, question), "gpipe")
     alone = of(propose(*of_model, Question(2, 4, chunks=(2,))), "gpipe")
 
-    assert (gpipe.plan.num_stages, gpipe.num_replicas, gpipe.micro_batch) == (2, 2, 2)
-    assert gpipe.total_s == pytest.approx(alone.total_s + 4)
+    assert (gpipe.timeline.plan.num_stages, gpipe.num_replicas, gpipe.micro_batch) == (2, 2, 2)
+    assert gpipe.timeline.total_s == pytest.approx(alone.timeline.total_s + 4)
     assert gpipe.timeline.exposed_s == pytest.approx(4)
     assert gpipe.static_bytes == alone.static_bytes == (4 * 600,) * 2
     uneven = replace(question, batch=9, chunks=(3,))

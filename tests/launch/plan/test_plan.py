@@ -231,7 +231,7 @@ def test_a_run_is_compared_with_its_prediction() -> None:
     found = propose({4: costs(4)}, Machine(), Question(2, 8, chunks=(2,)))
     proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
     task_s = {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.004, ("B", 1): 0.012}
-    measured = Measured(1.5 * proposal.total_s, 0.5, 1 << 20, task_s)
+    measured = Measured(1.5 * proposal.timeline.total_s, 0.5, 1 << 20, task_s)
 
     compared = tasks_table(proposal, measured)
     row = proposals_table([proposal], {proposal: measured}, None, 0.048)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.interleaved import interleaved
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.planner.costs import Costs
-from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
@@ -62,5 +60,5 @@ def test_a_stage_holds_the_micro_batches_of_its_warm_up(v: int) -> None:
             g = -(-m // (m // n))
             plan = interleaved(m, n, v)
             expected = [2 * (n - 1 - j) + (v - 1) * g + 1 for j in range(n)]
-            found = all_peak_bytes(plan, costs, Routes(n, placement=plan.placement))
-            assert [*found] == expected, (m, n)
+            found = [*map(simulate(plan, costs).peak_bytes, range(n))]
+            assert found == expected, (m, n)

@@ -13,7 +13,6 @@ from procpipe.plan.schedules.zero_bubble import fused, zb_h1, zb_v
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
 from procpipe.planner.costs import Costs
-from procpipe.planner.memory import all_peak_bytes
 from procpipe.planner.simulation import simulate
 from tests.cases import for_each
 from tests.plan.schedules.grids import SIZES, grid, read
@@ -161,12 +160,12 @@ def test_nothing_ends_later_and_no_stage_holds_more(m: int, n: int) -> None:
     for make in (zb_h1, zb_v):
         mode = ("never", "except_last")[(m + n) % 2]
         plan = make(m, n, recompute=recomputed(mode, m))
-        p, routes = plan.num_partitions, Routes(n, placement=plan.placement)
+        p = plan.num_partitions
         costs = Costs.uniform(p, kept_bytes=3, put_off_bytes=2)
         made = fused(plan)
         before, after = simulate(plan, costs), simulate(made, costs)
         assert after.total_s <= before.total_s + 1e-9
-        peaks = (all_peak_bytes(one, costs, routes) for one in (made, plan))
+        peaks = ([*map(one.peak_bytes, range(n))] for one in (after, before))
         assert all(now <= then for now, then in zip(*peaks, strict=True))
         busy_s = [(1 - one.bubble) * one.total_s for one in (before, after)]
         assert busy_s[0] == pytest.approx(busy_s[1])
