@@ -8,6 +8,7 @@ import io
 import signal
 import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -55,24 +56,16 @@ def make_model():
 # -- mistakes of the constructor -----------------------------------------------------------------
 
 
-def shared_parameter():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    return model
-
-
-def with_a_layer_named(name):
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(2, 2))
-    return model
+def four():
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
 
 def stashing():
     return nn.Sequential(stasher("skip"))
 
 
-def four():
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+def named_step():
+    return nn.Sequential(OrderedDict(step=nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +78,7 @@ def four():
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (stashing, [1], {}, TypeError, "for 1 pop that no layer does"),
-        (lambda: with_a_layer_named("step"), [1], {}, KeyError, "attribute 'step' already exists"),
+        (named_step, [1], {}, KeyError, "attribute 'step' already exists"),
     ],
 )
 def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
@@ -216,7 +209,9 @@ def test_a_balance_of_several_parts_makes_one_stage(stage_of):
     assert (stage.rank, len(stage), stage.devices) == (0, 4, [stage.device])
     assert list(stage.state_dict()) == list(make_model().state_dict())
     # A parameter that two of the parts share is in one stage now.
-    shared = stage_of(shared_parameter(), [1, 1], loss_fn=torch.mean)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    shared = stage_of(model, [1, 1], loss_fn=torch.mean)
     shared.step(torch.ones(4, 2))
     assert shared[0].weight is shared[1].weight
 
