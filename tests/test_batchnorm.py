@@ -39,9 +39,7 @@ def feed(norm: DeferredBatchNorm, batch: Tensor, sizes: Sequence[int]) -> Tensor
 def assert_same_state(norm: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
     state, expected_state = norm.state_dict(), expected.state_dict()
     assert list(state) == list(expected_state)
-    for key, value in expected_state.items():
-        assert state[key].dtype == value.dtype
-        assert torch.allclose(state[key], value, rtol=tolerance, atol=tolerance), key
+    torch.testing.assert_close(state, expected_state, rtol=tolerance, atol=tolerance)
 
 
 @KINDS

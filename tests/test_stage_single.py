@@ -8,6 +8,7 @@ import io
 import signal
 import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from procpipe import (
     Stage,
     StageClosedError,
 )
+from tests.dist.stages import make_batch
 from tests.dist.test_replicas import Scaled
 from tests.skip.layers import stasher
 
@@ -51,33 +53,19 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
 
 
-def batch(size=10):
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (size,), generator=generator)
-
-
 # -- mistakes of the constructor -----------------------------------------------------------------
 
 
-def shared_parameter():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    return model
-
-
-def with_a_layer_named(name):
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(2, 2))
-    return model
+def four():
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
 
 def stashing():
     return nn.Sequential(stasher("skip"))
 
 
-def four():
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+def named_step():
+    return nn.Sequential(OrderedDict(step=nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +78,7 @@ def four():
         (four, [4], {"devices": []}, IndexError, "1 process but 0 devices"),
         (four, [4], {"devices": ["meta"]}, ValueError, r"devices=\['meta'\]: list one device"),
         (stashing, [1], {}, TypeError, "for 1 pop that no layer does"),
-        (lambda: with_a_layer_named("step"), [1], {}, KeyError, "attribute 'step' already exists"),
+        (named_step, [1], {}, KeyError, "attribute 'step' already exists"),
     ],
 )
 def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, error, message):
@@ -103,7 +91,7 @@ def test_each_mistake_in_the_constructor_is_an_error(model, balance, options, er
 
 def call_without_chunks(stage):
     stage.chunks = 0
-    stage(batch()[0])
+    stage(make_batch()[0])
 
 
 @pytest.mark.parametrize(
@@ -117,9 +105,9 @@ def call_without_chunks(stage):
             "the input has 4 samples but target has 3",
         ),
         (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
-        (lambda s: s.step(*batch(), 1, 2), TypeError, r"step\(a, b, c, target=y\)"),
+        (lambda s: s.step(*make_batch(), 1, 2), TypeError, r"step\(a, b, c, target=y\)"),
         (
-            lambda s: s((batch()[0], object())),
+            lambda s: s((make_batch()[0], object())),
             BoundaryError,
             r"builtins\.object at input\[0\]\[1\]",
         ),
@@ -131,7 +119,7 @@ def test_each_mistake_in_a_call_is_an_error(stage_of, call, error, message):
     with pytest.raises(error, match=message):
         call(stage)
     with pytest.raises(StageClosedError, match=r"step\(\) cannot run: .* failed on this rank with"):
-        stage.step(*batch())
+        stage.step(*make_batch())
 
 
 @pytest.mark.parametrize("value", [True, torch.tensor(True), "1", None, [1], 1j])
@@ -156,14 +144,14 @@ def test_a_sum_over_replicas_is_one_of_numbers(stage_of, value):
 def test_a_loss_must_be_a_number_of_the_graph(stage_of, loss_fn, error, message):
     stage = stage_of(make_model(), [4], chunks=2, loss_fn=loss_fn)
     with pytest.raises(error, match=message) as caught:
-        stage.step(*batch())
+        stage.step(*make_batch())
     notes = "\n".join(getattr(caught.value, "__notes__", []))
     assert error is RuntimeError or "task F0@0 (micro-batch 0), loss_fn" in notes
 
 
 def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
     plain = make_model()
-    inputs, target = batch()[0], torch.randn(10, 3).double().requires_grad_()
+    inputs, target = make_batch()[0], torch.randn(10, 3).double().requires_grad_()
     stage = stage_of(copy.deepcopy(plain), [4], loss_fn=F.mse_loss)
     (expected,) = torch.autograd.grad(F.mse_loss(plain(inputs), target), [target])
     stage.step(inputs, target)
@@ -173,10 +161,10 @@ def test_a_target_gets_the_gradient_of_the_plain_model(stage_of):
 
 def test_a_step_needs_a_loss_and_loss_weights_a_target(stage_of):
     with pytest.raises(ValueError, match=r"step\(\) needs a loss: give Stage"):
-        stage_of(make_model(), [4]).step(*batch())
+        stage_of(make_model(), [4]).step(*make_batch())
     stage = stage_of(make_model(), [4], loss_fn=torch.mean, loss_weight=len)
     with pytest.raises(ValueError, match="loss_weight needs a target"):
-        stage.step(batch()[0])
+        stage.step(make_batch()[0])
 
 
 def test_the_exception_of_a_layer_is_kept_with_a_note_of_its_place(stage_of):
@@ -191,12 +179,12 @@ def test_the_exception_of_a_layer_is_kept_with_a_note_of_its_place(stage_of):
 
 def test_an_output_goes_backward_once_and_before_the_next(stage_of):
     stage = stage_of(make_model(), [4], chunks=2)
-    first = stage(batch()[0])
-    stage(batch()[0])
+    first = stage(make_batch()[0])
+    stage(make_batch()[0])
     with pytest.raises(RuntimeError, match="a later call of the stage has dropped"):
         first.sum().backward()
     stage = stage_of(make_model(), [4], chunks=2)
-    output = stage(batch()[0])
+    output = stage(make_batch()[0])
     output.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass was run already"):
         output.sum().backward()
@@ -211,7 +199,9 @@ def test_a_balance_of_several_parts_makes_one_stage(stage_of):
     assert (stage.rank, len(stage), stage.devices) == (0, 4, [stage.device])
     assert list(stage.state_dict()) == list(make_model().state_dict())
     # A parameter that two of the parts share is in one stage now.
-    shared = stage_of(shared_parameter(), [1, 1], loss_fn=torch.mean)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    shared = stage_of(model, [1, 1], loss_fn=torch.mean)
     shared.step(torch.ones(4, 2))
     assert shared[0].weight is shared[1].weight
 
@@ -282,7 +272,7 @@ def test_clipping_of_several_dtypes_is_torchs_to_the_last_bit(stage_of):
 
 def test_a_model_without_layers(stage_of):
     stage = stage_of(nn.Sequential(), [], chunks=2)
-    inputs = batch()[0]
+    inputs = make_batch()[0]
     assert torch.equal(stage(inputs), inputs)
     a, b = stage(inputs, {"x": inputs})
     assert torch.equal(a, b["x"])
@@ -294,7 +284,7 @@ def test_statistics_and_report(stage_of):
     with pytest.raises(StageClosedError, match="no statistics before the first call"):
         stage.statistics()
     for _ in range(2):
-        stage.step(*batch())
+        stage.step(*make_batch())
     statistics = stage.statistics()
     assert (statistics.stage, statistics.num_steps) == (0, 2)
     assert statistics.num_tasks == {"F": 10, "B": 10, "R": 8}
@@ -319,12 +309,12 @@ def test_a_trace_needs_a_file_in_an_existing_folder(stage_of, tmp_path):
 
 def test_calls_of_a_closed_stage_are_errors(stage_of):
     stage = stage_of(make_model(), [4], loss_fn=F.cross_entropy)
-    stage.step(*batch())
+    stage.step(*make_batch())
     stage.close()
     stage.close()
     for call in (
-        lambda: stage.step(*batch()),
-        lambda: stage(batch()[0]),
+        lambda: stage.step(*make_batch()),
+        lambda: stage(make_batch()[0]),
         lambda: stage.fetch(1),
         lambda: stage.clip_grad_norm_(1.0),
         lambda: stage.report(),
@@ -360,8 +350,8 @@ def test_a_state_dict_of_the_whole_model_is_pickled(stage_of):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_stage_that_was_closed_or_failed_can_be_deleted(fails):
     stage = Stage(make_model(), [4], chunks=2, loss_fn=F.cross_entropy)
-    stage.step(*batch())
-    stage(batch()[0]).sum().backward()
+    stage.step(*make_batch())
+    stage(make_batch()[0]).sum().backward()
     reference = weakref.ref(stage)
     if fails:
         with pytest.raises(TypeError, match="no tensor"):

@@ -16,6 +16,7 @@ from procpipe.balance import Inputs, balance_by_size
 from procpipe.balance.balances import estimated_balance
 from procpipe.planner.divide import divide
 from procpipe.skip import pop, skippable, stash
+from tests.dist.stages import assert_same
 
 
 def balance_of(module: nn.Sequential, num_partitions: int = 2, sample: Any = None) -> list[int]:
@@ -161,8 +162,7 @@ def test_nothing_of_the_model_changes() -> None:
     assert random.getstate() == states[2]
     assert first.num_calls == 0
     assert not any(module.training for module in model.modules())
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
+    assert_same(model.state_dict(), before, "state")
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -17,6 +17,7 @@ from procpipe.balance.profile import seconds_of
 from procpipe.errors import BoundaryError
 from tests.balance.layers import Clock, Taking, float32, held_bytes, layer_times
 from tests.compute.segments import Do
+from tests.dist.stages import assert_same
 from tests.held import hold_for
 
 
@@ -158,9 +159,8 @@ def test_the_model_is_unchanged():
 
     profiled(model, sample)
 
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    assert_same(model.state_dict(), before, "state")
+    assert_same([p.grad for p in model.parameters()], gradients, "gradients")
     assert [p.requires_grad for p in model.parameters()] == flags
     assert [module.training for module in model] == [True, False, True, True, True]
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -18,6 +18,7 @@ from procpipe.planner.layers import Table
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import TENSOR, Flat
 from tests.balance.layers import float32
+from tests.skip.layers import popper
 
 
 def profiled(*layers: nn.Module, sample: object, **more: Any) -> Table:
@@ -138,16 +139,10 @@ class Exp(nn.Module):
         return output
 
 
-@skippable(pop=["skip"])
-class Add(nn.Module):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return x + skip
-
-
 def test_of_a_skip_tensor_counts_what_is_saved_where_it_is_no_output() -> None:
     sample, size = torch.rand(8, 10, requires_grad=True), float32(8, 10)
-    for first, last, kept in ((Exp(), Add(), 0), (Exp(), Pop(), size), (Stash(), Add(), size)):
+    add = popper("skip")
+    for first, last, kept in ((Exp(), add, 0), (Exp(), Pop(), size), (Stash(), add, size)):
         (skip,) = profiled(first, last, sample=sample).skips
         assert skip.kept_bytes == kept, (first, last)
 

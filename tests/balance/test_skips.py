@@ -7,9 +7,7 @@ from torch import nn
 
 from procpipe.balance import balance_by_size, balance_by_time
 from procpipe.skip import pop, skippable, stash
-from tests.balance.layers import held_bytes, layer_times
-
-FLOAT32 = 4
+from tests.balance.layers import float32, held_bytes, layer_times
 
 
 @skippable(stash={"skip": 2})
@@ -53,7 +51,7 @@ def model():
 
 def test_a_model_with_skips_is_profiled():
     sample = torch.rand(4, 8)
-    tensor_bytes = FLOAT32 * 4 * 8
+    tensor_bytes = float32(4, 8)
 
     assert len(layer_times(model(), sample)) == 6
     sizes = held_bytes(model(), sample)

@@ -222,7 +222,7 @@ def settle(end: End) -> None:
 def flat(end: End, value: Any) -> Flat:
     """Take a value apart, on the end's device, without making it contiguous."""
     message = Flat.of(value)
-    return Flat([_moved(t, end.device) for t in message.tensors], *message[1:])
+    return Flat([tensor.to(end.device) for tensor in message.tensors], *message[1:])
 
 
 def numbers(size: int, dtype: torch.dtype) -> Tensor:
@@ -242,7 +242,3 @@ def assert_same(received: Any, sent: Any) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{form}, not {tuple(b.shape)} {b.dtype}"
         same = torch.equal(a.cpu(), b.resolve_conj().resolve_neg())
         assert same, f"the elements of {form} differ: {a}, not {b}"
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device)

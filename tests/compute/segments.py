@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from procpipe.compute.segment import Segment
 from procpipe.tree import Flat
 
 CPU = torch.device("cpu")
+
+BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 
 
 class Do(nn.Module):

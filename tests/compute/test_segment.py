@@ -14,7 +14,7 @@ from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.job.board import Board
 from procpipe.tree import is_plain
 from tests.cases import for_each
-from tests.compute.segments import Do, backward, forward, received, segment_of
+from tests.compute.segments import BOTH, Do, backward, forward, received, segment_of
 
 
 def run(segment, inputs, gradient=1.0, recompute=False, i=0):
@@ -28,9 +28,6 @@ def run(segment, inputs, gradient=1.0, recompute=False, i=0):
         if requires_grad
     ]
     return output, backward(segment, i, given)
-
-
-BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 
 
 @BOTH

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from procpipe.compute.segment import Segment
 from procpipe.compute.split import suited
 from tests.cases import for_each, pairs
-from tests.compute.segments import Do, backward, forward, received, segment_of
+from tests.compute.segments import BOTH, Do, backward, forward, received, segment_of
 
 
 class Own(nn.Linear):
@@ -143,7 +143,6 @@ def seed() -> None:
 # -- linear layers -------------------------------------------------------------------------------
 
 DTYPES = [torch.float32, torch.float64]
-BOTH = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 
 
 SHAPES = [(7,), (33, 7), (0, 7), (1, 7), (5, 9, 7), (2, 3, 5, 7)]

@@ -74,6 +74,7 @@ def cut(value: Any, start: int, length: int) -> Any:
 
 
 def gradients_of(module, keys=str):
+    """Return the gradients of a module under all of its names, or what ``keys`` makes of these."""
     named = module.named_parameters(remove_duplicate=False)
     return {keys(key): None if p.grad is None else p.grad.clone() for key, p in named}
 

@@ -19,14 +19,6 @@ from tests.cutting.cases import CASES, words
 from tests.cutting.models import Base
 
 
-def cut(between, sample=None, **options):
-    """Cut a model which does something between its layers."""
-    model = type("Model", (Base,), {"between": between})()
-    return model, procpipe.sequential(
-        model, torch.ones(6, 4) if sample is None else sample, **options
-    )
-
-
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -114,8 +106,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
     between, text = REFUSED[name]
+    model = type("Model", (Base,), {"between": between})()
     with pytest.raises(ValueError, match=f"(?s){text}") as caught:
-        cut(between)
+        procpipe.sequential(model, torch.ones(6, 4))
     message = str(caught.value)
     assert f"{Path(__file__).parent}/" in message or message.startswith("the forward changes")
     assert "whole=" in message or "\n" in message, "it says what to do"

@@ -20,44 +20,30 @@ import procpipe
 from examples.train_nanogpt_plain import GPT
 from procpipe import Stage, state
 from tests.cutting.cases import CASES, drawn, words
+from tests.cutting.compare import buffers_of, gradients_of
 from tests.cutting.models import Base, UNet
+from tests.dist import stages
 
 
-def model_of(between, name="Model"):
+def cut(between):
     torch.manual_seed(0)
-    return type(name, (Base,), {"between": between})().double()
+    model = type("Model", (Base,), {"between": between})().double()
+    return model, procpipe.sequential(model, drawn(6, 4))
 
 
-def cut(between, **options):
-    model = model_of(between)
-    return model, procpipe.sequential(model, drawn(6, 4), **options)
-
-
-def outcome(module, x, seed=7):
+def outcome(module, x):
     """Return an output, the gradients and the buffers."""
     module = copy.deepcopy(module)
-    torch.manual_seed(seed)
+    torch.manual_seed(7)
     output = module(x)
     output.square().sum().backward()
     keys = getattr(module, "keys", str)
-    named = module.named_parameters(remove_duplicate=False)
-    gradients = {keys(key): parameter.grad for key, parameter in named}
-    buffers = {keys(key): buffer for key, buffer in module.named_buffers()}
-    return output.detach(), gradients, buffers
+    values = gradients_of(module, keys), buffers_of(module, keys)
+    return output.detach(), *(dict(sorted(each.items())) for each in values)
 
 
 def assert_same(model, layers, x):
-    output, gradients, buffers = outcome(model, x)
-    found = outcome(layers, x)
-    assert torch.equal(found[0], output)
-    assert found[1].keys() == gradients.keys()
-    for key, gradient in gradients.items():
-        if gradient is None or found[1][key] is None:
-            assert gradient is found[1][key], key
-        else:
-            assert torch.equal(found[1][key], gradient), key
-    for key, buffer in buffers.items():
-        assert torch.equal(found[2][key], buffer), key
+    stages.assert_same(outcome(layers, x), outcome(model, x), "output, gradients and buffers")
 
 
 def no_grad(self, h):
@@ -468,7 +454,7 @@ def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     assert_alike(values, transformers.VisionEncoderDecoderModel(config))
 
 
-def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):
+def test_a_stage_saves_the_models_keys(tmp_path):
     model = UNet().double()
     layers = procpipe.sequential(model, drawn(2, 3, 16, 16))
     stage = Stage(layers, loss_fn=lambda y: y.square().mean(), chunks=2)
@@ -477,8 +463,7 @@ def test_a_stage_finds_its_balance_and_saves_the_models_keys(tmp_path):
     state.export(tmp_path / "model.safetensors", stage)
     again = UNet().double()
     state.load_weights(tmp_path / "model.safetensors", again)
-    for key, value in again.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key]), key
+    stages.assert_same_state(again, model)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -17,6 +17,7 @@ from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
+    make_batch,
     plain_step,
     stage_of,
 )
@@ -24,16 +25,10 @@ from tests.dist.stages import (
 pytestmark = pytest.mark.on_gpus
 
 
-def make_batch(size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (size,), generator=generator)
-
-
 def make_model(norm: Any = nn.LayerNorm):
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Linear(5, 8), norm(8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3)
+        nn.Linear(4, 8), norm(8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3)
     ).double()
 
 

@@ -62,15 +62,6 @@ class Barrier(Block):
         return super().forward(input if input.count_nonzero() else input.detach())
 
 
-def model_with(layer):
-    """Make a model with another layer 1; token 0 is a vector of zeros there."""
-    model = make_model()
-    model[1] = layer.double()
-    with torch.no_grad():
-        model[0].weight[0] = 0
-    return model
-
-
 def shard(layer, mesh):
     """Shard a layer, or the modules of a shortcut and of one applied twice."""
     modules = [module for module in layer.children() if isinstance(layer, (Shortcut, Twice))]
@@ -81,7 +72,10 @@ def shard(layer, mesh):
 def check_differing(bare, mesh, layer, zeros_in):
     """Train where the last micro-batch of one pipeline goes another way through the layers."""
     torch.manual_seed(7)
-    plain = model_with(layer())
+    second, plain = layer().double(), make_model()
+    plain[1] = second
+    with torch.no_grad():
+        plain[0].weight[0] = 0  # so token 0 is a vector of zeros
     name = f"{layer.__name__} {zeros_in}"
     options = {"chunks": 3, "schedule": "1f1b", "checkpoint": "never", "loss_fn": mean_loss}
     stage = stage_in(bare, mesh, name, plain, [4, 2], **options)

@@ -15,7 +15,8 @@ from procpipe import RemoteStageError
 from procpipe.hf.loss import causal_lm_loss
 from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import stage_of
-from tests.dist.test_tokens import ALL, make_batch, make_model, mean_of_tokens
+from tests.dist.test_replicas import mean_loss
+from tests.dist.test_tokens import ALL, make_batch, make_model
 
 pytestmark = pytest.mark.on_gpus
 
@@ -43,7 +44,7 @@ COUNTED: dict[str, Any] = {"loss_fn": masked_cross_entropy}
 #: By the words of the error: options of the stage, and the call.
 MISTAKES: dict[str, tuple[dict[str, Any], Any]] = {
     "missing 1 required positional argument: 'target'": (
-        {"loss_fn": mean_of_tokens},
+        {"loss_fn": mean_loss},
         lambda stage, batch: one_step(stage, {**batch, "labels": None}),
     ),
     "give Stage\\(…, loss_weight=masked_cross_entropy.num_counted\\)": (

@@ -21,17 +21,12 @@ from tests.dist.stages import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
+    make_batch,
     plain_step,
     stage_of,
 )
 
 pytestmark = pytest.mark.on_gpus
-
-
-def make_batch(size=10, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(3, (size,), generator=generator)
 
 
 def make_model():

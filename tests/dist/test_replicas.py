@@ -214,11 +214,7 @@ def check_unused(bare):
         for half in input.split(2):
             (F.mse_loss(plain(half), target[:2]) / 2).backward()
         stage.step(*own(stage, input, target))
-        expected = dict(plain.named_parameters())
-        for name, parameter in stage.named_parameters():
-            assert (parameter.grad is None) == (expected[name].grad is None), name
-            if parameter.grad is not None:
-                assert_same(parameter.grad, expected[name].grad, name, TOLERANCE)
+        assert_same_gradients(stage, plain, "unused", TOLERANCE)
 
 
 def test_the_end_of_the_first_loader_is_said_once(ranks):

@@ -9,11 +9,11 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from procpipe.losses import masked_cross_entropy
 from tests.dist.stages import assert_same, stage_of
+from tests.dist.test_replicas import mean_loss
 
 pytestmark = pytest.mark.on_gpus
 
@@ -56,11 +56,7 @@ def plain_loss(plain, batch, **more):
     value = plain[0](**inputs, **more)
     for layer in plain[1:]:
         value = layer(value)
-    return F.cross_entropy(value.flatten(0, 1), batch["labels"].flatten())
-
-
-def mean_of_tokens(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+    return mean_loss(value, batch["labels"])
 
 
 BALANCES = {1: [6], 2: [4, 2], 3: [1, 2, 3]}
@@ -98,7 +94,7 @@ def test_values_by_name(ranks, num_ranks):
 def check_warning(bare, where):
     """The rank that has the target warns, once, if it holds -100 and nothing says what counts."""
     batch = make_batch(ALL)
-    with stage_of(bare, where, make_model(), [4, 2], chunks=2, loss_fn=mean_of_tokens) as stage:
+    with stage_of(bare, where, make_model(), [4, 2], chunks=2, loss_fn=mean_loss) as stage:
         labels = batch.pop("labels")
         given = {"rank 0": bare.rank == 0, "last": bare.rank == 1}.get(where, True)
         for k in range(3):

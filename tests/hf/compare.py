@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from procpipe import hf
-from tests.cutting.compare import even
+from tests.cutting.compare import buffers_of, even, gradients_of
 from tests.dist.stages import stage_of
 from tests.hf.cases import (
     LEFT,
@@ -58,13 +58,7 @@ def truth_of(name, form="both", tied=None):
         share = loss_fn.num_counted(labels[k : k + size]).item() / total
         loss = loss + share * loss_fn(output_of(model, part), labels[k : k + size])
     loss.backward()
-    return loss.detach(), gradients_of(model), dict(model.named_buffers())
-
-
-def gradients_of(module, keys=str):
-    """Return the gradients of a module under all of its names, or what ``keys`` makes of these."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {keys(key): parameter.grad for key, parameter in named}
+    return loss.detach(), gradients_of(model), buffers_of(model)
 
 
 def tying(tied):
@@ -76,8 +70,7 @@ def step_of(stage, keys, name, form="both"):
     """Run a step; return the loss, and this stage's gradients and buffers by key."""
     batch, labels = batch_of(name, form=form)
     loss = stage.step(**batch, labels=labels)
-    buffers = {keys(key): buffer for key, buffer in stage.named_buffers()}
-    return loss, gradients_of(stage, keys), buffers
+    return loss, gradients_of(stage, keys), buffers_of(stage, keys)
 
 
 def assert_same(found, expected, what, tolerance=TOLERANCE):

@@ -10,9 +10,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights
 
 from procpipe import Stage, hf
+from tests.cutting.compare import gradients_of
 from tests.dist.stages import stage_of
 from tests.hf.cases import batch_of, class_of, config_of, loss_of, model_of, output_of
-from tests.hf.compare import assert_same, gradients_of, logits_of, read_again
+from tests.hf.compare import assert_same, logits_of, read_again
 from tests.hf.test_weights import TOLERANCE
 
 # peft itself calls what transformers is about to remove, and warns of embeddings.

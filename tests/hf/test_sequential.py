@@ -11,8 +11,9 @@ import transformers
 from torch import nn
 
 from procpipe import NoChunk, Stage, hf
+from tests.cutting.compare import gradients_of
 from tests.hf.cases import batch_of, loss_of, model_of, output_of
-from tests.hf.compare import assert_same, gradients_of
+from tests.hf.compare import assert_same
 
 TINY: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 8)
 TINY |= {"num_hidden_layers": 1, "num_attention_heads": 1}

@@ -53,15 +53,11 @@ def test_the_transport_of_each_pair(offers, expected):
     assert table(json.loads(json.dumps(choose(received)))) == expected
 
 
-def guessed(gpus):
-    return [offer._replace(may_share=False) for offer in on_gpus(gpus)]
-
-
 @for_each(
     ("offers", "error", "words"),
     [
         (
-            [*on_gpus("AB"), *guessed("A")],
+            [*on_gpus("AB"), on_gpus("A")[0]._replace(may_share=False)],
             IndexError,
             r"^ranks 0 and 2 see one GPU each.*A\): start fewer .*CUDA_VISIBLE_DEVICES, --gpus",
         ),

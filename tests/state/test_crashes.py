@@ -7,23 +7,25 @@ test's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from procpipe import state
 from procpipe.state import files
-from tests.dist.script import run_forked
+from tests.dist.jobs import Job
+from tests.dist.script import environments_of, run_forked
 
 pytestmark = pytest.mark.dist
 
-COMMON = """
-import io, itertools, os, signal, socket, sys
+ONE_PROCESS = """
+import io, itertools, os, signal, sys
 from pathlib import Path
-import torch, torch.nn.functional as F
+import torch
 from torch import nn
-from procpipe import Stage, state
-from procpipe.state import files
+from procpipe import state
 
 torch.set_num_threads(1)
 FOLDER = Path("runs")
@@ -54,24 +56,6 @@ def kill_at_change(kill_at):
         file.write(data[-50:])
     torch.save = save
 
-def in_fork(function, *args):
-    pid = os.fork()
-    if pid == 0:  # it ends as a script does, well or with an exception
-        function(*args)
-        sys.exit(0)
-    return pid
-
-def end_of(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def names():
-    return sorted(path.name for path in FOLDER.iterdir())
-
-def whole():
-    return [path.name for path in files.saved_in(FOLDER)]
-"""
-
-ONE_PROCESS = """
 def make(step):
     torch.manual_seed(step)
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -89,14 +73,18 @@ def check_loads(*steps):
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
     return saved.step
 
-def save_killed(step, kill_at):
-    kill_at_change(kill_at)
-    save(step)
+def code_of_save_killed(step, kill_at):
+    pid = os.fork()
+    if pid == 0:  # it ends as a script does, well or with an exception
+        kill_at_change(kill_at)
+        save(step)
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 save(1); save(2)
 step, latest, found = 3, 2, []
 for kill_at in itertools.count(1):
-    code = end_of(in_fork(save_killed, step, kill_at))
+    code = code_of_save_killed(step, kill_at)
     latest = check_loads(latest, step)
     if code == 0:
         break
@@ -106,74 +94,63 @@ for kill_at in itertools.count(1):
 # Before the rename the older state is there, after it the newer one.
 assert len(found) >= 8 and found == sorted(found), found
 assert True in found and False in found, found
-assert len(names()) == 2, names()
+assert len(os.listdir(FOLDER)) == 2, os.listdir(FOLDER)
 print("survived", len(found))
-"""
-
-RANKS = """
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-def run(*args):
-    port = free_port()
-    pids = [in_fork(run_rank, rank, port, *args) for rank in (0, 1)]
-    return [end_of(pid) for pid in pids]
-
-def make_stage(rank, port):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    return Stage(model, [1, 1], loss_fn=F.mse_loss, timeout_s=30)
-
-os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
 """
 
 
 def test_a_process_is_killed_at_every_change_of_the_folder():
-    done = run_forked(COMMON + ONE_PROCESS, timeout_s=90).check()
+    done = run_forked(ONE_PROCESS, timeout_s=90).check()
 
     assert done.stdout.startswith("survived ")
 
 
-#: What scripts that save in the background and end at once leave behind.
+#: A script that saves in the background and ends at once, in a way.
 ENDS = """
-def run_rank(rank, port, step, is_full, fails):
-    stage = make_stage(rank, port)
-    x = torch.ones(2, 300)
-    stage.step(x, x)
-    if is_full and rank == 1:
-        import resource
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-    state.save(FOLDER, stage, step=step, asynchronous=True)
-    if step == 0:
-        stage.close()
-    if fails:
-        if rank == 0:
-            raise KeyError("mine")
-        stage.step(x, x)
+import os, resource, sys
+import torch, torch.nn.functional as F
+from torch import nn
+from procpipe import Stage, state
 
-assert run(0, False, False) == [0, 0]
-assert run(1, False, False) == [0, 0]
-assert whole() == ["000001-step-0", "000002-step-1"], names()
-assert run(2, True, False)[1] == 1  # rank 0 may have left
-assert whole() == ["000001-step-0", "000002-step-1"], names()
-print("-- an error of the script", file=sys.stderr)
-assert run(3, False, True) == [1, 1]
-print("done")
+step, way = int(sys.argv[1]), sys.argv[2]
+model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+stage = Stage(model, [1, 1], loss_fn=F.mse_loss, timeout_s=30)
+x = torch.ones(2, 300)
+stage.step(x, x)
+if way == "full" and stage.rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+state.save("runs", stage, step=step, asynchronous=True)
+if way == "closed":
+    stage.close()
+if way == "error":
+    if stage.rank == 0:
+        raise KeyError("mine")
+    stage.step(x, x)
 """
 
 
 def test_the_end_of_a_script_waits_for_its_save():
     """A save that fails fails the script; an error of the script is printed first."""
-    done = run_forked(COMMON + RANKS + ENDS, timeout_s=90, tears_down=True).check()
+    ends: dict[str, list[Any]] = {}
+    environments: Any = environments_of(2)
+    with Job() as job:
+        job.write("script.py", ENDS)
+        for step, way in enumerate(("closed", "open", "full", "error")):
+            words = ["script.py", step, way]
+            ends[way] = [job.start(words, tears_down=True, **env) for env in environments]
+            codes = [each.wait_end() for each in ends[way]]
+            if way == "full":
+                codes[0] = 1  # rank 0 may have left
+            assert codes == ([1, 1] if way in ("full", "error") else [0, 0]), way
+            if way in ("open", "full"):
+                whole = [path.name for path in files.saved_in(job.path / "runs")]
+                assert whole == ["000001-step-0", "000002-step-1"]
+        errors = {way: "".join(each.raw("err") for each in ends[way]) for way in ends}
 
-    assert done.stdout == "done\n"
-    first, second = done.stderr.split("-- an error of the script")
-    assert "File too large" in first
-    assert "KeyError: 'mine'" in second
-    assert "no longer waits" not in second
-    assert "terminate called" not in done.stderr
+    assert "File too large" in errors["full"]
+    assert "KeyError: 'mine'" in errors["error"]
+    assert "no longer waits" not in errors["error"]
+    assert "terminate called" not in "".join(errors.values())
 
 
 def test_files_of_several_saves_are_no_whole_state(tmp_path):

@@ -16,19 +16,7 @@ from torch import nn
 
 from procpipe import SavedStateError, state
 from procpipe.state.values import saved_form
-
-
-def is_same(ours, theirs):
-    if isinstance(ours, torch.Tensor):
-        return isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)
-    if type(ours) is not type(theirs):
-        return False
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(is_same(ours[k], theirs[k]) for k in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
-    return bool(ours == theirs)
-
+from tests.dist.stages import assert_same, stage_of
 
 # -- types of values -----------------------------------------------------------------------------
 
@@ -79,8 +67,7 @@ def test_what_torch_loads_is_saved(tmp_path):
         found = torch.load(path / "stage-0-of-1.pt", weights_only=True)["extra"]["it"]
         loaded: dict[str, Any] = {"it": None}
         state.load(path, model, extra=loaded)
-        assert is_same(found, expected), value
-        assert is_same(loaded["it"], expected), value
+        assert_same([found, loaded["it"]], [expected] * 2, f"{value}")
 
 
 def test_what_torch_would_refuse_is_not_saved(tmp_path):
@@ -117,8 +104,6 @@ def test_all_that_cannot_be_saved_is_named_in_one_error(tmp_path):
 
 
 def save_what_cannot_be(bare, folder):
-    from tests.dist.stages import stage_of
-
     with stage_of(bare, "odd", nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1]) as stage:
         extra = {"it": Path("x") if bare.rank == 1 else 1}
         with pytest.raises(TypeError) as caught:
@@ -142,7 +127,7 @@ def test_views_are_written_without_their_whole_storage(tmp_path):
     assert (path / "stage-0-of-1.pt").stat().st_size < 30_000
     loaded: dict[str, Any] = dict.fromkeys(extra)
     state.load(tmp_path, nn.Linear(1, 1), extra=loaded)
-    assert is_same(loaded, extra)
+    assert_same(loaded, extra, "views")
     assert saved_form("x", table, []).data_ptr() == table.data_ptr(), "it is not copied"
 
 
@@ -176,7 +161,7 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path, name):
     for _ in range(3):  # without a state, into none, and into another
         state.save(tmp_path, model, optimizer)
         state.load(tmp_path, model, loaded)
-        assert is_same(loaded.state_dict(), optimizer.state_dict())
+        assert_same(loaded.state_dict(), optimizer.state_dict(), name)
         optimizer.step(loss)
 
 

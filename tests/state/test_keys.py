@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from procpipe import Stage, state
-from tests.dist.stages import assert_same
+from tests.dist.stages import assert_same, assert_same_state
 
 #: What a language model's keys may be in files; lm_head may share the embedding's weight.
 IN_FILE = {
@@ -69,12 +69,6 @@ def read_all(folder):
     }
 
 
-def assert_same_weights(module, expected, what):
-    expected = expected.state_dict()
-    for key, value in module.state_dict().items():
-        assert_same(value.cpu(), expected[key], f"{what}, {key}")
-
-
 def test_a_map_serves_reading_and_writing(tmp_path):
     model = make_model(1)
     write(tmp_path / "x.safetensors", model)
@@ -90,7 +84,7 @@ def test_a_map_serves_reading_and_writing(tmp_path):
             for parameter in module.parameters():
                 parameter.zero_()
         state.load_weights(tmp_path / "x.safetensors", module, keys=keys)
-        assert_same_weights(module, model, name)
+        assert_same_state(module, model, name)
         state.export(tmp_path / name, module, keys=keys)
         exported = read_all(tmp_path / name)
         assert exported.keys() == set(IN_FILE.values()), name
@@ -108,7 +102,7 @@ def test_a_map_of_the_model_can_be_left_out(tmp_path):
         loaded = make_model(2)
         loaded.keys = in_file
         load(tmp_path / folder, loaded)
-        assert_same_weights(loaded, model, folder)
+        assert_same_state(loaded, model, folder)
 
 
 def test_a_layer_named_keys_is_no_map(tmp_path):
@@ -126,7 +120,7 @@ def test_a_shared_parameter_may_have_one_key_or_several(tmp_path):
         write(tmp_path / f"{case}.safetensors", model, without=without)
         loaded = make_model(2, is_tied=True)
         state.load_weights(tmp_path / f"{case}.safetensors", loaded, keys=in_file)
-        assert_same_weights(loaded, model, case)
+        assert_same_state(loaded, model, f"{case}")
     write(tmp_path / "none.safetensors", model, without=names)
     with pytest.raises(ValueError, match=r"0.weight \(model.embed.weight in the file\) is missing"):
         state.load_weights(tmp_path / "none.safetensors", loaded, keys=in_file)
@@ -135,7 +129,7 @@ def test_a_shared_parameter_may_have_one_key_or_several(tmp_path):
     assert read_all(tmp_path / "one").keys() == set(IN_FILE.values()) - {"lm_head.weight"}
     loaded = make_model(2, is_tied=True)
     state.load_weights(tmp_path / "one", loaded, keys=to_one)
-    assert_same_weights(loaded, model, "one key")
+    assert_same_state(loaded, model, "one key")
     text = r"0.weight and 3.weight are different tensors, but keys= gives each the key 'model.embed"
     with pytest.raises(ValueError, match=text):
         state.load_weights(tmp_path / "one", make_model(2), keys=to_one)

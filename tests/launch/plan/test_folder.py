@@ -18,6 +18,7 @@ from procpipe.launch.main import main
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.planner.layers import Table
 from tests.hf.cases import CASES, config_of
+from tests.launch.plan.test_plan import check_mistake
 
 
 def write(name: str, case: str, dropout: float = 0.0, **values: Any) -> Any:
@@ -161,10 +162,4 @@ def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         (("--costs", "x", "--length", "9", "-n", "2"), "--length and --flops are for a folder"),
     ]
     for words, message in mistakes:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", *words])
-
-        printed = capsys.readouterr().err
-        assert ended.value.code == 2, words
-        assert message in printed, (words, printed)
-        assert "Traceback" not in printed, words
+        check_mistake(words, message, capsys)

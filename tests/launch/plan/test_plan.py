@@ -269,15 +269,19 @@ MISTAKES = [
 ]
 
 
+def check_mistake(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2, words
+    assert message in printed, (words, printed)
+    assert "Traceback" not in printed, words
+
+
 def test_each_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in MISTAKES:
-        with pytest.raises(SystemExit) as ended:
-            main(["plan", *words])
-
-        printed = capsys.readouterr().err
-        assert ended.value.code == 2, words
-        assert message in printed, (words, printed)
-        assert "Traceback" not in printed, words
+        check_mistake(words, message, capsys)
 
 
 def test_what_is_named_must_be_there_and_of_the_right_kind() -> None:

@@ -18,11 +18,6 @@ class Clock:
         return self.now_s
 
 
-def ranks_of(*boards):
-    own = psutil.Process()
-    return [Rank(k, Path("x"), own, board) for k, board in enumerate(boards)]
-
-
 def shown(rows):
     """Return what is in each column, by rank."""
     columns = rows.table().columns
@@ -40,7 +35,7 @@ def do_steps(board, num_steps, *, samples=0, busy_s=0.0, step_s=0.0):
 
 def test_rates_are_of_the_time_between_readings():
     board, clock = Board.create(0, 1), Clock()
-    rows = Rows(ranks_of(board), clock)
+    rows = Rows([Rank(0, Path("x"), psutil.Process(), board)], clock)
 
     assert shown(rows)[0]["samples/s"] == ""
     do_steps(board, 1, samples=10, busy_s=1.0, step_s=3.0)

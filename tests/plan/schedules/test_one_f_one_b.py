@@ -61,19 +61,13 @@ def test_a_plan_takes_as_long_as_fill_and_drain(m: int, n: int) -> None:
     assert total_s == simulate(gpipe(m, n), costs).total_s == 3.0 * (m + n - 1)
 
 
-def test_tasks_in_the_wrong_row_are_reported() -> None:
-    rows = [
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 0)],
-        [Task(FORWARD, 0, 0), Task(BACKWARD, 0, 1)],
-    ]
-    with pytest.raises(ValueError, match="F0@1 is in the row of stage 0; F0@0 is in the row of"):
-        plan_of_rows(1, rows)
-
-
-def test_rows_that_wait_for_each_other_are_reported() -> None:
-    rows = [
-        [Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)],
-        [Task(FORWARD, 0, 1), Task(BACKWARD, 0, 1)],
-    ]
-    with pytest.raises(ValueError, match="stage 0 waits at B0@0, stage 1 waits at F0@1"):
-        plan_of_rows(1, rows)
+@for_each(
+    ("rows", "fault"),
+    [
+        (["F0@1 B0@0", "F0@0 B0@1"], "F0@1 is in the row of stage 0; F0@0 is in the row of"),
+        (["B0@0 F0@0", "F0@1 B0@1"], "stage 0 waits at B0@0, stage 1 waits at F0@1"),
+    ],
+)
+def test_rows_that_are_no_plan_are_reported(rows: list[str], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        plan_of_rows(1, [[*map(Task.parse, row.split())] for row in rows])
