@@ -165,12 +165,13 @@ def table_of(runs: Sequence[Usual], samples: int) -> Table:
 def _seconds_at(samples: int, known_s: Mapping[int, float]) -> float:
     """Return the seconds of a task, on the line through those of the two sizes around it.
 
-    Or through the nearest two; below the smallest at least in proportion, as with one size.
+    Or through the nearest two; below the smallest at least in proportion, as with one size, and
+    above the largest at least as long as the faster of them.
     """
     points = sorted(known_s.items()) if len(known_s) > 1 else [(0, 0.0), *known_s.items()]
     place = bisect_left(points, (samples, 0.0), 1, len(points) - 1)
     (low, low_s), (high, high_s) = points[place - 1 : place + 1]
-    least_s = low_s * samples / low if samples < low else 0.0
+    least_s = low_s * samples / low if samples < low else min(low_s, high_s)
     return max(least_s, low_s + (high_s - low_s) * (samples - low) / (high - low))
 
 

@@ -72,7 +72,9 @@ class Layers:
         self._current = -1
         self._is_last = is_last
         self._skips = skips or SkipPorts({}, 0)
-        self._has_skips = any(any(declared(layer)) for layer in layers.values())
+        self._has_skips = bool(self._skips.entering or self._skips.leaving) or any(
+            any(declared(layer)) for layer in layers.values()
+        )
 
     def run(
         self, values: Sequence[Any], finish: Finish | None, watched: Sequence[Tensor] = ()

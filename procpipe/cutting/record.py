@@ -455,7 +455,7 @@ def _states(modules: set[nn.Module]) -> dict[Any, tuple[str, Any]]:
         for name in held.keys() - vars(nn.Module()).keys():
             value = held[name]
             is_cached = isinstance(getattr(kind, name, None), functools.cached_property)
-            if is_cached and all(isinstance(v, _PLAIN) for v in pytree.tree_leaves(value)):
+            if is_cached and isinstance(value, _PLAIN):
                 continue  # each call would compute the same
             with contextlib.suppress(Exception):  # those that cannot be written
                 state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)

@@ -193,14 +193,12 @@ class MeanLoss:
         return gradients if scale is None else scale(gradients).to(dtype)
 
     def part(self, losses: Mapping[int, Tensor]) -> tuple[Tensor, float]:
-        """Return this replica's part of the loss, and what all count.
-
-        ``losses`` has what :meth:`of` returned for each micro-batch.
-        """
+        """Return this replica's part of the loss, from the micro-batches', and what all count."""
         means = torch.stack([losses[i] for i in sorted(losses)])
+        dtype = torch.result_type(means, 1.0)  # a loss that counts is an int
         # All at once, rounded as products of one and a float, but added up in order.
-        wide = torch.promote_types(means.dtype, torch.float32)
-        parts = (means.to(wide) * self._shares(means.device, wide)).to(means.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        parts = (means.to(wide) * self._shares(means.device, wide)).to(dtype)
         loss = reduce(add, parts.unbind())
         return loss if self.accumulate == 1 else loss / self.accumulate, self._whole
 

@@ -124,8 +124,7 @@ class Wires:
         for sender in self.senders.values():
             if sender.in_flight:
                 sender.reap()
-        for sender in self._holding:
-            sender.wait_posted()
+        self.wait_posted()
 
     def send_target(self, target: Any) -> None:
         """Send a mini-batch's target to the last partition's stage, from this stage's device."""

@@ -114,7 +114,7 @@ def test_what_layers_would_not_repeat_is_refused_with_its_line(name):
     assert "whole=" in message or "\n" in message, "it says what to do"
 
 
-def test_a_cached_property_is_refused_if_its_value_is_a_tensor():
+def test_a_cached_property_is_refused_if_its_value_is_a_tensor_or_may_change():
     class Cached(Base):
         factor = functools.cached_property(lambda self: 2.0 + len(self.calls))
         offset = functools.cached_property(lambda self: 2 * self.scale)
@@ -128,6 +128,15 @@ def test_a_cached_property_is_refused_if_its_value_is_a_tensor():
     model.calls.append(1)
     with pytest.raises(ValueError, match=r"changes .*Cached\.offset, which"):
         procpipe.sequential(model, x)
+
+    class Listed(Base):
+        seen = functools.cached_property(lambda self: [1])
+
+        def between(self, h):
+            return h * len(self.seen)
+
+    with pytest.raises(ValueError, match=r"changes .*Listed\.seen"):
+        procpipe.sequential(Listed(), x)
 
 
 def test_an_attribute_is_compared_for_each_module_of_a_class():

@@ -53,13 +53,16 @@ def test_a_micro_batch_that_is_left_out_adds_nothing(loss_fn):
     assert weight.grad.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_loss_is_the_sum_of_products_in_order_to_the_last_bit(dtype):
-    losses = torch.rand(61, dtype=torch.float64).to(dtype).unbind()
+@pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "int64", "bool"])
+def test_the_loss_is_the_sum_of_products_in_order_to_the_last_bit(name):
+    dtype = getattr(torch, name)
+    losses = (torch.rand(61, dtype=torch.float64) * 3).to(dtype).unbind()
     weights = [float(k % 7) for k in range(61)]
     whole = sum(weights)
-    expected = torch.zeros((), dtype=dtype)
+    expected = losses[0] * 0.0
     for loss, weight in zip(losses, weights, strict=True):
         expected += loss * (weight / whole)
     mean = MeanLoss(Loss(F.mse_loss, None), [None] * 61, weights, lambda: whole)
-    assert mean.part(dict(enumerate(losses)))[0].equal(expected)
+    found, _ = mean.part(dict(enumerate(losses)))
+    assert found.dtype == expected.dtype
+    assert found.equal(expected)
