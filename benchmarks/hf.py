@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Report:
         figures,
         {**settings, "rounds": options.rounds},
         ratios={f"procpipe.hf, {name}-like": ratios_of(times) for name, times in figures.items()},
-        one_process=[times[_ONE_PROCESS] for times in figures.values()],
+        one_process={what: times[_ONE_PROCESS] for what, times in figures.items()},
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quiet import drift_text
 from benchmarks.report import OF_BARE, OF_ONE, OF_TORCH, SHARE, TORCHS_SHARE
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
@@ -86,12 +87,11 @@ def _version(run: Run) -> str:
 
 
 def _quiet(run: Run) -> str:
-    rows = []
-    for name, part in run.items():
-        quiet = part["quiet"] or {}
-        shares = (quiet.get(each) for each in ("stolen", "others"))
-        rows.append([name, *("-" if share is None else f"{share:.1%}" for share in shares)])
-        rows[-1].append(_written(quiet.get("drift")))
+    quiet = {name: part["quiet"] for name, part in run.items()}
+    rows = [
+        [name, f"{of['stolen']:.1%}", f"{of['others']:.1%}", drift_text(of)]
+        for name, of in quiet.items()
+    ]
     return _table(["part", "stolen", "other programs", "drift of one process"], rows)
 
 

@@ -2,7 +2,7 @@
 
     stolen    time in which the hypervisor ran another machine, of all processors' time
     others    time of programs other than this command and the processes that it has started
-    drift     the slowest round of one process over its fastest round
+    drift     of each workload, the slowest round of one process over its fastest round
 
 A quiet run has less than a hundredth of the first two, and a drift of a few hundredths.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class Watch:
@@ -31,13 +32,18 @@ class Watch:
         return {"stolen": stolen_s / all_s, "others": max(0.0, busy_s - own_s) / all_s}
 
 
-def drift(rounds: Iterable[Sequence[float]]) -> float | None:
-    """Return the largest ratio of one process's slowest round to its fastest; None without rounds.
+def drift(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return of each workload the ratio of one process's slowest round to its fastest.
 
     Args:
-        rounds: the seconds of one process in each round, of each workload.
+        rounds: by workload, the seconds of one process in each round.
     """
-    return max((max(seconds) / min(seconds) for seconds in rounds if seconds), default=None)
+    return {what: max(seconds) / min(seconds) for what, seconds in rounds.items() if seconds}
+
+
+def drift_text(quiet: Mapping[str, Any]) -> str:
+    """Write each workload's drift in a line; ``-`` for a part without one."""
+    return "; ".join(f"{what} {ratio:.2f}" for what, ratio in quiet["drift"].items()) or "-"
 
 
 def _counts() -> tuple[float, float, float, float]:

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quiet import drift_text
+
 #: A number is laid out by its column's format; None shows as a dash.
 Cell = str | float | int | None
 
@@ -84,7 +86,7 @@ class Report:
     figures: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     ratios: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    one_process: Sequence[Sequence[float]] = ()
+    one_process: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def machine() -> dict[str, str]:
@@ -103,7 +105,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def publish(report: Report, folder: Path, quiet: Mapping[str, float | None] | None = None) -> None:
+def publish(report: Report, folder: Path, quiet: Mapping[str, Any] | None = None) -> None:
     """Print a report and write its files.
 
     Args:
@@ -117,7 +119,7 @@ def publish(report: Report, folder: Path, quiet: Mapping[str, float | None] | No
         head += "\nEMULATED: no time or size here is a GPU's"
     if quiet:
         head += f"\nstolen {quiet['stolen']:.1%}, other programs {quiet['others']:.1%}"
-        head += f", drift of one process {quiet['drift']:.2f}" if quiet["drift"] else ""
+        head += f", drift of one process: {drift_text(quiet)}" if quiet["drift"] else ""
     text = "\n\n\n".join([head, *(table.to_text() for table in report.tables)]) + "\n"
     print(f"\n{text}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)

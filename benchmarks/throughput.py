@@ -43,8 +43,8 @@ DEVICES = ("cpu", "cuda")
 #: Micro-batches: the host's cost of a task differs most with their number.
 _NUM_MICRO_BATCHES = {"tiny": [16, 64]}
 
-#: Micro-batches a turn: at least half a second, so that a turn's start and end do not count.
-_NUM_IN_A_TURN = {"tiny": 320}
+#: Micro-batches a turn: about a third of a second, so that a turn's start and end do not count.
+_NUM_IN_A_TURN = {"tiny": 960}
 
 #: The limit is measured beside every result, and all is compared with one process.
 _ALWAYS = (PROCPIPE, ONE_PROCESS, COPIES)
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> Report:
         figures,
         {name: value for name, value in vars(options).items() if name != "out"},
         ratios=ratios,
-        one_process=[times[ONE_PROCESS] for times in figures.values()],
+        one_process={what: times[ONE_PROCESS] for what, times in figures.items()},
     )
 
 

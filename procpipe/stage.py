@@ -284,7 +284,7 @@ class Stage(LocalLayers):
             self._loss.check()
             is_first, is_last = self._grid.stage == 0, self.rank == self._output_rank
             given, target = inputs_and_target(inputs, named, target, is_read=is_first)
-            batch, decided = self._scattered(given)
+            parts, decided = self._scattered(given)
             if is_first:
                 decided |= divisors(total_weight, accumulate)
             if is_first and not is_last and target is not None:
@@ -293,6 +293,7 @@ class Stage(LocalLayers):
             order = self._begin_call("step", **decided)
             if is_first and order.target == SENT:
                 pipeline.wires.send_target(target)
+            batch = MiniBatch.of(parts, self.device)  # while others begin
             counted = None  # elsewhere than on the last stage
             if is_last:
                 batch.loss = self._mean_loss(pipeline, order, target)
@@ -347,8 +348,9 @@ class Stage(LocalLayers):
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            batch, decided = self._scattered(given)
+            parts, decided = self._scattered(given)
             order = self._begin_call("forward", **decided)
+            batch = MiniBatch.of(parts, self.device)
             self._coordinator.announce(order)
             if order.is_shared or self.replicas == 1:
                 self._num_forwards += 1
@@ -601,16 +603,14 @@ class Stage(LocalLayers):
                 pipeline.replicas.check_added_up(call)
             yield self._coordinator.agree_in_call
 
-    def _scattered(self, inputs: Inputs) -> tuple[MiniBatch, dict[str, Any]]:
-        """Return a mini-batch, on the first rank scattered, and what that decides of the call."""
-        batch = MiniBatch()
+    def _scattered(self, inputs: Inputs) -> tuple[Sequence[Inputs], dict[str, Any]]:
+        """Return each micro-batch's inputs, and what they decide; on the first rank."""
         if self._grid.stage != 0:
-            return batch, {}
+            return (), {}
         parts, sizes = scatter(inputs, checked_chunks(self.chunks))  # step 1
-        batch.add_inputs(parts, self.device)
         keeps = self.training and torch.is_grad_enabled()
         again = tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else ()
-        return batch, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
+        return parts, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
 
     def _mean_loss(self, pipeline: Runner, order: Order, target: Any) -> MeanLoss:
         """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""

@@ -86,8 +86,9 @@ class MiniBatch:
     mean: Tensor | None = None
     weight: float = 0.0
 
-    def add_inputs(self, parts: Sequence[Inputs], device: torch.device) -> None:
-        """Take a model's inputs, scattered, to the first stage's device."""
+    @classmethod
+    def of(cls, parts: Sequence[Inputs], device: torch.device) -> MiniBatch:
+        """Take a model's inputs, scattered, to the first stage's device; none elsewhere."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
         for tensors, structure in map(flatten, parts):
@@ -95,7 +96,7 @@ class MiniBatch:
             moved = [uploaded(tensor.detach(), device) for tensor in tensors]
             flats.append(Flat(moved, structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
-        self.inputs, self.requiring = flats, requiring
+        return cls(flats, requiring)
 
     def send_back(self) -> None:
         """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""

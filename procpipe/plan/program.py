@@ -29,11 +29,10 @@ the argument above still holds. It costs one more buffer, and no more than that;
 further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
 nothing. All receives move up by the same number of tasks, so each channel keeps its order.
 
-**The loss** goes ahead of a gradient on each hop: that of the micro-batch which completes it. The
-last partition's stage sends it before it makes that gradient, the others pass it on when they have
-made theirs, for which they needed the gradient that came behind it. So none waits for the loss, and
-what two stages send each other stays in the same order at both ends. In a plan without gradients
-the loss passes at the end of the program.
+**The loss** goes behind the last gradient on each hop. By then the last partition has all of it,
+and to pass it on a stage waits for no more than that gradient. It is in nobody's way: the last
+stage adds it up while the others end. What two stages send each other stays in the same order at
+both ends. In a plan without gradients the loss passes at the end of the program.
 """
 
 from __future__ import annotations
@@ -148,24 +147,25 @@ def program(
             placed.append(((before, 0), Receive(transfer)))
     placed.sort(key=itemgetter(0))
     steps = tuple([step for _, step in placed])
-    return _with_loss(steps, plan, routes, stage) if has_loss else steps
+    return _with_loss(steps, routes, stage) if has_loss else steps
 
 
-def _with_loss(steps: Program, plan: Plan, routes: Routes, stage: int) -> Program:
+def _with_loss(steps: Program, routes: Routes, stage: int) -> Program:
     """Add the steps in which a stage receives the loss and passes it on."""
-    if not plan.has_backward:
-        into = [Receive(hop) for hop in routes.loss_hops if routes.stages_of(hop)[1] == stage]
-        out = [Send(hop) for hop in routes.loss_hops if routes.stages_of(hop)[0] == stage]
-        return (*steps, *into, *out)
-    end, ahead_of = plan.num_partitions - 1, dict[Step, Step]()
-    forward = [t.i for t in plan.tasks_of(plan.placement[end]) if (t.kind, t.j) == (FORWARD, end)]
-    for hop in routes.loss_hops:
-        gradient = Transfer(GRADIENT, forward[-1], hop.source, hop.destination)
-        ahead_of[Receive(gradient)] = Receive(hop)
-        is_made_here = hop.source == end
-        behind = map(Run, gradient.makers) if is_made_here else [Send(gradient)]
-        ahead_of |= dict.fromkeys(behind, Send(hop))
-    return tuple(each for step in steps for each in (ahead_of.get(step), step) if each)
+    placed: list[tuple[int, Step]] = [*enumerate(steps)]
+    last = {
+        step.transfer._replace(i=0): k
+        for k, step in placed
+        if not isinstance(step, Run) and step.transfer.payload == GRADIENT
+    }
+    for end, kind in ((1, Receive), (0, Send)):
+        placed += [
+            (last.get(hop._replace(payload=GRADIENT), len(steps)), kind(hop))
+            for hop in routes.loss_hops
+            if routes.stages_of(hop)[end] == stage
+        ]
+    placed.sort(key=itemgetter(0))  # stable: behind the gradient
+    return tuple([step for _, step in placed])
 
 
 def last_additions(tasks: Sequence[Task]) -> dict[int, Task]:

@@ -236,7 +236,7 @@ class Runner:
 
             def work() -> None:
                 log.begin_layers(task)
-                of_kind(task.i)  # step 9
+                of_kind(task.i)  # step 8
                 log.end_task(task)
 
         def run() -> None:
@@ -298,7 +298,7 @@ class Runner:
                 else:
                     forgo()
             log.begin_layers(task)
-            made = segment.backward(i, gradients)  # step 8
+            made = segment.backward(i, gradients)  # step 7
             log.end_task(task)
             if j == 0:
                 self._batch.input_gradients[i] = made[0]
@@ -361,7 +361,7 @@ class Runner:
         """
         if self._part is None and (loss := self._batch.loss) is not None:
             outputs = self._batch.outputs.items()
-            self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 7
+            self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 9
         if self._part is None:
             end = max(self.segments)
             hop = Transfer(LOSS, 0, end + 1, end)

@@ -28,12 +28,12 @@ def test_the_program_of_the_last_stage() -> None:
         receive activation 1: 0->1
         run F0@1
         run F1@1
-        send loss 0: 1->0
         run B1@1
         send gradient 1: 1->0
         run R0@1
         run B0@1
         send gradient 0: 1->0
+        send loss 0: 1->0
     """)
 
 
@@ -48,7 +48,7 @@ def test_a_receive_is_posted_before_the_task_that_precedes_its_use(m: int, n: in
                 assert place[Receive(transfer)] < place[Run(before)]
 
 
-# -- the loss: to every stage, ahead of a gradient, in the same order at both ends ---------------
+# -- the loss: to every stage, behind its last gradient, in the same order at both ends ----------
 
 
 def hops(*placement: int) -> list[tuple[int, int]]:
