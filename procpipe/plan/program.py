@@ -29,10 +29,9 @@ the argument above still holds. It costs one more buffer, and no more than that;
 further ahead would hold memory (and, on a GPU, the cores that a waiting receive occupies) for
 nothing. All receives move up by the same number of tasks, so each channel keeps its order.
 
-**The loss** goes behind the last gradient on each hop. By then the last partition has all of it,
-and to pass it on a stage waits for no more than that gradient. It is in nobody's way: the last
-stage adds it up while the others end. What two stages send each other stays in the same order at
-both ends. In a plan without gradients the loss passes at the end of the program.
+**The loss** goes behind the last gradient on each hop, in the same order at both ends. By then the
+last partition has all of it. To pass it on a stage waits for no more than that gradient, and the
+last stage adds it up while the others end. Without gradients it passes at the end of the program.
 """
 
 from __future__ import annotations
