@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from procpipe.launch.plan import replay, trial
-from procpipe.launch.plan.subject import Named
+from procpipe.planner.costs import Table
 from procpipe.planner.divide import divide
-from procpipe.planner.layers import Table
 from procpipe.planner.propose import Proposal, Question
 from procpipe.timeline.chrome import read
 from procpipe.timeline.steps import merged
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of a proposal."""
-
-    step_s: float  # seconds of a mini-batch
-    idle: float  # the share of it that stages are idle, the mean over all
-    needed_bytes: int  # of the stage that needs most
-    task_s: Mapping[tuple[str, int], float]  # seconds of a task, by its kind and partition
 
 
 def try_out(
     best: Sequence[Proposal],
     tables: Mapping[int, Table],
     question: Question,
-    named: Named,
+    named: Sequence[Any],
     device_type: str,
-) -> dict[Proposal, Measured]:
+) -> dict[Proposal, replay.Usual]:
     """Run proposals, and predict them from what other plans took: so what is measured is a check.
 
     Blocks, for about two seconds each and the start of the processes.
@@ -42,7 +32,7 @@ def try_out(
         best: proposals on the same number of processes.
         tables: what they were proposed from, by the samples of a micro-batch.
         question: what was asked for.
-        named: the model and what it is trained with.
+        named: the arguments of ``subject.load``.
         device_type: "cpu" or "cuda".
 
     Returns:
@@ -67,18 +57,13 @@ def try_out(
         best, outcomes[len(costs) :], runs[len(costs) :], strict=True
     ):
         again = proposal.on(*costs[proposal.num_replicas, proposal.micro_batch])
-        busy_s = sum(run.task_s[task.kind, task.j] for task in run.plan.tasks())
         num_stages = run.plan.num_stages
         # What steps added to a process has its gradients.
         static_bytes = tables[proposal.micro_batch].static_bytes(
             proposal.balance, run.plan.placement, question.states - 1
         )
-        found[again] = Measured(
-            run.step_s,
-            max(0.0, 1 - busy_s / (num_stages * run.step_s)),
-            max(n + static_bytes[k % num_stages] for k, n in enumerate(added_bytes)),
-            run.task_s,
-        )
+        needed_bytes = [n + static_bytes[k % num_stages] for k, n in enumerate(added_bytes)]
+        found[again] = replace(run, needed_bytes=max(needed_bytes))
     return found
 
 
@@ -97,17 +82,13 @@ def _calibrations(
     best: Sequence[Proposal], tables: Mapping[int, Table]
 ) -> dict[tuple[int, int], trial.Trial]:
     """Return a trial for each number of replicas and size of a micro-batch."""
-    found: dict[tuple[int, int], trial.Trial] = {}
+    groups: defaultdict[tuple[int, int], list[Proposal]] = defaultdict(list)
     for proposal in best:
-        n, key = proposal.timeline.plan.num_stages, (proposal.num_replicas, proposal.micro_batch)
-        if key in found:
-            continue
-        like = [p for p in best if (p.num_replicas, p.micro_batch) == key]
-        kinds = "".join(sorted({task.kind for p in like for task in p.timeline.plan.tasks()}))
-        seconds = tables[proposal.micro_batch].layer_seconds()
-        balances = [p.balance for p in like if len(p.balance) == n]
-        balance = balances[0] if balances else divide(seconds, n)
-        found[key] = trial.calibration(
-            balance, proposal.num_replicas, proposal.micro_batch, kinds, sum(seconds) / n
-        )
+        groups[proposal.num_replicas, proposal.micro_batch].append(proposal)
+    found = {}
+    for key, like in groups.items():
+        n, seconds = like[0].timeline.plan.num_stages, tables[key[1]].layer_seconds()
+        kinds = "".join(sorted({kind for p in like for kind in p.timeline.plan.kinds}))
+        balances = [p.balance for p in like if len(p.balance) == n] or [(*divide(seconds, n),)]
+        found[key] = trial.calibration(balances[0], *key, kinds, sum(seconds) / n)
     return found

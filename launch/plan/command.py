@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from procpipe.launch.plan import replay
-from procpipe.launch.plan.best import Measured, try_out
+from procpipe.launch.plan.best import try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
@@ -33,10 +33,9 @@ from procpipe.launch.plan.report import (
     proposals_table,
     tasks_table,
 )
-from procpipe.launch.plan.subject import MistakeError, Named, load
+from procpipe.launch.plan.subject import MistakeError, load
 from procpipe.notes import progress
-from procpipe.planner.costs import Machine
-from procpipe.planner.layers import Table
+from procpipe.planner.costs import Machine, Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.timeline.chrome import read
 from procpipe.words import bytes_text, counted, seconds_text
@@ -69,7 +68,7 @@ class Source:
     machine: Machine
     model: str = "model"  # the model in the line to paste
     loss: str = "loss_fn"  # the loss function in it
-    named: Named | None = None  # what can be run here
+    named: tuple[str, str, str, bool] | None = None  # what can be run here: for ``load``
     device_type: str = ""  # and on what: "cpu" or "cuda"
     replicas: int | None = None  # the only number that can be planned for
 
@@ -131,7 +130,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
             + ("; or another number of --replicas." if options.replicas else ".")
         )
         return 1
-    measured: dict[Proposal, Measured] = {}
+    measured: dict[Proposal, replay.Usual] = {}
     has_failed = False
     if source.named is not None and _can_run(source, options):
         try:
@@ -202,8 +201,8 @@ def _measured(options: argparse.Namespace) -> Source:
         where, num_gpus = torch.cuda.get_device_name(device), torch.cuda.device_count()
         if options.check and num_gpus < options.n:
             raise MistakeError(f"--check: {options.n} GPUs are needed, and there are {num_gpus}")
-    named = Named(options.model, options.sample, options.loss, options.any)
-    subject = load(named)
+    named = (options.model, options.sample, options.loss, options.any)
+    subject = load(*named)
     return Source(
         f"measuring {counted(len(subject.model), 'layer')} on {where}",
         subject.batch,
@@ -239,7 +238,7 @@ def _of_folder(options: argparse.Namespace) -> Source:
         table_of,
         _MACHINES["cuda"],
         "hf.sequential(model)",
-        loss,
+        loss.rpartition(":")[2],
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from procpipe import Stage
-from procpipe.launch.plan.subject import MistakeError, Named, Subject, load, map_leaves
+from procpipe.launch.plan.subject import MistakeError, Subject, load
 from procpipe.launch.start_ranks import start_ranks
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
@@ -94,14 +94,14 @@ def mixed_plan(m: int, n: int, kinds: str) -> Plan:
 
 
 def run(
-    trials: Sequence[Trial], num_ranks: int, named: Named, device_type: str, folder: Path
+    trials: Sequence[Trial], num_ranks: int, named: Sequence[Any], device_type: str, folder: Path
 ) -> list[tuple[Sequence[int], Sequence[Path]]]:
     """Run trials in one job of processes on this host; blocks until it has ended.
 
     Args:
         trials: what to run, one after the other.
         num_ranks: the number of processes.
-        named: the model and what it is trained with.
+        named: the arguments of ``subject.load``.
         device_type: "cpu" or "cuda".
         folder: where the recorded runs are written.
 
@@ -115,7 +115,7 @@ def run(
     for of_trial in folders:
         of_trial.mkdir()
     settings = {
-        "named": asdict(named),
+        "named": named,
         "devices": ["cpu"] * num_ranks if device_type == "cpu" else None,
         "trials": [
             asdict(trial) | {"num_steps": trial.num_steps, "trace": str(of_trial / "run.json")}
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    subject = load(Named(**options.settings["named"]))
+    subject = load(*options.settings["named"])
     found = [
         _added_bytes(subject, trial, options.settings["devices"])
         for trial in options.settings["trials"]
@@ -161,16 +161,11 @@ def _added_bytes(subject: Subject, trial: Mapping[str, Any], devices: Any) -> in
     )
     del model
     before = _memory_bytes(stage.device, is_peak=False)
-    inputs, target = subject.of_size(trial["batch"], is_for_stage=True)
-
-    def of_replica(leaf: Any) -> Any:
-        is_divided = isinstance(leaf, torch.Tensor) and leaf.dim()
-        return leaf.tensor_split(stage.replicas)[stage.replica] if is_divided else leaf
-
-    values, named, target = map_leaves(of_replica, (inputs.values, inputs.named, target))
+    share, num_larger = divmod(trial["batch"], stage.replicas)
+    inputs, target = subject.of_size(share + (stage.replica < num_larger), is_for_stage=True)
     for _ in range(trial["num_steps"]):
         stage.zero_grad()
-        stage.step(*values, target=target, **named)
+        stage.step(*inputs.values, target=target, **inputs.named)
     added = _memory_bytes(stage.device, is_peak=True) - before
     stage.close()
     return max(0, added)

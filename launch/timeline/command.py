@@ -13,7 +13,7 @@ from pathlib import Path
 from procpipe.timeline.chrome import joined, read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import Recording, Step, early_hops_s, merged
-from procpipe.timeline.tables import split_table
+from procpipe.timeline.text import split_table
 from procpipe.words import seconds_text
 
 _EPILOG = """\

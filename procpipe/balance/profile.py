@@ -38,8 +38,7 @@ from procpipe.compute.split import suited
 from procpipe.data.loss import Loss
 from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
-from procpipe.planner.costs import Layer, task_seconds
-from procpipe.planner.layers import Skip, Table, Tie
+from procpipe.planner.costs import Layer, Skip, Table, Tie, task_seconds
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
