@@ -7,7 +7,7 @@
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
    (procpipe.planner)
 3  where this machine has a core or GPU for each process, run the best in a real pipeline, with a
-   calibration, from which they are predicted once more (best.py, trial.py)
+   calibration, from which they are predicted once more (trial.py)
 4  print them, and the line to paste
 """
 
@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from procpipe.launch.plan import replay
-from procpipe.launch.plan.best import try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
@@ -34,6 +33,7 @@ from procpipe.launch.plan.report import (
     tasks_table,
 )
 from procpipe.launch.plan.subject import MistakeError, load
+from procpipe.launch.plan.trial import try_out
 from procpipe.notes import progress
 from procpipe.planner.costs import Machine, Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from procpipe.launch.plan.best import arguments_of
 from procpipe.launch.plan.replay import Usual
+from procpipe.launch.plan.trial import arguments_of
 from procpipe.plan.task import KINDS
 from procpipe.planner.propose import Proposal
 from procpipe.timeline.text import KIND_NAMES, text_table

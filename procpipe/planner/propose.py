@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
@@ -102,15 +102,6 @@ class Proposal:
         if not self.fits(memory_bytes):
             return True, needed, self.timeline.total_s, *simple
         return False, float(f"{self.timeline.total_s:.3g}"), needed, *simple
-
-    def on(self, table: Table, machine: Machine) -> Proposal:
-        """Return the same with a prediction from what layers and steps took in a pipeline.
-
-        Sums over replicas were in these steps, and so are in the machine's ``step_s``.
-        """
-        costs = table.costs(self.balance, machine)
-        timeline = simulate(self.timeline.plan, costs, self.timeline.routes)
-        return replace(self, timeline=timeline)
 
 
 def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -> list[Proposal]:

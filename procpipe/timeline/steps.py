@@ -35,6 +35,11 @@ class TimedTask:
     start_s: float
     end_s: float
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
 
 class Clock(NamedTuple):
     """How a process's monotonic times become wall times."""
