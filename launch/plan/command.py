@@ -143,7 +143,11 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     chosen = best[0]
     print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
-        print("estimated from layers that run alone: beside neighbours on one host they are slower")
+        print(
+            "estimated from layers that run alone; left out is what processes of one host take "
+            "from each other,\nwhat splitting a backward costs, and the exchange of shared "
+            "parameters' gradients"
+        )
     print(f"\n{balances_table(best)}\n\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
         print(tasks_table(chosen, measured[chosen]))
@@ -245,7 +249,8 @@ def _of_folder(options: argparse.Namespace) -> Source:
 def _recorded(options: argparse.Namespace) -> Source:
     """Take the costs of layers from the files of recorded runs."""
     try:
-        runs = replay.usual_of_runs(read(Path(path)) for path in options.costs)
+        with progress("merging the files"):
+            runs = replay.usual_of_runs(read(Path(path)) for path in options.costs)
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
     run = runs[0]
