@@ -167,6 +167,7 @@ class Reduction(Replicas):
         for bucket in self._buckets:
             bucket.missing.clear()
         self._begin_complete()
+        assert not self._buckets, "all are begun"
         for k in range(len(self._begun)):
             asked_ns = time.perf_counter_ns()
             self._log.ask_sum(f"gradients {k}")
