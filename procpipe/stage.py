@@ -555,7 +555,7 @@ class Stage(LocalLayers):
         communication.
         """
         from procpipe.timeline.report import report_of_all
-        from procpipe.timeline.tables import table
+        from procpipe.timeline.text import table
 
         with self._shared_call("report") as pipeline:
             self._coordinator.meet()

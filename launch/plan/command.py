@@ -7,7 +7,7 @@
 2  simulate every number of replicas, schedule, checkpoint mode, number of chunks and some balances
    (procpipe.planner)
 3  where this machine has a core or GPU for each process, run the best in a real pipeline, with a
-   calibration, from which they are predicted once more (best.py, trial.py)
+   calibration, from which they are predicted once more (trial.py)
 4  print them, and the line to paste
 """
 
@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from procpipe.launch.plan import replay
-from procpipe.launch.plan.best import Measured, try_out
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
 from procpipe.launch.plan.options import STATES, check_options, parser
 from procpipe.launch.plan.report import (
@@ -33,10 +32,10 @@ from procpipe.launch.plan.report import (
     proposals_table,
     tasks_table,
 )
-from procpipe.launch.plan.subject import MistakeError, Named, load
+from procpipe.launch.plan.subject import MistakeError, load
+from procpipe.launch.plan.trial import try_out
 from procpipe.notes import progress
-from procpipe.planner.costs import Machine
-from procpipe.planner.layers import Table
+from procpipe.planner.costs import Machine, Table
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.timeline.chrome import read
 from procpipe.words import bytes_text, counted, seconds_text
@@ -69,7 +68,7 @@ class Source:
     machine: Machine
     model: str = "model"  # the model in the line to paste
     loss: str = "loss_fn"  # the loss function in it
-    named: Named | None = None  # what can be run here
+    named: tuple[str, str, str, bool] | None = None  # what can be run here: for ``load``
     device_type: str = ""  # and on what: "cpu" or "cuda"
     replicas: int | None = None  # the only number that can be planned for
 
@@ -131,7 +130,7 @@ def plan(source: Source, options: argparse.Namespace) -> int:
             + ("; or another number of --replicas." if options.replicas else ".")
         )
         return 1
-    measured: dict[Proposal, Measured] = {}
+    measured: dict[Proposal, replay.Usual] = {}
     has_failed = False
     if source.named is not None and _can_run(source, options):
         try:
@@ -144,7 +143,11 @@ def plan(source: Source, options: argparse.Namespace) -> int:
     chosen = best[0]
     print(proposals_table(best, measured, chosen, one_s))
     if not measured and not options.costs:
-        print("estimated from layers that run alone: beside neighbours on one host they are slower")
+        print(
+            "estimated from layers that run alone; left out is what processes of one host take "
+            "from each other,\nwhat splitting a backward costs, and the exchange of shared "
+            "parameters' gradients"
+        )
     print(f"\n{balances_table(best)}\n\n{line_to_paste(chosen, source.model, source.loss)}\n")
     if options.check and measured:
         print(tasks_table(chosen, measured[chosen]))
@@ -202,8 +205,8 @@ def _measured(options: argparse.Namespace) -> Source:
         where, num_gpus = torch.cuda.get_device_name(device), torch.cuda.device_count()
         if options.check and num_gpus < options.n:
             raise MistakeError(f"--check: {options.n} GPUs are needed, and there are {num_gpus}")
-    named = Named(options.model, options.sample, options.loss, options.any)
-    subject = load(named)
+    named = (options.model, options.sample, options.loss, options.any)
+    subject = load(*named)
     return Source(
         f"measuring {counted(len(subject.model), 'layer')} on {where}",
         subject.batch,
@@ -239,14 +242,15 @@ def _of_folder(options: argparse.Namespace) -> Source:
         table_of,
         _MACHINES["cuda"],
         "hf.sequential(model)",
-        loss,
+        loss.rpartition(":")[2],
     )
 
 
 def _recorded(options: argparse.Namespace) -> Source:
     """Take the costs of layers from the files of recorded runs."""
     try:
-        runs = replay.usual_of_runs(read(Path(path)) for path in options.costs)
+        with progress("merging the files"):
+            runs = replay.usual_of_runs(read(Path(path)) for path in options.costs)
     except (OSError, ValueError) as error:
         raise MistakeError(f"--costs {' '.join(options.costs)}: {error}") from error
     run = runs[0]

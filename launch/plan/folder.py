@@ -15,16 +15,20 @@ from torch.overrides import TorchFunctionMode
 
 from procpipe.balance import Inputs
 from procpipe.launch.plan.subject import MistakeError, Subject, load_loss
-from procpipe.losses import masked_cross_entropy
 
 _LENGTH = 1024
 
-#: By how the name of a model's class ends: the class of transformers that builds it, and the loss.
-_CAUSAL = "AutoModelForCausalLM", "hf.causal_lm_loss"
+#: By how the name of a model's class ends: the class of transformers that builds it, and the loss,
+#: which the line to paste names as here behind the colon.
+_CAUSAL = "AutoModelForCausalLM", "procpipe:hf.causal_lm_loss"
+_MASKED = "procpipe.losses:masked_cross_entropy"
 _KINDS = {
-    "ForMaskedLM": ("AutoModelForMaskedLM", "masked_cross_entropy"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "masked_cross_entropy"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "F.cross_entropy"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", _MASKED),
+    "ForTokenClassification": ("AutoModelForTokenClassification", _MASKED),
+    "ForSequenceClassification": (
+        "AutoModelForSequenceClassification",
+        f"{__name__}:F.cross_entropy",
+    ),
 }
 
 
@@ -38,7 +42,7 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
         loss: the import path of the loss; "" for that of the model's class.
 
     Returns:
-        The subject, its loss function as in the line to paste, and what it is, as a sentence.
+        The subject, the import path of its loss, and what it is, as a sentence.
 
     Raises:
         MistakeError: there is no such folder, or its model cannot be divided.
@@ -66,7 +70,7 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
             )
         architecture = next(iter(config.architectures or ()), "")
         kinds = (kind for end, kind in _KINDS.items() if architecture.endswith(end))
-        auto, loss_name = next(kinds, _CAUSAL)
+        auto, usual_loss = next(kinds, _CAUSAL)
         with torch.device("meta"):
             model = getattr(transformers, auto).from_config(config, trust_remote_code=False)
         layers = hf.sequential(model)
@@ -75,16 +79,15 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
         if reason.endswith(":"):  # what is wrong follows
             reason += " " + rest.strip().partition("\n")[0]
         raise MistakeError(f"--hf {folder}: {type(error).__name__}: {reason}") from error
-    length = _length_of(config.get_text_config(), length)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length is not None and length > longest:
+        raise MistakeError(
+            f"--length {length}: the model has {longest} positions (max_position_embeddings)"
+        )
+    length = length or min(_LENGTH, longest or _LENGTH)
+    loss = loss or usual_loss
     ids = torch.empty(batch, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "attention_mask": ids}
-    loss_fn: Any = {
-        "hf.causal_lm_loss": hf.causal_lm_loss,
-        "masked_cross_entropy": masked_cross_entropy,
-        "F.cross_entropy": F.cross_entropy,
-    }[loss_name]
-    if loss:
-        loss_fn, loss_name = load_loss(loss), loss.rpartition(":")[2]
     dtype = next(model.parameters()).dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     target = ids[:, 0] if auto == "AutoModelForSequenceClassification" else ids
@@ -92,16 +95,7 @@ def load_folder(folder: str, batch: int, length: int | None, loss: str) -> tuple
         f"{type(model).__name__}, as {file} describes it: {num_parameters:,} parameters, "
         f"{str(dtype).removeprefix('torch.')}, for samples of {length} tokens with padding"
     )
-    return Subject(layers, Inputs(inputs), target, loss_fn, batch), loss_name, words
-
-
-def _length_of(config: Any, length: int | None) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and length is not None and length > longest:
-        raise MistakeError(
-            f"--length {length}: the model has {longest} positions (max_position_embeddings)"
-        )
-    return length or min(_LENGTH, longest or _LENGTH)
+    return Subject(layers, Inputs(inputs), target, load_loss(loss), batch), loss, words
 
 
 class AttentionOfGpus(TorchFunctionMode):

@@ -21,11 +21,10 @@ from typing import Any
 from procpipe.plan.routes import ACTIVATION, SKIP, Channel
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan
-from procpipe.planner.costs import Layer, Machine, task_seconds
-from procpipe.planner.layers import Skip, Table
+from procpipe.planner.costs import Layer, Machine, Skip, Table, task_seconds
 from procpipe.planner.simulation import simulate
 from procpipe.timeline.split import last_end_s, usual_seconds
-from procpipe.timeline.steps import Hop, Recording, Step, Trace, merged
+from procpipe.timeline.steps import Hop, Recording, Trace, merged
 from procpipe.words import counted
 
 #: A layer as a recording describes it, see ``layer_facts``: its name, and how many parameters.
@@ -46,6 +45,13 @@ class Usual:
     task_s: Mapping[tuple[str, int], float]  # of a task, by its kind and partition
     machine: Machine  # what messages take, and the ends of a step
     message_bytes: Mapping[Channel, int]  # of the largest message between two partitions
+    needed_bytes: int = 0  # of the stage that needs most, where a proposal was run
+
+    @property
+    def idle(self) -> float:
+        """The share of a step that stages are idle, the mean over all."""
+        busy_s = sum(self.task_s[kind, j] for kind, _, j in self.plan.tasks())
+        return max(0.0, 1 - busy_s / (self.plan.num_stages * self.step_s))
 
 
 def usual(recording: Recording) -> Usual:
@@ -72,11 +78,16 @@ def usual(recording: Recording) -> Usual:
         for channel, of in hops.items()
         if (waited_s := [hop.taken_s - hop.posted_s for hop in of if hop.asked_s <= hop.posted_s])
     ]
+    # Before the first task of a step and after its last one.
+    ends_s = [
+        step.seconds - last_end_s(step.rows) + min(one.start_s for row in step.rows for one in row)
+        for step in steps
+    ]
     num_bytes = sum(message_bytes.values())
     machine = Machine(
         send_s=sum(sends_s.values()) / num_bytes if num_bytes else 0.0,
         hop_s=max(0.0, median(hops_s)) if hops_s else 0.0,
-        step_s=median(map(_ends_s, steps)),
+        step_s=median(ends_s),
     )
     return Usual(
         plan=plan_of_rows(len(last.shares[0]), rows, tuple(recording.facts["placement"])),
@@ -88,12 +99,6 @@ def usual(recording: Recording) -> Usual:
         machine=machine,
         message_bytes=message_bytes,
     )
-
-
-def _ends_s(step: Step) -> float:
-    """Return the seconds of a step before its first task and after its last one."""
-    first_s = min(one.start_s for row in step.rows for one in row)
-    return step.seconds - last_end_s(step.rows) + first_s
 
 
 def usual_of_runs(traces: Iterable[Trace]) -> list[Usual]:

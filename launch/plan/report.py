@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from procpipe.launch.plan.best import Measured, arguments_of
+from procpipe.launch.plan.replay import Usual
+from procpipe.launch.plan.trial import arguments_of
 from procpipe.plan.task import KINDS
 from procpipe.planner.propose import Proposal
-from procpipe.timeline.tables import text_table
-from procpipe.timeline.text import KIND_NAMES
+from procpipe.timeline.text import KIND_NAMES, text_table
 from procpipe.words import bytes_text, seconds_text
 
 
 def proposals_table(
     proposals: Sequence[Proposal],
-    measured: Mapping[Proposal, Measured],
+    measured: Mapping[Proposal, Usual],
     chosen: Proposal | None,
     alone_s: float,
 ) -> str:
@@ -51,7 +51,7 @@ def balances_table(proposals: Sequence[Proposal]) -> str:
     return _table("their balances", rows, num_left=3)
 
 
-def tasks_table(proposal: Proposal, measured: Measured) -> str:
+def tasks_table(proposal: Proposal, measured: Usual) -> str:
     """Lay out what was predicted of a proposal beside what was measured."""
     planned, rows = proposal.timeline, [("", "predicted", "measured", "difference")]
     rows.append(_compared("step", planned.total_s, measured.step_s))

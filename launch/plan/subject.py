@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from procpipe import NoChunk, sequential
 from procpipe.balance import Inputs, profile_layers
 from procpipe.model.cut import check_model
-from procpipe.planner.layers import Table
+from procpipe.planner.costs import Table
 from procpipe.torch_internals import pytree
 from procpipe.words import counted
 
@@ -31,16 +31,6 @@ _BUDGET_S = 0.5
 
 class MistakeError(ValueError):
     """The user made a mistake; the message is one sentence."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """What the command line names: import paths."""
-
-    model: str
-    sample: str
-    loss: str
-    is_cut: bool = False  # whether the model is an ordinary module, to be cut with the sample
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Subject:
             return leaf
 
         given = self.inputs.values, self.inputs.named, self.target
-        values, named, target = map_leaves(resized, given)
+        values, named, target = pytree.tree_map(resized, given, is_leaf=_is_whole)
         return Inputs(*values, **named), target
 
     def table(
@@ -97,36 +87,36 @@ class Subject:
             ) from error
 
 
-def load(named: Named) -> Subject:
-    """Import what is named.
+def load(model: str, sample: str, loss: str, is_cut: bool = False) -> Subject:
+    """Import what is named; with ``is_cut``, cut an ordinary module with the sample.
 
     Raises:
         MistakeError: it is not there, or not what it should be.
     """
-    model = _made(named.model, "the model")
-    inputs, target = _mini_batch(_made(named.sample, "the sample"))
-    loss_fn = load_loss(named.loss)
+    module = _made(model, "the model")
+    inputs, target = _mini_batch(_made(sample, "the sample"))
+    loss_fn = load_loss(loss)
     leaves = pytree.tree_leaves((inputs.values, inputs.named), is_leaf=_is_whole)
     batched = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and len(leaf))
     if (first := next(batched, None)) is None:
-        raise MistakeError(f"the sample, {named.sample}, holds no tensor with samples in dim 0")
-    if named.is_cut:
-        whole, _ = Subject(model, inputs, target, loss_fn, len(first)).of_size(len(first))
+        raise MistakeError(f"the sample, {sample}, holds no tensor with samples in dim 0")
+    if is_cut:
+        whole, _ = Subject(module, inputs, target, loss_fn, len(first)).of_size(len(first))
         try:
-            model = sequential(model, *whole.values, **whole.named)
+            module = sequential(module, *whole.values, **whole.named)
         except Exception as error:  # of the model's own code, too
             reason = f"{type(error).__name__}: {error}"
-            raise MistakeError(f"{named.model} cannot be cut: {reason}") from error
-    if not isinstance(model, nn.Sequential):
+            raise MistakeError(f"{model} cannot be cut: {reason}") from error
+    if not isinstance(module, nn.Sequential):
         raise MistakeError(
-            f"{named.model} is a {type(model).__qualname__}, but the model must be an "
+            f"{model} is a {type(module).__qualname__}, but the model must be an "
             "nn.Sequential, or a function without arguments that returns one; --any cuts others"
         )
     try:
-        check_model(model)
+        check_model(module)
     except ValueError as error:
         raise MistakeError(str(error)) from error
-    return Subject(model, inputs, target, loss_fn, len(first))
+    return Subject(module, inputs, target, loss_fn, len(first))
 
 
 def load_loss(path: str) -> Any:
@@ -135,11 +125,6 @@ def load_loss(path: str) -> Any:
     if not callable(loss_fn):
         raise MistakeError(f"{path} is {loss_fn!r}, but the loss must be a function")
     return loss_fn
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nested value with a function's results for its leaves, of which NoChunk is one."""
-    return pytree.tree_map(function, value, is_leaf=_is_whole)
 
 
 def _is_whole(value: Any) -> bool:

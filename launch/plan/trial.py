@@ -1,7 +1,7 @@
-"""Runs proposals in a real pipeline of this machine's processes, and measures them.
+"""Measures the best proposals in a real pipeline, and predicts them again, from a calibration.
 
-``run`` starts this module on every rank, in one job. For each trial, the ranks build a stage, run
-some steps, and note the memory that they need; the stage records what ran when:
+``try_out`` starts this module on every rank, in one job. For each trial, the ranks build a stage,
+run some steps, and note the memory that they need; the stage records what ran when:
 
     python -m procpipe.launch.plan.trial --settings JSON --output FILE
 
@@ -18,9 +18,11 @@ import gc
 import json
 import os
 import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,18 @@ from typing import Any
 import torch
 
 from procpipe import Stage
-from procpipe.launch.plan.subject import MistakeError, Named, Subject, load, map_leaves
+from procpipe.launch.plan import replay
+from procpipe.launch.plan.subject import MistakeError, Subject, load
 from procpipe.launch.start_ranks import start_ranks
 from procpipe.plan.schedules.one_f_one_b import one_f_one_b
 from procpipe.plan.schedules.rows import plan_of_rows
 from procpipe.plan.task import Plan, Task
+from procpipe.planner.costs import Table
+from procpipe.planner.divide import divide
+from procpipe.planner.propose import Proposal, Question
+from procpipe.planner.simulation import simulate
+from procpipe.timeline.chrome import read
+from procpipe.timeline.steps import merged
 
 #: How long processes may take to start, and how many times the predicted time to run their steps.
 _START_TIMEOUT_S = 120.0
@@ -93,44 +102,111 @@ def mixed_plan(m: int, n: int, kinds: str) -> Plan:
     return plan_of_rows(m, rows)
 
 
-def run(
-    trials: Sequence[Trial], num_ranks: int, named: Named, device_type: str, folder: Path
-) -> list[tuple[Sequence[int], Sequence[Path]]]:
-    """Run trials in one job of processes on this host; blocks until it has ended.
+# -- in the command -------------------------------------------------------------------------------
+
+
+def try_out(
+    best: Sequence[Proposal],
+    tables: Mapping[int, Table],
+    question: Question,
+    named: Sequence[Any],
+    device_type: str,
+) -> dict[Proposal, replay.Usual]:
+    """Run proposals, and predict them from what other plans took: so what is measured is a check.
+
+    Blocks, for about two seconds each and the start of the processes.
 
     Args:
-        trials: what to run, one after the other.
-        num_ranks: the number of processes.
-        named: the model and what it is trained with.
+        best: proposals on the same number of processes.
+        tables: what they were proposed from, by the samples of a micro-batch.
+        question: what was asked for.
+        named: the arguments of ``subject.load``.
         device_type: "cpu" or "cuda".
-        folder: where the recorded runs are written.
 
     Returns:
-        Of each trial, by rank, the bytes that steps added to the process and its recording.
+        What was measured of each, by the proposal with its new prediction.
 
     Raises:
         RuntimeError: they could not be run.
     """
-    folders = [folder / f"{k}" for k in range(len(trials))]
-    for of_trial in folders:
-        of_trial.mkdir()
-    settings = {
-        "named": asdict(named),
-        "devices": ["cpu"] * num_ranks if device_type == "cpu" else None,
-        "trials": [
-            asdict(trial) | {"num_steps": trial.num_steps, "trace": str(of_trial / "run.json")}
-            for trial, of_trial in zip(trials, folders, strict=True)
-        ],
+    calibrations = _calibrations(best, tables)
+    trials = [*calibrations.values()]
+    trials += [Trial(arguments_of(p), question.batch, p.timeline.total_s) for p in best]
+    num_ranks = best[0].timeline.plan.num_stages * best[0].num_replicas
+    outcomes = _run(trials, num_ranks, named, device_type)
+    costs = {}
+    for key, (_, run) in zip(calibrations, outcomes, strict=False):
+        table = tables[key[1]].timed(run.facts["balance"], run.task_s)
+        costs[key] = table, replay.machine_of(run, table)
+    found = {}
+    for proposal, (added_bytes, run) in zip(best, outcomes[len(costs) :], strict=True):
+        table, machine = costs[proposal.num_replicas, proposal.micro_batch]
+        plan, routes = proposal.timeline.plan, proposal.timeline.routes
+        # Sums over replicas were in the calibration's steps, and so are in ``machine.step_s``.
+        timeline = simulate(plan, table.costs(proposal.balance, machine), routes)
+        # What steps added to a process has its gradients.
+        static_bytes = table.static_bytes(proposal.balance, plan.placement, question.states - 1)
+        needed_bytes = [n + static_bytes[k % plan.num_stages] for k, n in enumerate(added_bytes)]
+        found[replace(proposal, timeline=timeline)] = replace(run, needed_bytes=max(needed_bytes))
+    return found
+
+
+def arguments_of(proposal: Proposal) -> dict[str, Any]:
+    """Return the arguments of ``Stage`` for a proposal, but for model and loss."""
+    return {
+        "balance": list(proposal.balance),
+        **({"replicas": proposal.num_replicas} if proposal.num_replicas > 1 else {}),
+        "chunks": proposal.chunks,
+        "checkpoint": proposal.checkpoint,
+        "schedule": proposal.schedule,
     }
+
+
+def _calibrations(
+    best: Sequence[Proposal], tables: Mapping[int, Table]
+) -> dict[tuple[int, int], Trial]:
+    """Return a trial for each number of replicas and size of a micro-batch."""
+    groups: defaultdict[tuple[int, int], list[Proposal]] = defaultdict(list)
+    for proposal in best:
+        groups[proposal.num_replicas, proposal.micro_batch].append(proposal)
+    found = {}
+    for key, like in groups.items():
+        n, seconds = like[0].timeline.plan.num_stages, tables[key[1]].layer_seconds()
+        kinds = "".join(sorted({kind for p in like for kind in p.timeline.plan.kinds}))
+        balances = [p.balance for p in like if len(p.balance) == n] or [(*divide(seconds, n),)]
+        found[key] = calibration(balances[0], *key, kinds, sum(seconds) / n)
+    return found
+
+
+def _run(
+    trials: Sequence[Trial], num_ranks: int, named: Sequence[Any], device_type: str
+) -> list[tuple[Sequence[int], replay.Usual]]:
+    """Run trials in one job of processes on this host; blocks until it has ended.
+
+    Returns:
+        Of each trial, by rank, the bytes that steps added to the process; and the usual step.
+
+    Raises:
+        RuntimeError: they could not be run.
+    """
     run_s = sum(trial.num_steps * trial.predicted_s for trial in trials)
-    program = ("-m", "procpipe.launch.plan.trial", "--settings", json.dumps(settings))
-    result = start_ranks(num_ranks, program, _START_TIMEOUT_S + _TIMES_PREDICTED * run_s)
-    if result.value is None:
-        raise RuntimeError(result.reason)
-    return [
-        (added_bytes, sorted(of_trial.iterdir()))
-        for added_bytes, of_trial in zip(zip(*result.value, strict=True), folders, strict=True)
-    ]
+    with tempfile.TemporaryDirectory(prefix="procpipe-plan-") as folder:
+        settings = {
+            "named": named,
+            "devices": ["cpu"] * num_ranks if device_type == "cpu" else None,
+            "trials": [
+                asdict(trial) | {"num_steps": trial.num_steps, "trace": f"{folder}/{k}.json"}
+                for k, trial in enumerate(trials)
+            ],
+        }
+        program = ("-m", "procpipe.launch.plan.trial", "--settings", json.dumps(settings))
+        result = start_ranks(num_ranks, program, _START_TIMEOUT_S + _TIMES_PREDICTED * run_s)
+        if result.value is None:
+            raise RuntimeError(result.reason)
+        return [
+            (added_bytes, replay.usual(merged(map(read, Path(folder).glob(f"{k}.*.json")))))
+            for k, added_bytes in enumerate(zip(*result.value, strict=True))
+        ]
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -142,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args(argv)
-    subject = load(Named(**options.settings["named"]))
+    subject = load(*options.settings["named"])
     found = [
         _added_bytes(subject, trial, options.settings["devices"])
         for trial in options.settings["trials"]
@@ -161,16 +237,11 @@ def _added_bytes(subject: Subject, trial: Mapping[str, Any], devices: Any) -> in
     )
     del model
     before = _memory_bytes(stage.device, is_peak=False)
-    inputs, target = subject.of_size(trial["batch"], is_for_stage=True)
-
-    def of_replica(leaf: Any) -> Any:
-        is_divided = isinstance(leaf, torch.Tensor) and leaf.dim()
-        return leaf.tensor_split(stage.replicas)[stage.replica] if is_divided else leaf
-
-    values, named, target = map_leaves(of_replica, (inputs.values, inputs.named, target))
+    share, num_larger = divmod(trial["batch"], stage.replicas)
+    inputs, target = subject.of_size(share + (stage.replica < num_larger), is_for_stage=True)
     for _ in range(trial["num_steps"]):
         stage.zero_grad()
-        stage.step(*values, target=target, **named)
+        stage.step(*inputs.values, target=target, **inputs.named)
     added = _memory_bytes(stage.device, is_peak=True) - before
     stage.close()
     return max(0, added)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from procpipe.notes import progress
 from procpipe.timeline.chrome import joined, read
 from procpipe.timeline.split import split
 from procpipe.timeline.steps import Recording, Step, early_hops_s, merged
-from procpipe.timeline.tables import split_table
+from procpipe.timeline.text import split_table
 from procpipe.words import seconds_text
 
 _EPILOG = """\
@@ -28,11 +29,13 @@ def main(argv: Sequence[str]) -> int:
     """Print and draw a step of the run that the words name; return the exit code."""
     options = _parser().parse_args(argv)
     try:
-        recording = merged(read(Path(name)) for name in options.files)
+        with progress("merging the files"):
+            recording = merged(read(Path(name)) for name in options.files)
         step = recording.step(options.step)
         print("\n".join(_described(recording, step)))
         for name in options.output or [Path(options.files[0]).with_suffix("").with_suffix(".png")]:
-            _write(Path(name), options.files, recording, step)
+            with progress("writing"):
+                _write(Path(name), options.files, recording, step)
             print(name)
     except (OSError, ValueError) as error:
         print(f"procpipe timeline: {error}", file=sys.stderr)

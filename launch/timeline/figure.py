@@ -60,7 +60,7 @@ class Panel:
     @property
     def heading(self) -> str:
         """The title, the length and the idle share of the mean row."""
-        busy_s = sum(one.end_s - one.start_s for row in self.rows for one in row)
+        busy_s = sum(one.seconds for row in self.rows for one in row)
         idle = 1 - busy_s / (self.seconds * len(self.rows)) if self.seconds else 0.0
         return f"{self.title}: {seconds_text(self.seconds)}, {idle:.0%} idle"
 
@@ -128,7 +128,7 @@ def _draw_rows(axes: Any, panel: Panel, unit_s: float, digit: float) -> None:
     """Draw boxes, with the micro-batch in those wide enough: so much time is as wide as a digit."""
     for k, row in enumerate(panel.rows):
         tasks = [one.task for one in row]
-        spans = [(one.start_s / unit_s, (one.end_s - one.start_s) / unit_s) for one in row]
+        spans = [(one.start_s / unit_s, one.seconds / unit_s) for one in row]
         # A white edge parts the boxes; of a narrow one, it must not hide more than a fifth.
         edges = [min(0.4, 0.8 * width / digit) for _, width in spans]
         first = min((task.j for task in tasks), default=0)  # of the stage's partitions

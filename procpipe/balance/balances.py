@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from procpipe.balance.alone import Inputs, LayerAlone, as_flat, num_samples, run_each
-from procpipe.balance.profile import count_bytes, device_of, profile_layers
+from procpipe.balance.alone import Inputs, as_flat, num_samples, run_each
+from procpipe.balance.profile import Counts, device_of, profile_layers
 from procpipe.data.microbatch import scatter
 from procpipe.errors import BalanceError
 from procpipe.job.world import World
@@ -127,11 +126,10 @@ def balance_by_size(
     is_on_meta = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
     where = torch.device("meta") if is_on_meta else device_of(device, inputs)
     of_parameters = [sum(p.nbytes for p in layer.parameters()) for layer in module]
+    counted = run_each(module, inputs, where, Counts().count)
     sizes = [
-        counted["held_bytes"] + int(param_scale * num_bytes)
-        for counted, num_bytes in zip(
-            count_bytes(module, inputs, where), of_parameters, strict=True
-        )
+        of_layer["held_bytes"] + int(param_scale * num_bytes)
+        for of_layer, num_bytes in zip(counted, of_parameters, strict=True)
     ]
     return divide(sizes, partitions)
 
@@ -266,21 +264,15 @@ def _work(module: nn.Sequential, sample: Any) -> tuple[list[float], str]:
         inputs = as_flat(sample, module)
         with warnings.catch_warnings(), _without_compiling():
             warnings.simplefilter("ignore")
-            flops = run_each(module, inputs, torch.device("meta"), _flops)
+            counted = run_each(module, inputs, torch.device("meta"), Counts().count_flops)
     except Exception as error:  # of any kind, since it is the user's code that runs
         said = str(error).strip().partition("\n")[0][:200]
         where = next(iter(getattr(error, "__notes__", ())), "before the first layer")
         reason = f"{type(error).__name__} {where}: {said}"
         return [], f"alone, as the model cannot run on the meta device ({reason})"
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in inputs.tensors)
-    per_sample = [num_flops / num_samples(inputs) for num_flops in flops]
+    per_sample = [num_flops / num_samples(inputs) for _, num_flops in counted]
     return per_sample, f"and estimated work (FLOPs of an input {shapes})"
-
-
-def _flops(layer: LayerAlone) -> int:
-    with FlopCounterMode(display=False) as counter:
-        layer.forward()
-    return int(counter.get_total_flops())
 
 
 def _without_compiling() -> AbstractContextManager[object]:

@@ -38,8 +38,7 @@ from procpipe.compute.split import suited
 from procpipe.data.loss import Loss
 from procpipe.model.cut import check_model
 from procpipe.model.ties import find_ties
-from procpipe.planner.costs import Layer, task_seconds
-from procpipe.planner.layers import Skip, Table, Tie
+from procpipe.planner.costs import Layer, Skip, Table, Tie, task_seconds
 from procpipe.skip.skippable import declared
 from procpipe.torch_internals import FLOPS
 from procpipe.tree import Flat, flatten, map_tensors
@@ -104,7 +103,7 @@ def profile_layers(
     if loss_fn is not None:
         whole = nn.Sequential(OrderedDict(module._modules))
         whole.add_module(_LOSS, _Loss(loss_fn, target))
-    counts = _Counts()
+    counts = Counts()
     if where is None:
         assert flops_per_s is not None
         counted = run_each(whole, inputs, None, counts.count_flops, likeness)
@@ -127,11 +126,6 @@ def profile_layers(
         input_bytes=_num_bytes(inputs.tensors),
         target_bytes=_num_bytes(flatten(target)[0]),
     )
-
-
-def count_bytes(module: nn.Sequential, inputs: Flat, device: torch.device) -> list[dict[str, Any]]:
-    """Run each layer forward, and return its bytes, by their names in ``Layer``."""
-    return run_each(module, inputs, device, _Counts().count)
 
 
 def device_of(device: torch.device | str | None, inputs: Flat) -> torch.device:
@@ -241,7 +235,7 @@ def _added(memories: _Memories, keys: Iterable[int]) -> int:
     return sum(memories[key].nbytes() for key in keys)
 
 
-class _Counts:
+class Counts:
     """Counts the bytes of each layer in one pass over all."""
 
     def __init__(self) -> None:

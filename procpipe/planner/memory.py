@@ -44,7 +44,7 @@ outputs ``y`` of 4, and no target:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from procpipe.plan.program import Receive, Run, last_additions, program
 from procpipe.plan.routes import SKIP, SKIP_GRADIENT, Routes, Transfer
@@ -54,16 +54,16 @@ from procpipe.planner.costs import Costs
 
 def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator[int]:
     """Yield the bytes that a stage holds: before its program, during each step, after each task."""
-    ledger = _Ledger(plan, costs, routes, stage)
+    tasks = plan.tasks_of(stage)
+    ledger = _Ledger(plan, costs, routes, tasks)
     if FORWARD not in plan.kinds:
         ledger.hold_forward()
     at_end = 0
     if routes.placement[0] != stage == routes.placement[-1] and FORWARD in plan.kinds:
         at_end = plan.num_micro_batches * costs.target_bytes
-    copied = {}  # by the task in which the all-reduce of a partition's gradients begins
-    if costs.num_replicas > 1:
-        last = last_additions(plan.tasks_of(stage))
-        copied = {task: costs.partitions[j].trained_bytes for j, task in last.items()}
+    # By the task in which the all-reduce of a partition's gradients begins.
+    last = last_additions(tasks) if costs.num_replicas > 1 else {}
+    copied = {task: costs.partitions[j].trained_bytes for j, task in last.items()}
     yield ledger.held + at_end
     for step in program(plan, routes, stage):
         if isinstance(step, Receive):
@@ -81,15 +81,14 @@ def held_bytes(plan: Plan, costs: Costs, routes: Routes, stage: int) -> Iterator
 class _Ledger:
     """What one stage holds of each micro-batch in each of its partitions, by the rules above."""
 
-    def __init__(self, plan: Plan, costs: Costs, routes: Routes, stage: int) -> None:
+    def __init__(self, plan: Plan, costs: Costs, routes: Routes, tasks: Sequence[Task]) -> None:
         self.held = 0
         self._of: Counter[tuple[int, int]] = Counter()  # the same by micro-batch and partition
         self._plan = plan
         self._costs = costs
         self._routes = routes
-        self._stage = stage
-        self._tasks = plan.tasks_of(stage)
-        self._recomputed = {(i, j) for kind, i, j in self._tasks if kind == RECOMPUTE}
+        self._tasks = tasks
+        self._recomputed = {(i, j) for kind, i, j in tasks if kind == RECOMPUTE}
 
     def receive(self, transfer: Transfer) -> None:
         """Hold a message for the partition that uses it."""
@@ -113,7 +112,7 @@ class _Ledger:
             self._hold(i, j, roots + of_partition.kept_bytes)
             return
         for transfer in self._routes.made_by(task):
-            if self._routes.placement[transfer.destination] == self._stage:
+            if self._routes.placement[transfer.destination] == self._routes.placement[j]:
                 self.receive(transfer)
 
     def end(self, task: Task) -> None:

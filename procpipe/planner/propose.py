@@ -13,17 +13,15 @@ backward passes (held).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from procpipe.plan.placement import folded, looped
 from procpipe.plan.routes import Routes
 from procpipe.plan.schedules.gpipe import recomputed
-from procpipe.plan.schedules.named import SCHEDULES
-from procpipe.plan.task import Plan
-from procpipe.planner.costs import Machine
+from procpipe.plan.schedules.named import SCHEDULES, Schedule
+from procpipe.planner.costs import Machine, Table
 from procpipe.planner.divide import divide
-from procpipe.planner.layers import Table
 from procpipe.planner.simulation import Timeline, simulate
 
 #: The checkpoint modes; the first computes least.
@@ -105,15 +103,6 @@ class Proposal:
             return True, needed, self.timeline.total_s, *simple
         return False, float(f"{self.timeline.total_s:.3g}"), needed, *simple
 
-    def on(self, table: Table, machine: Machine) -> Proposal:
-        """Return the same with a prediction from what layers and steps took in a pipeline.
-
-        Sums over replicas were in these steps, and so are in the machine's ``step_s``.
-        """
-        costs = table.costs(self.balance, machine)
-        timeline = simulate(self.timeline.plan, costs, self.timeline.routes)
-        return replace(self, timeline=timeline)
-
 
 def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -> list[Proposal]:
     """Simulate all ways to run a model, including those that do not fit.
@@ -127,8 +116,8 @@ def propose(tables: Mapping[int, Table], machine: Machine, question: Question) -
     for chunks, micro_batch in question.splits().items():
         table = tables[micro_batch]
         for mode in MODES:
-            for placement in _placements(question.num_stages, len(table.layers)):
-                found += _of_setting(table, machine, question, chunks, mode, placement)
+            for placement, schedules in _placements(question.num_stages, len(table.layers)).items():
+                found += _of_setting(table, machine, question, chunks, mode, placement, schedules)
     return found
 
 
@@ -149,11 +138,13 @@ def best_of_each(proposals: Sequence[Proposal], memory_bytes: int | None) -> lis
     return list(best.values())
 
 
-def _placements(num_stages: int, num_layers: int) -> list[tuple[int, ...]]:
-    n = num_stages
-    found = [looped(n, n)]
-    if 1 < n and 2 * n <= num_layers:
-        found += [looped(2 * n, n), folded(2 * n, n)]
+def _placements(num_stages: int, num_layers: int) -> dict[tuple[int, ...], list[Schedule]]:
+    """Return the placements for which there are layers enough, each with its schedules."""
+    found: defaultdict[tuple[int, ...], list[Schedule]] = defaultdict(list)
+    for name in SCHEDULES if num_stages > 1 else ("1f1b",):  # on one stage no other is faster
+        placement = SCHEDULES[name].placement(2 * num_stages, num_stages)
+        if len(placement) <= num_layers:
+            found[placement].append(SCHEDULES[name])
     return found
 
 
@@ -164,6 +155,7 @@ def _of_setting(
     chunks: int,
     mode: str,
     placement: tuple[int, ...],
+    schedules: Sequence[Schedule],
 ) -> list[Proposal]:
     """Simulate the balance by seconds, and others unless it fits under every schedule."""
     m = -(-question.share // table.samples)
@@ -181,12 +173,13 @@ def _of_setting(
         costs = table.costs(balance, machine, question.num_replicas)
         static = table.static_bytes(balance, placement, question.states)
         routes = Routes(question.num_stages, tuple(costs.skip_bytes), placement)
-        for schedule, plan in _plans(m, routes, recomputed(mode, m)):
+        for schedule in schedules:
+            plan = schedule.plan(m, placement, recomputed(mode, m))
             timeline = simulate(plan, costs, routes)
             held = tuple(map(timeline.peak_bytes, range(question.num_stages)))
             found.append(
-                Proposal(schedule, balance, chunks, table.samples, mode, question.num_replicas,
-                         timeline, held, static)
+                Proposal(schedule.name, balance, chunks, table.samples, mode,
+                         question.num_replicas, timeline, held, static)
             )  # fmt: skip
         if all(proposal.fits(question.memory_bytes) for proposal in found):
             break
@@ -207,15 +200,3 @@ def _weights(
         (1 - share_of_bytes) * layer_s / all_s + share_of_bytes * layer_bytes / all_bytes
         for layer_s, layer_bytes in zip(seconds, num_bytes, strict=True)
     ]
-
-
-def _plans(m: int, routes: Routes, recompute: Collection[int]) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans of the schedules that support the placement, by name."""
-    placement, n = routes.placement, routes.num_stages
-    v = len(placement) // n
-    schedules = SCHEDULES.values() if n > 1 else [SCHEDULES["1f1b"]]  # the others are no faster
-    for schedule in schedules:
-        if schedule.name == "interleaved" and v == 1:  # the same as 1F1B
-            continue
-        if schedule.placement(len(placement), n) == placement:
-            yield schedule.name, schedule.plan(m, placement, recompute)

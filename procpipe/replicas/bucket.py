@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from procpipe.plan.buckets import bucketed
-from procpipe.replicas.group import Operation
 
 
 class Bucket:
@@ -19,12 +18,10 @@ class Bucket:
 
     Attributes:
         missing: the parameters whose gradients are not final yet.
-        operation: what adds them up; None before.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.missing = set(parameters)
-        self.operation: Operation | None = None
         self._parameters = parameters
 
     def copied(self) -> Tensor:

@@ -16,7 +16,7 @@ in the same call.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -29,7 +29,7 @@ from procpipe.compute.segment import Segment
 from procpipe.plan.program import Run
 from procpipe.replicas.bucket import Bucket, buckets_of
 from procpipe.replicas.buffers import join_buffers
-from procpipe.replicas.group import Group
+from procpipe.replicas.group import Group, Operation
 from procpipe.run.log import Log
 from procpipe.run.replicas import Around, Parameters, Replicas
 from procpipe.torch_internals import has_accumulation_hooks
@@ -59,8 +59,8 @@ class Reduction(Replicas):
         #: How often autograd adds to a parameter's gradient in the last such task.
         self._times_added: dict[nn.Parameter, int] = {}
         self._apart: list[Bucket] = []  # one each: other stages have it, too
-        self._buckets: list[Bucket] = []
-        self._num_begun = 0
+        self._buckets: deque[Bucket] = deque()  # whose sums are to begin, in order
+        self._begun: deque[tuple[Bucket, Operation]] = deque()
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -93,12 +93,12 @@ class Reduction(Replicas):
         last = [*of_loss]
         self._num_to_add = Counter(chain(parameters, last))
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
-        self._apart, self._buckets, self._num_begun = [], [], 0
+        self._apart, self._buckets, self._begun = [], deque(), deque()
         if reduces:
             _check_hooks(free)
             apart = {*tied}
             self._apart = [Bucket([p]) for p in free if p in apart]
-            self._buckets = buckets_of([p for p in free if p not in apart], {*last})
+            self._buckets += buckets_of([p for p in free if p not in apart], {*last})
         self._fresh = {parameter for parameter in free if parameter.grad is None}
         self._divide_common(free)
         if reduces:
@@ -167,18 +167,16 @@ class Reduction(Replicas):
         for bucket in self._buckets:
             bucket.missing.clear()
         self._begin_complete()
-        for k, bucket in enumerate(self._buckets):
+        assert not self._buckets, "all are begun"
+        for k in range(len(self._begun)):
             asked_ns = time.perf_counter_ns()
             self._log.ask_sum(f"gradients {k}")
-            operation = bucket.operation
-            assert operation is not None, "all were begun"
+            bucket, operation = self._begun.popleft()
             total = operation.wait()
             self._log.added_up(f"gradients {k}", total.nbytes, operation.begun_ns, asked_ns)
             bucket.write(total, self._fresh)
-            bucket.operation = None  # which holds the sum
         for bucket in self._apart:
             bucket.write(self._in_order("shared gradient", bucket.copied()), self._fresh)
-        self._buckets = []
 
     def check_added_up(self, call: str) -> None:
         """Raise ``RuntimeError`` if calls in ``no_sync()`` have left gradients to be added up.
@@ -195,13 +193,10 @@ class Reduction(Replicas):
 
     def _begin_complete(self) -> None:
         """Begin the sums of complete buckets, in order."""
-        while self._num_begun < len(self._buckets):
-            bucket = self._buckets[self._num_begun]
-            if bucket.missing:
-                return
-            bucket.operation = self._group.begin_sum(bucket.copied())
-            self._log.begin_sum(f"gradients {self._num_begun}")
-            self._num_begun += 1
+        while self._buckets and not self._buckets[0].missing:
+            bucket = self._buckets.popleft()
+            self._begun.append((bucket, self._group.begin_sum(bucket.copied())))
+            self._log.begin_sum(f"gradients {len(self._begun) - 1}")
 
 
 def _check_hooks(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What a stage did and for how long, as plain data; ``timeline/tables.py`` writes it for people.
+"""What a stage did and for how long, as plain data; ``timeline/text.py`` writes it for people.
 
 Times are host times. On a GPU a task's host time is the time to launch it, so shares of busy time
 say how the *host* was used there; on a CPU they say how the stage was used.

@@ -80,7 +80,9 @@ class TraceFile:
             "clock": clock,
             "facts": dict(facts),
         }
-        self._head = _file_of(base_ns, _names(rank, facts), **other).removesuffix(_TAIL)
+        head = {"otherData": other, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
+        names = ",\n".join(_names(rank, facts))
+        self._head = f'{json.dumps(head)[:-1]},\n"traceEvents":[\n{names}'.encode()
         self._parts: list[bytes] = []  # a step each
         self._left: tuple[int, int] | None = None  # the file as it was left, or that it is lost
         self._write(self._write_whole)
@@ -177,13 +179,6 @@ def joined(paths: Sequence[Path]) -> str:
             whole["traceEvents"].append(event | {"ts": event["ts"] + later_us})
     del whole["otherData"]  # it is of one rank
     return json.dumps(whole)
-
-
-def _file_of(base_ns: int, events: Iterable[str], **other: Any) -> bytes:
-    head = {"otherData": other, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns}
-    lines = ",\n".join(events)
-    text = f'{json.dumps(head)[:-1]},\n"traceEvents":[\n{lines}'
-    return text.encode() + _TAIL
 
 
 def _names(rank: int, facts: Mapping[str, Any]) -> Iterator[str]:

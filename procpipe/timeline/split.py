@@ -49,7 +49,7 @@ def split(step: Step) -> list[Split]:
     equal_s = free_s = 0.0
     for replica in range(step.num_replicas):
         timed = step.replica(replica)
-        measured = {one.task: _seconds(one) for row in timed for one in row}
+        measured = {one.task: one.seconds for row in timed for one in row}
         rows = [[one.task for one in row] for row in timed]
         equal_s = max(equal_s, last_end_s(replay(rows, lambda task: means[task.kind])))
         free_s = max(free_s, last_end_s(replay(rows, measured.__getitem__)))
@@ -58,7 +58,7 @@ def split(step: Step) -> list[Split]:
     found = []
     for rank, row in enumerate(step.rows):
         replica, stage = divmod(rank, step.num_stages)
-        busy_s = _added(map(_seconds, row))
+        busy_s = _added(one.seconds for one in row)
         idle_s = max(0.0, free_s - busy_s)
         bubble_s = min(idle_s, max(0.0, equal_s - _added(means[one.task.kind] for one in row)))
         rest_s = step.seconds - busy_s - idle_s - sums_s
@@ -78,10 +78,6 @@ def exposed_s(step: Step) -> float:
     return total_s
 
 
-def _seconds(one: TimedTask) -> float:
-    return one.end_s - one.start_s
-
-
 def _added(seconds: Iterable[float]) -> float:
     """Add up in turn, as a replay does: ``sum`` rounds otherwise from Python 3.12 on."""
     return reduce(add, seconds, 0.0)
@@ -94,7 +90,7 @@ def seconds_by(
     groups: defaultdict[K, list[float]] = defaultdict(list)
     for step in steps:
         for one in chain(*step.rows):
-            groups[key(one.task)].append(_seconds(one))
+            groups[key(one.task)].append(one.seconds)
     return {k: average(values) for k, values in groups.items()}
 
 

@@ -35,6 +35,11 @@ class TimedTask:
     start_s: float
     end_s: float
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
 
 class Clock(NamedTuple):
     """How a process's monotonic times become wall times."""
@@ -188,8 +193,17 @@ def merged(of_ranks: Iterable[Trace]) -> Recording:
         ValueError: these are not the files of all ranks of one run.
     """
     traces = sorted(of_ranks, key=lambda trace: trace.rank)
-    _check_complete(traces)
-    facts = traces[0].facts
+    facts, ranks = traces[0].facts, [trace.rank for trace in traces]
+    if len({trace.run for trace in traces}) > 1:
+        raise ValueError(
+            f"{', '.join(trace.name for trace in traces)} are of different runs, or of different "
+            "pipelines: give the files of all ranks of one"
+        )
+    if ranks != [*range(facts["the number of processes"])]:
+        raise ValueError(
+            f"these are the files of ranks {', '.join(map(str, ranks))}: give those of all "
+            f"{facts['the number of processes']} ranks, each once"
+        )
     by_step: defaultdict[int, list[Record]] = defaultdict(list)
     for trace in traces:
         for record in trace.records:
@@ -202,20 +216,6 @@ def merged(of_ranks: Iterable[Trace]) -> Recording:
         facts=facts,
         is_closed=all(trace.is_closed for trace in traces),
     )
-
-
-def _check_complete(traces: Sequence[Trace]) -> None:
-    num_ranks, ranks = traces[0].facts["the number of processes"], [one.rank for one in traces]
-    if len({trace.run for trace in traces}) > 1:
-        raise ValueError(
-            f"{', '.join(trace.name for trace in traces)} are of different runs, or of different "
-            "pipelines: give the files of all ranks of one"
-        )
-    if ranks != [*range(num_ranks)]:
-        raise ValueError(
-            f"these are the files of ranks {', '.join(map(str, ranks))}: give those of all "
-            f"{num_ranks} ranks, each once"
-        )
 
 
 def merged_step(records: Sequence[Record], offsets_ns: Sequence[int], num_replicas: int) -> Step:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from procpipe.balance.alone import as_flat
-from procpipe.balance.profile import count_bytes, layer_seconds
+from procpipe.balance.alone import as_flat, run_each
+from procpipe.balance.profile import Counts, layer_seconds
 
 
 class Clock:
@@ -62,5 +62,5 @@ def layer_times(module, sample, *, timeout=0.0, clock=None):
 
 def held_bytes(module, sample, device="cpu"):
     """Return the bytes that each layer holds between its forward and its backward."""
-    counted = count_bytes(module, as_flat(sample, module), torch.device(device))
+    counted = run_each(module, as_flat(sample, module), torch.device(device), Counts().count)
     return [of_layer["held_bytes"] for of_layer in counted]

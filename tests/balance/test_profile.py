@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from procpipe.balance import Inputs, profile_layers
 from procpipe.compute.layers import Layers
 from procpipe.compute.segment import Segment
-from procpipe.planner.layers import Table
+from procpipe.planner.costs import Table
 from procpipe.skip import pop, skippable, stash
 from procpipe.tree import TENSOR, Flat
 from tests.balance.layers import float32

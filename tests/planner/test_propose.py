@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.planner.costs import Layer, Machine, task_seconds
-from procpipe.planner.layers import Skip, Table, Tie
+from procpipe.planner.costs import Layer, Machine, Skip, Table, Tie, task_seconds
 from procpipe.planner.propose import Proposal, Question, alone_s, best_of_each, propose
 from procpipe.planner.simulation import Timeline
 from tests.plan.proof import prove

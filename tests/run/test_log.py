@@ -14,7 +14,7 @@ from procpipe.run.log import Log
 from procpipe.run.order import Order
 from procpipe.run.statistics import StageStatistics
 from procpipe.timeline.report import statistics_of, with_splits
-from procpipe.timeline.tables import table
+from procpipe.timeline.text import table
 
 ORDER = Order("step")
 

@@ -12,7 +12,7 @@ from procpipe.planner.costs import Costs, Layer, task_seconds
 from procpipe.planner.simulation import simulate
 from procpipe.run.statistics import Split
 from procpipe.timeline.split import replay, split
-from procpipe.timeline.tables import split_table
+from procpipe.timeline.text import split_table
 from tests.cases import for_each
 from tests.timeline.recordings import EQUAL, UNEQUAL, read_step, replicas_step
 

@@ -16,7 +16,7 @@ from procpipe import hf
 from procpipe.balance import Inputs, profile_layers
 from procpipe.launch.main import main
 from procpipe.launch.plan.folder import AttentionOfGpus, load_folder
-from procpipe.planner.layers import Table
+from procpipe.planner.costs import Table
 from tests.hf.cases import CASES, config_of
 from tests.launch.plan.test_plan import check_mistake
 

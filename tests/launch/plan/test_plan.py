@@ -14,12 +14,11 @@ from procpipe import NoChunk
 from procpipe.balance import Inputs
 from procpipe.launch.main import main
 from procpipe.launch.plan import command
-from procpipe.launch.plan.best import Measured
 from procpipe.launch.plan.options import parse_bytes, parser
+from procpipe.launch.plan.replay import Usual
 from procpipe.launch.plan.report import proposals_table, tasks_table
-from procpipe.launch.plan.subject import MistakeError, Named, Subject, load
-from procpipe.planner.costs import Layer, Machine, task_seconds
-from procpipe.planner.layers import Table
+from procpipe.launch.plan.subject import MistakeError, Subject, load
+from procpipe.planner.costs import Layer, Machine, Table, task_seconds
 from procpipe.planner.propose import Question, propose
 
 MYMODEL = """
@@ -163,7 +162,7 @@ def test_the_layers_of_a_model_are_measured(capsys: pytest.CaptureFixture[str]) 
 
     printed = capsys.readouterr().out
     assert "measuring 3 layers on one CPU thread\nmicro-batches of 1, 2 samples are" in printed
-    assert "estimated from layers that run alone" in printed
+    assert "estimated from layers that run alone; left out is what processes of one" in printed
     assert re.search(r"\nstage = Stage\(model, balance=.*, chunks=4, .*loss_fn=loss\)\n", printed)
 
 
@@ -231,15 +230,16 @@ def test_a_run_is_compared_with_its_prediction() -> None:
     found = propose({4: costs(4)}, Machine(), Question(2, 8, chunks=(2,)))
     proposal = next(p for p in found if (p.schedule, p.checkpoint) == ("1f1b", "never"))
     task_s = {("F", 0): 0.004, ("B", 0): 0.008, ("F", 1): 0.004, ("B", 1): 0.012}
-    measured = Measured(1.5 * proposal.timeline.total_s, 0.5, 1 << 20, task_s)
+    # Stages are busy for 2 * (4 + 8) and 2 * (4 + 12) of 54 ms.
+    run = Usual(proposal.timeline.plan, (4, 4), {}, 1, 0.054, task_s, Machine(), {}, 1 << 20)
 
-    compared = tasks_table(proposal, measured)
-    row = proposals_table([proposal], {proposal: measured}, None, 0.048)
+    compared = tasks_table(proposal, run)
+    row = proposals_table([proposal], {proposal: run}, None, 0.048)
 
     assert re.search(r"stage 0, forward +4 ms +4 ms +\+0\.0%\n", compared), compared
     assert re.search(r"stage 1, backward +8 ms +12 ms +\+50\.0%$", compared), compared
-    assert re.search(r"idle +33\.3% +50\.0% +\+16\.7%\n", compared), compared
-    assert re.search(r" 36 ms \(54 ms\) +0\.89x +33\.3% \(50\.0%\) .* \(1 MiB\)$", row), row
+    assert re.search(r"idle +33\.3% +48\.1% +\+14\.8%\n", compared), compared
+    assert re.search(r" 36 ms \(54 ms\) +0\.89x +33\.3% \(48\.1%\) .* \(1 MiB\)$", row), row
 
 
 #: Words, and what is said of them.
@@ -300,7 +300,7 @@ def test_what_is_named_must_be_there_and_of_the_right_kind() -> None:
     ):
         given = {"model": "mymodel:model", "sample": "mymodel:sample", "loss": "mymodel:loss"}
         with pytest.raises(MistakeError, match=message):
-            load(Named(**given | names))
+            load(**given | names)
 
 
 def test_amounts_of_bytes() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.planner.costs import Layer, Machine, task_seconds
-from procpipe.planner.layers import Skip, Table, Tie
+from procpipe.planner.costs import Layer, Machine, Skip, Table, Tie, task_seconds
 
 
 def layer(
