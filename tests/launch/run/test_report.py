@@ -77,9 +77,10 @@ def test_a_victim_is_not_the_first_even_if_it_ends_first(rank):
 
 
 def test_a_failure_whose_exit_code_is_not_known_is_one(rank):
-    report = failed([rank(0, recorded="ValueError: mine")], {0: 0})  # the agent failed, too
-
-    assert report.exit_code == 1
+    new = rank(0, recorded="ValueError: mine")
+    new.board = Board.create(0, 1)  # in Stage(), which is no place between calls
+    report = failed([new], {0: 0})  # the agent failed, too
+    assert (report.headline, report.exit_code) == ("stage 0 (rank 0) failed: ValueError: mine", 1)
 
 
 def test_a_rank_that_records_nothing_is_named_with_its_last_line(rank):
