@@ -96,7 +96,7 @@ versions: .venv/versions.stamp
 	$(BIN)/nox $(NOX)
 
 clean:
-	rm -rf .venv .venv-cuda .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/created.stamp .venv-cuda/created.stamp:
