@@ -67,9 +67,9 @@ lint: .venv/dev.stamp
 types: .venv/dev.stamp
 	$(BIN)/mypy
 
-# Links and references are checked: each warning is an error.
+# Links and references are checked: each warning is an error, but with --quiet none is counted.
 docs: .venv/docs.stamp
-	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build --quiet -f mkdocs.yml
+	cd .ci && NO_MKDOCS_2_WARNING=1 ../$(BIN)/mkdocs build -f mkdocs.yml
 	@echo build/site/index.html
 
 coverage: .venv/dev.stamp
@@ -96,7 +96,7 @@ versions: .venv/versions.stamp
 	$(BIN)/nox $(NOX)
 
 clean:
-	rm -rf .venv .venv-cuda .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .nox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/created.stamp .venv-cuda/created.stamp:

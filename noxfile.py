@@ -19,7 +19,7 @@ nox.options.reuse_venv = "yes"
 SUPPORTED = {
     "2.11.0": ("3.12",),
     "2.13.0": ("3.11", "3.12", "3.13"),
-    "2.15.0": ("3.11", "3.13"),
+    "2.15.0": ("3.11", "3.13", "3.14"),
 }
 
 #: All tests, on all cores, as ``make test`` runs them.

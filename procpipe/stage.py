@@ -122,8 +122,8 @@ class Stage(LocalLayers):
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before
             the calls 2, 4, 8, … with a warning on rank 0, or an error if buffers differ. Give it on
             every rank.
-        timeout_s: how long a wait for another rank may last before it is an error.
-        stall_timeout_s: how long a wait lasts before it is reported on standard error.
+        timeout_s: after how long a wait for another rank is an error; 1,800 s by default.
+        stall_timeout_s: after how long a wait is reported on standard error; 30 s by default.
         trace: where each rank writes what it does in the first and the latest steps, after each
             step: ``"run.json"`` gives ``run.0.json``, ``run.1.json``, … by rank, for ``procpipe
             timeline`` and https://ui.perfetto.dev. Give it on every rank, and each stage of a

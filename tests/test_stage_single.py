@@ -262,6 +262,7 @@ def test_clipping_of_several_dtypes_is_torchs_to_the_last_bit(stage_of):
     dtypes = [torch.float32, torch.float64, torch.float32, torch.float16]
     stage = stage_of(nn.Sequential(*(nn.Linear(2, 2).to(dtype) for dtype in dtypes)), [4])
     plain = copy.deepcopy(list(stage.parameters()))
+    assert torch.equal(stage.clip_grad_norm_(1.0), torch.tensor(0.0)), "no gradient yet"
     for seed in range(20):
         torch.manual_seed(seed)
         for ours, theirs in zip(stage.parameters(), plain, strict=True):
@@ -277,6 +278,8 @@ def test_a_model_without_layers(stage_of):
     a, b = stage(inputs, {"x": inputs})
     assert torch.equal(a, b["x"])
     torch.optim.AdamW(stage.parameters())
+    stage.requires_grad_(False)
+    torch.optim.AdamW(p for p in stage.parameters() if p.requires_grad)
 
 
 def test_statistics_and_report(stage_of):

@@ -88,7 +88,7 @@ def _headline(first: Rank) -> str:
     where = ""
     if reading is not None and reading.task:
         where = f" in {reading.task}" + (f", {reading.layer}" if reading.layer else "")
-    elif reading is not None:
+    elif reading is not None and (reading.call or reading.device):  # else before its first call
         where = f" in {reading.call}()" if reading.call else " between calls"
     if exception:
         return f"{first.name} failed{where}: {exception}"

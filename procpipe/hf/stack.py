@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 #: How a forward names the caches of keys, values and other states.
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params")  # the first from transformers 5.24 on
 
 #: Parameters of a forward that are not inputs of a mini-batch.
 _NO_INPUTS = {"self", *CACHES, "use_cache", "kwargs", "encoder_hidden_states"}

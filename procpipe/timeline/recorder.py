@@ -6,7 +6,7 @@ profiler is on, its profile has the names of tasks.
 
 On a GPU the host's times say when a task was launched. There a CUDA event is recorded at either end
 of a task and of a sum over replicas, and the host waits for the last one when the step is over: so
-tracing keeps the host from running ahead into the next step. (Written, but not run on a GPU yet.)
+tracing keeps the host from running ahead into the next step.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ BETWEEN = {
     "a parameter": lambda self, h: F.linear(h, self.first.weight) * self.scale,
     "views": lambda self, h: h.view(h.size(0) // 1, 2, -1).transpose(1, 2).flatten(1),
     "chunks": lambda self, h: torch.cat([part * k for k, part in enumerate(h.chunk(2, dim=-1))], 1),
-    "a size as a number": lambda self, h: h * (h.shape[0] / 2) + h.sum() / h.numel() * len(h.shape),
+    "a size as a number": lambda self, h: h * (7 - h.shape[0] / 2) + h.sum() / h.numel(),
     "torch's random numbers": lambda self, h: h + torch.rand_like(h) * torch.rand(4),
     "checkpointing": lambda self, h: checkpoint(self.second, h, use_reentrant=False),
     "a dtype": lambda self, h: h.to(torch.float32).to(h.dtype),

@@ -1,10 +1,4 @@
-"""Runs a function on several real processes, which are kept for the next test.
-
-    def double(world, x):
-        return 2 * x + world.rank
-
-    def test_double(ranks):
-        assert ranks(2).run(double, 21).values() == [42, 43]
+"""Runs a function on several real processes, which are kept for the next test: see test_pool.py.
 
     parent                                   worker of rank r (tests/dist/worker.py)
       hosts a TCPStore  <---------------------- one client each

@@ -29,6 +29,14 @@ def hold_in_a_thread():
     threading.Event().wait()
 
 
+def double(world, x):  # of the module's top level; runs on every rank
+    return 2 * x + world.rank
+
+
+def test_double(ranks):
+    assert ranks(2).run(double, 21).values() == [42, 43]
+
+
 def test_a_hang_ends_with_the_stacks_of_all_threads(ranks):
     before = ranks(2).run(pid, world=False).values()
 

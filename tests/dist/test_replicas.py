@@ -278,6 +278,10 @@ def check_same_data(bare):
         stage.eval()
         for data in stage.batches(items):
             stage.step(*data)
+        stage.train()
+        own = torch.full((4, 3), float(stage.replica)), torch.zeros(4, 2)
+        for data in stage.batches([own, *items]):  # a later one may be the same
+            stage.step(*data)
 
     def train_on_the_same():
         with stage_of(bare, "same by mistake", layers, [1, 1], **options) as stage:
@@ -471,9 +475,6 @@ def check_counts(bare):
         ([2, 2], {"replicas": 0}, "replicas=0, but"),
         ([2, 2], {"replicas": "2"}, "must be an int"),
         ([2, 2], {}, "makes 2 partitions, but schedule='gpipe' runs 4 on 4 stages"),
-        ([2, 2], {"schedule": "zb-v"}, "makes 2 .*'zb-v' runs 8 on 4"),
-        ([3, 1], {"schedule": "interleaved"}, "makes 2 .*'interleaved' runs 4 on 4"),
-        ([2, 2], {"replicas": 4}, "makes 2 .*'gpipe' runs 1 on 1"),
         (None, {"schedule": "zb-v"}, "give Stage more replicas"),
     ]
     for balance, options, words in cases:

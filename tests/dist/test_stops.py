@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from procpipe import CallMismatchError, RemoteStageError, Stage, StageClosedError, state
 from tests.dist.stages import stage_of, world_of
+from tests.forked import in_child
 
 ITEMS = [(torch.full((4, 3), float(k)), torch.zeros(4, 1)) for k in range(5)]
 STOP_ON = (signal.SIGTERM, signal.SIGINT)
@@ -93,6 +94,7 @@ def check_undisturbed(bare):
         # The signal comes after the ranks have agreed for the last time, on the last item.
         for k, _ in enumerate(stage.batches(ITEMS[:1], stop_on=STOP_ON)):
             if k == 0 and bare.rank == 0:
+                assert in_child(signal_self) == "", "a process that is forked here ends"
                 signal_self()
         assert stage.is_stopped
 

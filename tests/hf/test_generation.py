@@ -55,11 +55,13 @@ def test_modes_of_modules_stay_as_they_were():
     stage = stage_in_one("GPT-2")
     stage[1].eval()
     before = [module.training for module in stage.modules()]
+    tokens = prompts_of("GPT-2")["input_ids"]
 
-    hf.generate(stage, prompts_of("GPT-2")["input_ids"], max_new_tokens=2)
+    hf.generate(stage, tokens, max_new_tokens=2)
 
     assert [module.training for module in stage.modules()] == before
     assert {True, False} == {*before}
+    assert stage(input_ids=tokens).shape[:2] == tokens.shape, "logits of all positions again"
 
 
 def test_wrong_arguments_are_refused():

@@ -77,9 +77,10 @@ def test_a_victim_is_not_the_first_even_if_it_ends_first(rank):
 
 
 def test_a_failure_whose_exit_code_is_not_known_is_one(rank):
-    report = failed([rank(0, recorded="ValueError: mine")], {0: 0})  # the agent failed, too
-
-    assert report.exit_code == 1
+    new = rank(0, recorded="ValueError: mine")
+    new.board = Board.create(0, 1)  # in Stage(), which is no place between calls
+    report = failed([new], {0: 0})  # the agent failed, too
+    assert (report.headline, report.exit_code) == ("stage 0 (rank 0) failed: ValueError: mine", 1)
 
 
 def test_a_rank_that_records_nothing_is_named_with_its_last_line(rank):
@@ -123,10 +124,10 @@ def test_victims_of_a_rank_that_did_not_fail_here(rank, of):
     cause = f"rank {of} has left the pipeline while rank 0 waits for it"
     ranks = [rank(0, note=victim(of, cause)), rank(1, stderr="bye\n")]
 
-    report = failed(ranks, {0: 1})
+    report = failed(ranks, {0: 3})
 
     is_elsewhere = of == 7
     more = " (on another host, whose launcher reports more)"
     assert report.headline == cause + more * is_elsewhere
     assert ("bye" in report.body) is not is_elsewhere
-    assert report.exit_code == 1
+    assert report.exit_code == 3

@@ -52,8 +52,9 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 exec(sys.argv[1])
 """
 
-#: Grandchildren in sessions of their own.
-LEAVE_SLEEPERS = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)'
+#: Grandchildren in sessions of their own, which note that they are asked to end.
+SLEEPER = "trap 'touch ended_$RANK; exit' TERM; sleep 1000 & wait"
+LEAVE_SLEEPERS = f'subprocess.Popen(["sh", "-c", {SLEEPER!r}], start_new_session=True)'
 
 
 #: Waits until the test writes the file.
@@ -131,6 +132,7 @@ def test_a_successful_run_on_a_terminal():
         run.wait_for(r"F0 '1' \(Layer\) for \d+ s")
         (run.job.path / "go").touch()
         ended = ended_with(run, 0)
+        assert len([*run.job.path.glob("ended_*")]) == 3
 
     assert re.search(r"rank +stage +device +step +samples/s +busy +bubble +memory +now", ended.out)
     assert re.search(r"1 +1 +cpu +1 +\S.* MiB", ended.out)
@@ -143,7 +145,7 @@ def test_a_successful_run_on_a_terminal():
     assert "rank 1, step" not in ended.out
     *_, left_behind, done, nothing = ended.out.split("\n")
     left_behind = left_behind.lstrip("\r")
-    assert left_behind.startswith("procpipe: ended what the run had left behind: sleep (process")
+    assert left_behind.startswith("procpipe: ended what the run had left behind: s")
     assert left_behind.count("sleep") == 3
     assert done.startswith("procpipe: done in ")
     assert nothing == ""
