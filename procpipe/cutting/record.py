@@ -395,11 +395,10 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         return recorder.call_module(module, call, args, named)
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
-        is_same = getattr(module, name, None) is value
-        if module in recorder.names and not (recorder.is_inside or is_same):
-            raise CannotCutError(
-                f"the forward sets {name} of a {type(module).__qualname__} that stays whole"
-            )
+        of_whole = not recorder.is_inside and module in recorder.names
+        if of_whole and getattr(module, name, None) is not value:
+            kind = type(module).__qualname__
+            raise CannotCutError(f"the forward sets {name} of a {kind} that stays whole")
         set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:

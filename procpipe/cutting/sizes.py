@@ -71,7 +71,7 @@ def check(found: Any, expected: Any, where: str) -> None:
     if not (found is expected if isinstance(expected, bool) else found == expected):
         raise ValueError(
             f"the model's forward was recorded for a sample with {expected!r} here, and has "
-            f"{found!r} now: {where}\n{WHOLE}"
+            f"{found!r} now: {where}\n{WHOLE}; in place of len(x), write x.size(0)"
         )
 
 
