@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
+from typing import Any
 
 from torch import fx
 
@@ -17,34 +18,44 @@ from procpipe.cutting.sizes import check
 from procpipe.torch_internals import pytree
 
 
-def join_modes(graph: fx.Graph, other: fx.Graph, *, is_training: bool) -> str:
-    """Let a graph compute what it does in its mode and what another one does in the other mode.
+def differences(graph: fx.Graph, other: fx.Graph) -> tuple[str, list[tuple[fx.Node, int, Any]]]:
+    """Compare two graphs, node by node.
 
-    Changes ``graph``, which is that of train mode if ``is_training``, where only plain arguments
-    differ: they become the layer's mode. Returns the line at which the two are different forwards,
-    if they are; "" if not.
+    Returns the line at which they are different forwards, "" if they are not; and nodes with plain
+    arguments that differ: which of a node's arguments, and what it is in the other graph.
     """
     same: dict[fx.Node, fx.Node] = {}
+    plain: list[tuple[fx.Node, int, Any]] = []
     for a, b in zip_longest(graph.nodes, other.nodes):
         if a is None or b is None:
-            return "its end"
+            return "its end", plain
         same[b] = a
         where = str(a.meta.get("line") or b.meta.get("line") or "its end")
         ours, form = pytree.tree_flatten((a.args, a.kwargs))
         theirs, other_form = pytree.tree_flatten(fx.map_arg((b.args, b.kwargs), same.__getitem__))
         if (a.op, a.target, form) != (b.op, b.target, other_form):
-            return where
+            return where, plain
         for k, (x, y) in enumerate(zip(ours, theirs, strict=True)):
             if repr(x) == repr(y):
                 continue
             if isinstance(x, fx.Node | slice) or isinstance(y, fx.Node | slice):
-                return where
-            with graph.inserting_before(a):
-                by_mode = (y, x) if is_training else (x, y)
-                choice = (by_mode, graph.get_attr("training"))
-                ours[k] = graph.call_function(operator.getitem, choice)
-        a.args, a.kwargs = pytree.tree_unflatten(ours, form)
-    return ""
+                return where, plain
+            plain.append((a, k, y))
+    return "", plain
+
+
+def join_modes(plain: list[tuple[fx.Node, int, Any]], *, is_training: bool) -> None:
+    """Have arguments that differ in the other mode be those of the layer's mode.
+
+    The nodes are those of train mode if ``is_training``.
+    """
+    for node, k, other in plain:
+        leaves, form = pytree.tree_flatten((node.args, node.kwargs))
+        by_mode = (other, leaves[k]) if is_training else (leaves[k], other)
+        with node.graph.inserting_before(node):
+            choice = (by_mode, node.graph.get_attr("training"))
+            leaves[k] = node.graph.call_function(operator.getitem, choice)
+        node.args, node.kwargs = pytree.tree_unflatten(leaves, form)
 
 
 def keep_to_mode(graph: fx.Graph, different: str, *, is_training: bool) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from procpipe.cutting.divide import Piece
 from procpipe.cutting.record import copied
-from procpipe.skip import Namespace, pop, skippable, stash
+from procpipe.skip.skippable import NAMESPACES, POPS, STASHES, declared
+from procpipe.skip.tracker import Namespace, SkipKey, current_tracker
 
 #: Where a module keeps what it holds.
 _HELD = ("_modules", "_parameters", "_buffers")
@@ -31,9 +32,9 @@ class Layer(nn.Module):
     run: Callable[..., tuple[Any, ...]]
     #: Of the first layer: the tensors among the arguments of a call of the model.
     arguments: Callable[..., list[Tensor]] | None
-    #: The names of what is popped, and of what is stashed.
-    pops: list[str]
-    stashes: list[str]
+    #: What is popped; and what is stashed, for how many layers each.
+    pops: list[SkipKey]
+    stashes: list[tuple[SkipKey, int]]
     #: What the piece takes from where, and sends where, and its code.
     text: str
 
@@ -43,16 +44,11 @@ class Layer(nn.Module):
             values: Any = self.arguments(inputs, named)
         else:
             values = inputs[0] if isinstance(inputs[0], tuple) else inputs
-        if self.pops or self.stashes:
-            return self._with_skips([*values])
-        return self.run(self._modules["model"], *values)[0]
-
-    def _with_skips(self, values: list[Any]) -> Generator[Any, Any, Any]:
-        for name in self.pops:
-            values += [(yield pop(name))]
-        given, *stashed = self.run(self._modules["model"], *values)
-        for name, value in zip(self.stashes, stashed, strict=True):
-            yield stash(name, value)
+        tracker = current_tracker()
+        popped = map(tracker.pop, self.pops)
+        given, *stashed = self.run(self._modules["model"], *values, *popped)
+        for (key, num_pops), value in zip(self.stashes, stashed, strict=True):
+            tracker.stash(key, value, num_pops)
         return given
 
     def reset_parameters(self) -> None:
@@ -70,17 +66,16 @@ def layers_of(
     twin, namespace = copied(model), Namespace()
     layers = OrderedDict[str, Any]()
     for k, piece in enumerate(pieces):
-        pops = [node.name for node in piece.pops]
-        stashes = {node.name: number for node, number in piece.stashes.items()}
         layer: Any = Layer()
-        if pops or stashes:
-            kind: Any = skippable(stashes, pops)(type("SkipLayer", (Layer,), {}))
-            layer = kind().isolate(namespace)
         layers[piece.name] = layer
         code = _module(model, piece)
         layer.model, layer.training = _part_of(model, twin), model.training
         layer.run, layer.arguments = type(code).forward, None if k else arguments
-        layer.pops, layer.stashes = pops, [*stashes]
+        pops = [node.name for node in piece.pops]
+        stashes = {node.name: number for node, number in piece.stashes.items()}
+        of_names = dict.fromkeys([*pops, *stashes], namespace)
+        vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
+        layer.stashes, layer.pops = declared(layer)
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 _hold(layer.model, model, twin, node.target)

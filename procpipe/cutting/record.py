@@ -29,9 +29,13 @@ import operator
 import pickle
 import random
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from keyword import kwlist
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -40,8 +44,17 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from procpipe.cutting.sizes import WHOLE, CannotCutError, Number, check, line, number
-from procpipe.torch_internals import pytree
+from procpipe.cutting.sizes import (
+    UNKNOWN,
+    WHOLE,
+    CannotCutError,
+    Number,
+    check,
+    line,
+    line_of,
+    number,
+)
+from procpipe.torch_internals import has_hooks, pytree
 
 np: Any = None
 with contextlib.suppress(ImportError):
@@ -64,6 +77,9 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis), enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+#: What a forward may change: a module's name, and what of it.
+Key = tuple[str, str]
 
 #: ``(device type, dtype, enabled)``; ``None`` is the type of the layer's device.
 Autocast = tuple[str | None, torch.dtype, bool]
@@ -88,15 +104,15 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.opened = {twin.get_submodule(name) for name in opened}
         self.is_inside = False  # a whole module
         self.autocasts: list[Autocast] = []
-        self.lines: dict[tuple[Any, str], str] = {}  # where attributes are set
-        self._twin, self.device = twin, device
+        self.names = {m: n for n, m in twin.named_modules() if n not in opened}
+        self.device = device
+        self._twin, self._opened = twin, {name: twin.get_submodule(name) for name in opened}
         self._device_node = self.graph.placeholder("device")
-        self._names = {m: n for n, m in twin.named_modules() if n not in opened}
+        self._hooked = {module for module in self.names if has_hooks(module)}
         self._owned: dict[int, tuple[str, Tensor]] = {}  # with it, so that no other has its id
-        for name, tensor in owned(twin):
+        for name, tensor in _owned(twin):
             self._owned.setdefault(id(tensor), (name, tensor))
         self._known: dict[int, fx.Node] = {}
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
@@ -107,18 +123,20 @@ class Recorder(TorchFunctionMode):
         if not self._known:
             raise CannotCutError(f"the sample of the {type(twin).__qualname__} has no tensor")
 
-    def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Record the forward for the sample, as it is given in a call."""
-        before = _states(self.opened)
-        with torch.enable_grad(), META, _patched(self), self:
+    def run(self, args: tuple[Any, ...], named: dict[str, Any], watched: set[Key]) -> set[Key]:
+        """Record the forward for the sample, as it is given in a call.
+
+        Returns what it changes that the layers do not have. A second run, of another copy, in which
+        this is ``watched``, refuses the line.
+        """
+        before = _states(self._opened)
+        watching = self._watching(watched) if watched else contextlib.nullcontext()
+        with torch.enable_grad(), META, _patched(self), self, watching:
             result = self._twin(*args, **named)
-        if changed := before.items() ^ _states(self.opened).items():
-            names = ", ".join(sorted({name for _, (name, _) in changed}))
-            raise CannotCutError(
-                f"the forward changes {names}, which the layers do not have",
-                f"draw random numbers by torch, or {WHOLE}",
-                ", ".join(sorted({self.lines[key] for key, _ in changed if key in self.lines})),
-            )
+        if watched:
+            raise _changes(watched, UNKNOWN)
+        if changed := {key for key, _ in before.items() ^ _states(self._opened).items()}:
+            return changed
         leaves, tree = pytree.tree_flatten(result)
         made = tuple(map(self._source, leaves))
         is_tensor = isinstance(result, Tensor)
@@ -126,13 +144,46 @@ class Recorder(TorchFunctionMode):
         self.graph.eliminate_dead_code(
             lambda node: node.op in ("placeholder", "output") or bool(node.meta.get("keep"))
         )
+        for node in self.graph.nodes:
+            if node.op in ("call_module", "get_attr") and {*node.target.split(".")} & {*kwlist}:
+                raise CannotCutError(
+                    f"{node.target} has a name that torch.fx cannot write, as it is Python's",
+                    "rename it, or let the module around it stay whole (whole=(ItsClass,))",
+                    node.meta.get("line", UNKNOWN),
+                )
+        return set()
+
+    @contextlib.contextmanager
+    def _watching(self, watched: set[Key]) -> Iterator[None]:
+        """Refuse the line of the model's code after which one of the states is another one."""
+        modules = {name: self._opened[name] for name, _ in watched}
+        before, last, tracing = _states(modules), "", sys.gettrace()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal last
+            if line_of([(frame, frame.f_lineno)]) == UNKNOWN:
+                return None
+            if not self.is_inside:
+                self.is_inside = True  # so that comparing is not recorded
+                found = _states(modules)
+                self.is_inside = False
+                if any(found.get(key) != before.get(key) for key in watched):
+                    raise _changes(watched, last)
+                last = line_of(walk_stack(frame.f_back if event == "return" else frame))
+            return trace
+
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(tracing)
 
     # -- values -------------------------------------------------------------------------------
 
     def _define(self, tensor: Tensor, node: fx.Node) -> None:
         self._known[id(tensor)] = node
-        history = tensor.requires_grad, tensor.grad_fn
-        node.meta.update(tensor=tensor, version=tensor._version, history=history)
+        history = tensor._version, tensor.requires_grad, tensor.grad_fn
+        node.meta.update(tensor=tensor, history=history)
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
         known = self._known.get(id(tensor))
@@ -140,7 +191,8 @@ class Recorder(TorchFunctionMode):
             known = self.graph.get_attr(self._owned[id(tensor)][0])
             known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
             self._define(tensor, known)
-        if known is None or known.meta["history"] != (tensor.requires_grad, tensor.grad_fn):
+        history = tensor._version, tensor.requires_grad, tensor.grad_fn
+        if known is None or known.meta["history"] != history:
             raise CannotCutError(
                 "a tensor is used which, or whose gradient, no recorded function or module has "
                 "made (but a torch.autograd.Function, an extension, NumPy, a global variable)",
@@ -156,6 +208,8 @@ class Recorder(TorchFunctionMode):
             return value.source
         if self._is_layers(value):
             return self._device_node
+        if np and isinstance(value, np.generic):
+            return value.item()
         if isinstance(value, _PLAIN):
             return value
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -230,12 +284,12 @@ class Recorder(TorchFunctionMode):
         """Record the call of a module, if it stays whole."""
         if self.is_inside:
             return self._result(module, call, args, named)
-        if module not in self._names:
+        if module not in self.names or self._is_hooked(module):
             return call(module, *args, **named)
         self.is_inside = True
         states = _random_states()  # which it may change, as it runs each time
         try:
-            node, args, named = self._node("call_module", self._names[module], args, named)
+            node, args, named = self._node("call_module", self.names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
             return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
@@ -243,6 +297,10 @@ class Recorder(TorchFunctionMode):
             random.setstate(states[0])
             if np:
                 np.random.set_state(states[1])
+
+    def _is_hooked(self, module: nn.Module) -> bool:
+        """Return whether the forward has registered hooks, which are recorded with the module."""
+        return any(has_hooks(each) and each not in self._hooked for each in module.modules())
 
     def _result(self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return what a module returns that stays whole, or is inside of one that does."""
@@ -278,51 +336,55 @@ class Recorder(TorchFunctionMode):
             elif op == "call_method":
                 target = getattr(Tensor, target)
             target = Within(target, torch.is_grad_enabled(), tuple(self.autocasts))
-            op = "call_function"
+            op, args = "call_function", (self._device_node, *args)
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["line"] = line()
         return node, *values
 
     def _bind(self, node: fx.Node, result: Any, args: Any, kwargs: Any) -> Any:
         """Let what a call has returned, or changed in place, be values of its node."""
-        is_changed = self._note_changes(node, args, kwargs)
-        if isinstance(result, Tensor) and id(result) in self._known and not is_changed:
-            result = result.view_as(result)  # as of dropout in eval mode: a value of its own
+        changed = self._note_changes(node, args, kwargs)
         leaves, tree = pytree.tree_flatten(result)
         is_leaf = len(leaves) == 1 and leaves[0] is result
         if not is_leaf:
-            node = self.graph.call_function(Leaves(tree, line()), (node,))
+            is_flat = type(result) is tuple and [*map(id, leaves)] == [*map(id, result)]
+            types = [*map(type, leaves)] if is_flat else None
+            node = self.graph.call_function(Leaves(tree, line(), types), (node,))
             node.meta["keep"] = True
         for k, leaf in enumerate(leaves):
             part = node if is_leaf else self.graph.call_function(operator.getitem, (node, k))
-            if isinstance(leaf, Tensor):
-                if id(leaf) not in self._known:
-                    self._define(leaf, part)
-            else:
+            if not isinstance(leaf, Tensor):
                 leaves[k] = number(self._source(leaf), part)
+            else:
+                known: Any = self._known.get(id(leaf))
+                if known is not None and known not in changed:
+                    leaves[k] = leaf.view_as(leaf)  # as of dropout in eval mode: a value of its own
+                if known not in changed or known.op != "get_attr":
+                    self._define(leaves[k], part)  # whose sizes may be others, too
         return pytree.tree_unflatten(leaves, tree)
 
-    def _note_changes(self, node: fx.Node, args: Any, kwargs: Any) -> bool:
-        """Note which tensors a call has changed in place; return whether it has any."""
+    def _note_changes(self, node: fx.Node, args: Any, kwargs: Any) -> set[Any]:
+        """Note which tensors a call has changed in place, and return their nodes."""
         given = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         if not any(_is_changed(self._known[id(tensor)]) for tensor in given):
-            return False
+            return set()
         node.meta["keep"] = True
-        for known in filter(_is_changed, [*self._known.values()]):  # also those that share memory
+        changed = {*filter(_is_changed, self._known.values())}  # also those that share memory
+        for known in changed:
             if known.op == "get_attr":
                 owner = self._twin.get_submodule(str(known.target).rpartition(".")[0])
-                if known.meta["weight"] or owner in self._names:  # which other layers may hold
+                if known.meta["weight"] or owner in self.names:  # which other layers may hold
                     raise CannotCutError(f"the forward changes {known.target} in place")
                 known.meta["changed"] = True
             else:
                 node.meta["since"] = min(known, node.meta.get("since", known))
             self._define(known.meta["tensor"], known)
-        return True
+        return changed
 
 
 @contextlib.contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    """Have modules, and autocast, call a recorder, and note where attributes are set."""
+    """Have modules, and autocast, call a recorder, and check which attributes are set."""
     call = nn.Module.__call__
     set_attribute = nn.Module.__setattr__
     enter: Any = torch.autocast.__enter__
@@ -332,9 +394,11 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     def recorded(module: nn.Module, *args: Any, **named: Any) -> Any:
         return recorder.call_module(module, call, args, named)
 
-    def noted(module: nn.Module, name: str, value: Any) -> None:
-        if module in recorder.opened:
-            recorder.lines[module, name] = line()
+    def checked(module: nn.Module, name: str, value: Any) -> None:
+        of_whole = not recorder.is_inside and module in recorder.names
+        if of_whole and getattr(module, name, None) is not value:
+            kind = type(module).__qualname__
+            raise CannotCutError(f"the forward sets {name} of a {kind} that stays whole")
         set_attribute(module, name, value)
 
     def entered(context: Any) -> Any:
@@ -352,7 +416,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     with (
         patch.object(nn.Module, "__call__", recorded),
-        patch.object(nn.Module, "__setattr__", noted),
+        patch.object(nn.Module, "__setattr__", checked),
         patch.object(torch.autocast, "__enter__", entered),
         patch.object(torch.autocast, "__exit__", left),
     ):
@@ -376,14 +440,20 @@ class Nested:
 
 @dataclass(frozen=True)
 class Leaves:
-    """Takes what a module or function returns apart, which must be nested as in the sample."""
+    """Takes what a module or function returns apart, which must be nested as in the sample.
+
+    ``types`` are those of the values, if it was a plain tuple of tensors and plain values.
+    """
 
     tree: Any = field(hash=False)
     where: str
+    types: list[type] | None = field(compare=False)
     __name__ = "leaves"
 
-    def __call__(self, result: Any) -> list[Any]:
+    def __call__(self, result: Any) -> Any:
         """Return the tensors and plain values, from left to right."""
+        if type(result) is tuple and [*map(type, result)] == self.types:
+            return result  # which takes less time
         leaves, tree = pytree.tree_flatten(result)
         check(len(leaves), self.tree.num_leaves, self.where)
         check(tree, self.tree, self.where)
@@ -402,14 +472,13 @@ class Within:
     def __name__(self) -> str:
         return f"{self.function.__name__}_within"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+    def __call__(self, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on the layer's device."""
         with contextlib.ExitStack() as stack:
             if not self.is_grad:
                 stack.enter_context(torch.no_grad())
-            for device, dtype, enabled in self.autocasts:
-                on = device or next(t.device.type for t in args if isinstance(t, Tensor))
-                stack.enter_context(torch.autocast(on, dtype=dtype, enabled=enabled))
+            for on, dtype, enabled in self.autocasts:
+                stack.enter_context(torch.autocast(on or device.type, dtype, enabled))
             return self.function(*args, **kwargs)
 
 
@@ -418,19 +487,27 @@ class Within:
 
 def copied(value: Any, device: torch.device = META) -> Any:
     """Copy a module, or nested values, with zeros for tensors: on meta they need no memory."""
-    is_module = isinstance(value, nn.Module)
-    found = (t for _, t in owned(value)) if is_module else pytree.tree_leaves(value)
-    memo: dict[int, Any] = {}
-    for tensor in found:
-        if isinstance(tensor, Tensor):
-            needs_grad = tensor.requires_grad
-            made = torch.zeros_like(tensor, device=device).requires_grad_(needs_grad)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(made, needs_grad) if is_parameter else made
-    return copy.deepcopy(value, memo)
+
+    def copy_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        made = torch.zeros_like(leaf, device=device).requires_grad_(leaf.requires_grad)
+        return nn.Parameter(made, made.requires_grad) if isinstance(leaf, nn.Parameter) else made
+
+    if not isinstance(value, nn.Module):
+        return pytree.tree_map(copy_of, value)
+    held = pytree.tree_leaves([vars(module) for module in value.modules()])
+    try:
+        return copy.deepcopy(value, {id(t): copy_of(t) for t in held if isinstance(t, Tensor)})
+    except Exception as error:  # of any kind, as classes may have their own __deepcopy__
+        raise CannotCutError(
+            f"the {type(value).__qualname__} cannot be copied: {type(error).__name__}: {error}",
+            "hold what has no copies outside of the model, or define __deepcopy__ or __getstate__",
+            "its attributes",
+        ) from error
 
 
-def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, buffers and plain tensors that a model's modules have, by name."""
     for name, module in model.named_modules(remove_duplicate=False):
         held = (module._parameters, module._buffers, vars(module))
@@ -443,14 +520,14 @@ def owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_changed(node: fx.Node) -> bool:
-    return bool(node.meta["tensor"]._version != node.meta["version"])
+    return bool(node.meta["tensor"]._version != node.meta["history"][0])
 
 
-def _states(modules: set[nn.Module]) -> dict[Any, tuple[str, Any]]:
-    """Return the names and states of random number generators, and of modules' attributes."""
-    found: dict[Any, tuple[str, Any]] = {}
-    found[None] = "the random numbers of Python or NumPy", pickle.dumps(_random_states())
-    for module in modules:
+def _states(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
+    """Return the states of random number generators, and of modules' attributes."""
+    drawn = pickle.dumps(_random_states())
+    found: dict[Key, Any] = {("", "the random numbers of Python or NumPy"): drawn}
+    for of, module in modules.items():
         kind, held = type(module), vars(module) | module._parameters | module._buffers
         for name in held.keys() - vars(nn.Module()).keys():
             value = held[name]
@@ -459,8 +536,17 @@ def _states(modules: set[nn.Module]) -> dict[Any, tuple[str, Any]]:
                 continue  # each call would compute the same
             with contextlib.suppress(Exception):  # those that cannot be written
                 state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)
-                found[module, name] = f"{kind.__qualname__}.{name}", state
+                found[of, f"{kind.__qualname__}.{name}"] = state
     return found
+
+
+def _changes(keys: set[Key], where: str) -> CannotCutError:
+    names = ", ".join(sorted({name for _, name in keys}))
+    return CannotCutError(
+        f"the forward changes {names}, which the layers do not have",
+        f"draw random numbers by torch, or {WHOLE}",
+        where,
+    )
 
 
 def _random_states() -> tuple[Any, Any]:

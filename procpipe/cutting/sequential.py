@@ -13,17 +13,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from itertools import chain, filterfalse
+from itertools import chain, count, filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from procpipe.cutting.divide import join_modes, keep_to_mode, pieces_of
+from procpipe.cutting.divide import differences, join_modes, keep_to_mode, pieces_of
 from procpipe.cutting.layers import layers_of
 from procpipe.cutting.record import Recorder, copied
-from procpipe.cutting.sizes import WHOLE, CannotCutError, line_of
+from procpipe.cutting.sizes import UNKNOWN, WHOLE, CannotCutError, line_of
 from procpipe.divided import Divided
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
 
@@ -85,8 +85,7 @@ def sequential(
     graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
     made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
     made.training = model.training
-    names = inspect.signature(model.forward).parameters
-    made.sample = copied(dict(zip(names, inputs, strict=False)) | named if named else inputs)
+    made.sample = copied(by_name(inputs, named) if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]
     return made
 
@@ -130,15 +129,25 @@ def _arguments_of(
 
     The second raises a ``TypeError`` where they are of another form than the sample.
     """
-    signature = inspect.signature(model.forward)
+    names = [*inspect.signature(model.forward).parameters]
     plain = {k: v for k, v in named.items() if not pytree.tree_any(torch.is_tensor, v)}
 
     def by_name(inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        return dict(signature.bind(*inputs, **plain | named).arguments)
+        given = dict(zip(chain(names, map(str, count())), inputs, strict=False))
+        return dict(sorted((plain | dict(**given, **named)).items()))
 
-    def taken_apart(inputs: Any, named: Any) -> tuple[list[Tensor], Any]:
-        leaves, tree = pytree.tree_flatten(by_name(inputs, named))
-        return [*filter(torch.is_tensor, leaves)], (tree, [*filterfalse(torch.is_tensor, leaves)])
+    def taken_apart(inputs: Any, named: Any) -> tuple[list[Tensor], dict[str, Any]]:
+        tensors: list[Tensor] = []
+        form: dict[str, Any] = {}
+        for name, value in by_name(inputs, named).items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                form[name] = value.dim(), "dimensions"
+            else:
+                leaves, tree = pytree.tree_flatten(value)
+                tensors += filter(torch.is_tensor, leaves)
+                form[name] = tree, [*filterfalse(torch.is_tensor, leaves)]
+        return tensors, form
 
     _, expected = taken_apart(inputs, named)
 
@@ -166,7 +175,7 @@ def _recorded(
     devices = (t.device for t in tensors if isinstance(t, Tensor) and not t.is_meta)
     device = next(devices, torch.device("cpu"))
 
-    def record(is_training: bool) -> fx.Graph:
+    def record(is_training: bool, watched: Any = ()) -> fx.Graph:
         is_loaded = "torch._dynamo" in sys.modules
         as_written = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
         with torch.random.fork_rng(), warnings.catch_warnings(), as_written, said_to_compile():
@@ -174,7 +183,7 @@ def _recorded(
             twin, (args, kwargs) = copied(model).train(is_training), copied((inputs, named))
             recorder = Recorder(twin, opened, by_name(args, kwargs), device)
             try:
-                recorder.run(args, kwargs)
+                changed = recorder.run(args, kwargs, watched)
             except CannotCutError:
                 raise
             except Exception as error:  # of any kind, since it is the user's code that runs
@@ -183,13 +192,22 @@ def _recorded(
                     f"while recorded, it has no values, and sizes are no ints: {WHOLE}",
                     line_of(reversed([*traceback.walk_tb(error.__traceback__)])),
                 ) from error
-        return recorder.graph
+        return record(is_training, changed) if changed else recorder.graph
 
     graph = record(model.training)
     try:
-        different = join_modes(graph, record(not model.training), is_training=model.training)
+        different, plain = differences(graph, record(not model.training))
     except CannotCutError as error:
-        different = str(error)
+        different, plain = str(error), []
+    if different or plain:  # by the mode, and not by what is another value in each run
+        line, others = differences(graph, record(model.training))
+        if line or others:
+            raise CannotCutError(
+                "the forward is another one each time it runs, as by random numbers",
+                f"draw them by torch, or {WHOLE}",
+                line or others[0][0].meta.get("line", UNKNOWN),
+            )
+    join_modes(plain, is_training=model.training)
     if different:
         keep_to_mode(graph, different, is_training=model.training)
     return graph

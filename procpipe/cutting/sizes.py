@@ -32,6 +32,8 @@ WHOLE = (
     "switch it off by an option of the model"
 )
 
+UNKNOWN = "an unknown line"
+
 
 class CannotCutError(ValueError):
     """A model whose forward cannot be recorded; says where, why, and what to do.
@@ -50,7 +52,7 @@ def line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
         is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
         if not (is_pythons or file.startswith((_TORCH, _OWN)) or _NUMPY in file):
             return f"{file}:{number}: {linecache.getline(file, number).strip()}"
-    return "an unknown line"
+    return UNKNOWN
 
 
 def line() -> str:
@@ -69,7 +71,7 @@ def check(found: Any, expected: Any, where: str) -> None:
     if not (found is expected if isinstance(expected, bool) else found == expected):
         raise ValueError(
             f"the model's forward was recorded for a sample with {expected!r} here, and has "
-            f"{found!r} now: {where}\n{WHOLE}"
+            f"{found!r} now: {where}\n{WHOLE}; in place of len(x), write x.size(0)"
         )
 
 

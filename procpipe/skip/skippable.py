@@ -27,7 +27,7 @@ from procpipe.words import counted
 
 M = TypeVar("M", bound=nn.Module)
 
-_STASHES, _POPS, _NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
+STASHES, POPS, NAMESPACES = "_procpipe_stashes", "_procpipe_pops", "_procpipe_namespaces"
 _ORIGINAL = "_procpipe_original"
 
 
@@ -79,7 +79,7 @@ def skippable(
     pops = tuple(pop)
 
     def declare(module_class: type[M]) -> type[M]:
-        if _STASHES in vars(module_class):
+        if STASHES in vars(module_class):
             raise TypeError(
                 f"{module_class.__name__} is skippable already: declare other names of a subclass"
             )
@@ -88,8 +88,8 @@ def skippable(
         @wraps(original)
         def forward(self: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
             result = original(self, *inputs, **kwargs)
-            to_do = {("stash", name) for name in getattr(self, _STASHES)}
-            to_do |= {("pop", name) for name in getattr(self, _POPS)}
+            to_do = {("stash", name) for name in getattr(self, STASHES)}
+            to_do |= {("pop", name) for name in getattr(self, POPS)}
             if isinstance(result, GeneratorType):
                 result = _run(self, result, to_do)
             if to_do:
@@ -102,8 +102,8 @@ def skippable(
 
         setattr(forward, _ORIGINAL, original)  # for a subclass that declares names of its own
         module_class.forward = forward
-        setattr(module_class, _STASHES, stashes)
-        setattr(module_class, _POPS, pops)
+        setattr(module_class, STASHES, stashes)
+        setattr(module_class, POPS, pops)
         module_class.isolate = _isolate  # type: ignore[attr-defined]
         return module_class
 
@@ -115,9 +115,9 @@ def declared(layer: nn.Module) -> tuple[list[tuple[SkipKey, int]], list[SkipKey]
     stashes: list[tuple[SkipKey, int]] = []
     pops: list[SkipKey] = []
     for module in layer.modules():
-        own = getattr(module, _STASHES, {})
+        own = getattr(module, STASHES, {})
         stashes += [(_key(module, name), num_pops) for name, num_pops in own.items()]
-        pops += [_key(module, name) for name in getattr(module, _POPS, ())]
+        pops += [_key(module, name) for name in getattr(module, POPS, ())]
     return stashes, pops
 
 
@@ -187,18 +187,18 @@ def _isolate(  # noqa: D417 - self needs no description
 
     Source: torchgpipe 0.0.7, ``torchgpipe.skip.skippable.Skippable.isolate``.
     """
-    names = {*getattr(self, _STASHES), *getattr(self, _POPS)}
+    names = {*getattr(self, STASHES), *getattr(self, POPS)}
     chosen = names if only is None else set(only)
     if unknown := chosen - names:
         raise ValueError(
             f"{type(self).__name__} declares the skip names {sorted(names)}, not {sorted(unknown)}"
         )
-    self.__dict__.setdefault(_NAMESPACES, {}).update(dict.fromkeys(chosen, namespace))
+    self.__dict__.setdefault(NAMESPACES, {}).update(dict.fromkeys(chosen, namespace))
     return self
 
 
 def _key(module: nn.Module, name: str) -> SkipKey:
-    return SkipKey(module.__dict__.get(_NAMESPACES, {}).get(name), name)
+    return SkipKey(module.__dict__.get(NAMESPACES, {}).get(name), name)
 
 
 def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[str, str]]) -> Any:
@@ -225,7 +225,7 @@ def _run(module: nn.Module, steps: Generator[Any, Any, Any], to_do: set[tuple[st
             to_do.discard((verb, name))
             key = _key(module, name)
             if isinstance(asked, stash):
-                tracker.stash(key, asked.tensor, getattr(module, _STASHES)[name])
+                tracker.stash(key, asked.tensor, getattr(module, STASHES)[name])
             else:
                 given = tracker.pop(key)
     except StopIteration as end:

@@ -115,22 +115,10 @@ def _masked(b):
 _VIT: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20}
 _VIT |= {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4}
 _VIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_VIT_B = {
-    "image_size": 32,
-    "patch_size": 16,
-    "num_layers": 12,
-    "num_heads": 2,
-    "hidden_dim": 16,
-    "mlp_dim": 32,
-}
-_T5: dict[str, Any] = {
-    "vocab_size": 31,
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 20,
-    "num_layers": 2,
-    "num_heads": 4,
-}
+_VIT_B: dict[str, Any] = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
+_VIT_B |= {"num_layers": 12, "num_heads": 2}
+_T5: dict[str, Any] = {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 20}
+_T5 |= {"num_layers": 2, "num_heads": 4}
 _T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 
 CASES: dict[str, Case] = {

@@ -19,7 +19,7 @@ class Base(nn.Module):
         self.scale = nn.Parameter(torch.full((4,), 0.5))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("bias", torch.ones(8, 8).tril()[None])
-        self.inner = nn.ModuleDict({"act": nn.GELU()})
+        self.inner = nn.ModuleDict({"act": nn.GELU(), "in": nn.Identity()})
         self.calls, self.rng = [], random.Random(0)
 
     def between(self, h):

@@ -60,6 +60,19 @@ def in_place(self, h):
     return h + skip + view.view_as(skip)
 
 
+def reshaped(self, h):
+    h = h * 1
+    rows = h.shape[0]
+    return h.unsqueeze_(0).expand(h.shape[0] + 1, rows, -1).sum(0) * h.shape[1]
+
+
+def hooked(self, h):
+    handle = self.second.register_forward_hook(lambda _, __, y: 2 * y)
+    h = self.second(h)
+    handle.remove()
+    return h
+
+
 def loop(self, h):
     mask = torch.ones(h.shape[0], 4, dtype=h.dtype, device=h.device).tril()
     mask[0, 0] = 2.0
@@ -78,6 +91,9 @@ def mode(self, h):
 BETWEEN = {
     "a region without gradients": no_grad,
     "changes in place": in_place,
+    "a shape that is changed": reshaped,
+    "hooks": hooked,
+    "numbers of NumPy": lambda self, h: h * np.sqrt(2.0) + np.float32(0.5),
     "a mask that is changed": loop,
     "a buffer that is changed": counted,
     "dropout": lambda self, h: F.dropout(h, 0.5, self.training),
@@ -129,11 +145,11 @@ class Chosen(nn.Module):
 
 
 class Named(nn.Module):
-    """Names what it returns by the number of rows."""
+    """Names what it returns by the number of rows, and changes one if this is odd."""
 
     def forward(self, h):
         names = "ab" if len(h) > 4 else "ba"
-        return dict(zip(names, (h, 2 * h), strict=True))
+        return dict(zip(names, (h + 1 if len(h) % 2 else h, 2 * h), strict=True))
 
 
 def test_what_a_whole_module_returns_must_be_nested_as_in_the_sample():
@@ -186,7 +202,8 @@ def test_no_cut_is_between_memory_and_its_change():
 def test_autocast_and_a_region_without_it():
     def between(self, h):
         with torch.autocast(h.device.type, enabled=False):
-            return self.second(h.float()) + 1
+            ones = torch.ones(4, device=h.device)
+            return torch.stack([self.second(input=h.float()), ones.expand_as(h)]).sum(0)
 
     torch.manual_seed(0)
     model = type("Model", (Base,), {"between": between})()
@@ -333,13 +350,15 @@ def test_arguments_by_name_that_are_no_tensors_may_be_left_out():
             h = h if bias is None else h + bias
             return 2 * h if twice else h
 
-    model = Model().double()
-    layers = procpipe.sequential(model, drawn(6, 4), bias=drawn(6, 4), twice=True)
+    model, x = Model().double(), drawn(6, 4)
+    layers = procpipe.sequential(model, x, bias=x, twice=True)
 
-    expected = model(drawn(3, 4), bias=drawn(3, 4), twice=True)
-    assert torch.equal(layers(drawn(3, 4), bias=drawn(3, 4)), expected)
-    with pytest.raises(TypeError, match=r"(?s)recorded for .*\[True\]\), and is given .*\[False\]"):
+    expected = model(drawn(3, 4), bias=2 * drawn(3, 4), twice=True)
+    assert torch.equal(layers(drawn(3, 4), bias=2 * drawn(3, 4)), expected)
+    with pytest.raises(TypeError, match=r"recorded.*'twice'.*\[True\]\).*given.*\[False\]\)"):
         layers(drawn(3, 4), bias=drawn(3, 4), twice=False)
+    with pytest.raises(TypeError, match=r"'bias': \(2, 'dim.*'bias': \(3, 'dimensions'\)"):
+        layers(x, bias=x[None])
     with pytest.raises(TypeError, match="recorded for arguments of the form"):
         layers(drawn(3, 4))
 
