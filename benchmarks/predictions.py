@@ -8,8 +8,9 @@ calibration and the schedules run in the same processes, in turns:
                                                         │ recorded         │ timed
                                          predicted <────┘     measured <───┘
 
-All runs are in the table and in the JSON file. Processes are started for each workload, as often as
-``--launches`` says.
+What is measured is the median ratio of a schedule's step to the calibration's of the same round,
+times the calibration's median: a slow machine slows both. All runs are in the table and in the JSON
+file. Processes are started for each workload, as often as ``--launches`` says.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from benchmarks.report import Report, Table
-from benchmarks.rounds import Step, launch, measure
+from benchmarks.rounds import Step, launch, measure, ratio
 from examples.models.gpt import gpt
 from examples.models.resnet import resnet
 from examples.models.unet import unet
@@ -246,22 +247,23 @@ def tabulate(runs: Sequence[dict[str, Any]]) -> Table:
     """Lay out predicted and measured steps of all runs."""
     rows: list[list[Any]] = []
     for found in runs:
+        calibrated = found["times"][_CALIBRATION]
         for schedule, predicted_s in found["predicted_s"].items():
-            seconds = sorted(found["times"][schedule])
-            measured_s = statistics.median(seconds)
+            seconds = found["times"][schedule]
+            measured_s = ratio(seconds, calibrated) * statistics.median(calibrated)
             rows.append([f"{found['workload']}, {schedule}", found["launch"]])
-            rows[-1] += [predicted_s * 1e3, measured_s * 1e3]
-            rows[-1].append(f"{seconds[0] * 1e3:.1f}-{seconds[-1] * 1e3:.1f}")
+            rows[-1] += [predicted_s * 1e3, measured_s * 1e3, statistics.median(seconds) * 1e3]
+            rows[-1].append(f"{min(seconds) * 1e3:.1f}-{max(seconds) * 1e3:.1f}")
             rows[-1].append(100 * (measured_s / predicted_s - 1))
     apart = sorted(abs(row[-1]) for row in rows)
     return Table(
         f"predictions: a step on {_NUM_STAGES} stages, m = {_NUM_MICRO_BATCHES}",
-        ["", "launch", "predicted ms", "measured ms", "range", "difference %"],
+        ["", "launch", "predicted ms", "measured ms", "median ms", "range", "difference %"],
         rows,
-        ["d", ".1f", ".1f", "s", "+.1f"],
+        ["d", ".1f", ".1f", ".1f", "s", "+.1f"],
         [
             *(f"{name}: {WORKLOADS[name].sizes}" for name in {r["workload"]: 0 for r in runs}),
-            "measured: median and range of the rounds",
+            "measured: by the rounds' ratios to the calibration; median and range of the rounds",
             f"of {len(rows)} differences the median is {statistics.median(apart):.1f}%, and the "
             f"largest {apart[-1]:.1f}%",
         ],
