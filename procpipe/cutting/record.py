@@ -190,6 +190,7 @@ class Recorder(TorchFunctionMode):
         if known is None and id(tensor) in self._owned:
             known = self.graph.get_attr(self._owned[id(tensor)][0])
             known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
+            known.meta["line"] = line()
             self._define(tensor, known)
         history = tensor._version, tensor.requires_grad, tensor.grad_fn
         if known is None or known.meta["history"] != history:

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from itertools import chain, count, filterfalse
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -140,13 +140,10 @@ def _arguments_of(
         tensors: list[Tensor] = []
         form: dict[str, Any] = {}
         for name, value in by_name(inputs, named).items():
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                form[name] = value.dim(), "dimensions"
-            else:
-                leaves, tree = pytree.tree_flatten(value)
-                tensors += filter(torch.is_tensor, leaves)
-                form[name] = tree, [*filterfalse(torch.is_tensor, leaves)]
+            leaves, tree = pytree.tree_flatten(value)
+            tensors += filter(torch.is_tensor, leaves)
+            kinds = [(v.dim(), "dimensions") if isinstance(v, Tensor) else v for v in leaves]
+            form[name] = tree, kinds
         return tensors, form
 
     _, expected = taken_apart(inputs, named)
