@@ -28,9 +28,9 @@ from procpipe.torch_internals import BatchNorm
 class DeferredBatchNorm(BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with running statistics updated once a mini-batch.
 
-    After :meth:`commit` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
+    After ``commit`` they are what ``nn.BatchNorm`` would have made of the whole mini-batch,
     however it was divided; ``state_dict`` is that of ``nn.BatchNorm`` too. The pipeline calls
-    :meth:`begin` and :meth:`commit`; without a pipeline, call them around the micro-batches of each
+    ``begin`` and ``commit``; without a pipeline, call them around the micro-batches of each
     mini-batch, or nothing is updated.
 
     The constructor's arguments are those of ``nn.BatchNorm2d``. The input is
@@ -70,7 +70,7 @@ class DeferredBatchNorm(BatchNorm):
                 running.lerp_(latest.to(running), self.momentum)
 
     def moments(self) -> Tensor:
-        """Return what was recorded since :meth:`begin` in one tensor, zeros if nothing was.
+        """Return what was recorded since ``begin`` in one tensor, zeros if nothing was.
 
         Its first value is the number of values a channel; then come their means and the sums of
         their squared distances from it: ``(1 + 2 * num_features,)``, of float64.
@@ -84,14 +84,14 @@ class DeferredBatchNorm(BatchNorm):
         return moments
 
     def join_moments(self, of_all: Sequence[Tensor]) -> None:
-        """Set what was recorded to what :meth:`moments` returned in several processes together."""
+        """Set what was recorded to what ``moments`` returned in several processes together."""
         f = self.num_features
         joined = reduce(_joined, [(each[0], each[1 : 1 + f], each[1 + f :]) for each in of_all])
         if self._moments is not None or joined[0]:  # on a GPU the host waits, without samples only
             self._moments = joined
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a micro-batch; in training, record its statistics for :meth:`commit`.
+        """Normalise a micro-batch; in training, record its statistics for ``commit``.
 
         Returns:
             A tensor of the input's shape and dtype.

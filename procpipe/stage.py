@@ -81,15 +81,15 @@ class Stage(LocalLayers):
             parameters: each stage has a copy, with the same value and, after each call, the same
             gradient. If the model was built on the meta device, only this stage's layers get
             memory; they are initialised by their ``reset_parameters()``, with values that do not
-            depend on the balance. By an attribute ``keys`` ``procpipe.state`` maps its keys to
-            those in files.
+            depend on the balance. If it has an attribute ``keys``, ``procpipe.state`` maps its keys
+            by that to those in files.
         balance: number of layers in each partition, of which each stage runs one, or as many as
             ``schedule`` says; or ``"time"`` or ``"size"`` to have rank 0 find it from ``sample``.
             If left out, it is found from the layers' parameters and forward FLOPs (on the meta
             device: nothing is computed), or parameters alone where no sample is known, and rank 0
             prints it. Without a launcher it is checked, but all layers are in one partition.
         sample: what a balance is found from: a mini-batch's input, a dict of named inputs, or
-            :class:`~procpipe.balance.Inputs` of several. For ``"time"`` and ``"size"`` on rank 0;
+            ``procpipe.balance.Inputs`` of several. For ``"time"`` and ``"size"`` on rank 0;
             without a balance on every rank, by default the model's attribute ``sample`` (a tuple or
             dict of inputs).
         replicas: number of pipelines of this model, of equally many processes each. Each reads data
@@ -107,7 +107,7 @@ class Stage(LocalLayers):
             procpipe.plan.task.Plan`` of the numbers of micro-batches and of stages, whose plan also
             says what is recomputed. ``stage(input)`` always runs all micro-batches forward, then
             all backward. See docs/schedules.md.
-        deferred_batch_norm: replace batch normalisation by :class:`~procpipe.DeferredBatchNorm`.
+        deferred_batch_norm: replace batch normalisation by ``procpipe.DeferredBatchNorm``.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target, of
             one micro-batch: the mean over its samples, or over what ``loss_weight`` counts, 0-dim.
             Runs on the last stage. Parameters of its own are not among ``parameters()``.
@@ -116,7 +116,7 @@ class Stage(LocalLayers):
             ``loss_fn.num_counted(target)``, where ``loss_fn`` has that method (those of procpipe
             have); else the number of samples. A micro-batch of weight 0 is left out, even if its
             loss is NaN. If all weights are 0, loss and gradients are 0, with one warning.
-        check_loss: raise :class:`~procpipe.NonFiniteLossError` when a micro-batch's loss is NaN or
+        check_loss: raise ``procpipe.NonFiniteLossError`` when a micro-batch's loss is NaN or
             infinite, before its backward; on GPUs the last stage's host then waits for each loss.
         check_tied: compare the copies of parameters and buffers that several stages use before each
             training call, and raise ``RuntimeError`` on every rank if they differ; otherwise before

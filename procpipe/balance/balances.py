@@ -50,7 +50,7 @@ def balance_by_time(
             random number generators are not changed either.
         sample: one micro-batch, not changed: what the model's one input is, a tensor
             ``(batch/m, …)`` or nested tuples, lists and dicts; or
-            :class:`~procpipe.balance.Inputs` of several. It should have the size used in training.
+            ``procpipe.balance.Inputs`` of several. It should have the size used in training.
         timeout: seconds to spend; each layer is measured at least once.
         device: where copies of the layers run, one at a time; by default the sample's.
 
@@ -60,7 +60,7 @@ def balance_by_time(
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
-            stage (:class:`~procpipe.errors.BoundaryError`).
+            stage (``procpipe.errors.BoundaryError``).
         BalanceError: ``partitions`` is less than 1, or more than there are layers.
         ValueError: the model holds a layer twice; or it, the sample or ``device`` is meta, which
             computes nothing.
@@ -93,7 +93,7 @@ def balance_by_size(
 
     Args:
         partitions: their number, from 1 to the number of layers.
-        module: the model, not changed, as in :func:`balance_by_time`.
+        module: the model, not changed, as in ``balance_by_time``.
         input: a mini-batch ``(batch, …)``, not changed, otherwise as the sample there; it is
             scattered as by ``Stage``.
         chunks: micro-batches in a mini-batch; the activations of the first count, which is the
@@ -108,7 +108,7 @@ def balance_by_size(
         bytes, and of those with the same none is more even.
 
     Raises:
-        TypeError: as in :func:`balance_by_time`; or the input has no tensor to scatter.
+        TypeError: as in ``balance_by_time``; or the input has no tensor to scatter.
         BalanceError: ``partitions`` is less than 1, or more than there are layers.
         ValueError: ``chunks`` is less than 1, or ``param_scale`` negative; or tensors of the input
             have different numbers of samples.

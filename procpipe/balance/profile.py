@@ -71,7 +71,7 @@ def profile_layers(
     Args:
         module: the model, not changed.
         sample: one micro-batch, not changed: what the model's one input is, a tensor
-            ``(batch/m, …)`` or nested tuples, lists and dicts; or :class:`Inputs` of several.
+            ``(batch/m, …)`` or nested tuples, lists and dicts; or ``Inputs`` of several.
         target: the second argument of the loss, if it has one.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target; measured as
             a last layer.
@@ -83,7 +83,7 @@ def profile_layers(
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or a layer returns what cannot leave a
-            stage (:class:`~procpipe.errors.BoundaryError`).
+            stage (``procpipe.errors.BoundaryError``).
         ValueError: the model holds a layer twice; it, the sample or ``device`` is meta, which
             computes nothing, and ``flops_per_s`` is not given; or the loss is no 0-dim tensor.
     """

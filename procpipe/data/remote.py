@@ -1,6 +1,6 @@
 """The placeholder for a value that lives on another rank.
 
-``stage(input)`` returns the real output on the last stage and a :class:`Remote` elsewhere, so that
+``stage(input)`` returns the real output on the last stage and a ``Remote`` elsewhere, so that
 one loss code, without a branch on the rank, does the right thing on every rank:
 
     output = stage(input)                        rank 3: a tensor     rank 0: a Remote
@@ -61,8 +61,8 @@ class Remote:
     """Stands for a tensor, or a nested value of tensors, that lives on another rank.
 
     Torch functions and operators, attributes (``output.logits``) and items (``output[0]``) give
-    another Remote of the same rank, whose :meth:`backward` is the same; under ``torch.no_grad()``,
-    and from :meth:`detach`, one that has none.
+    another Remote of the same rank, whose ``backward`` is the same; under ``torch.no_grad()``,
+    and from ``detach``, one that has none.
 
     Args:
         rank: the rank that holds the value; of several that do, one.
@@ -92,7 +92,7 @@ class Remote:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether :meth:`backward` has anything to run."""
+        """Whether ``backward`` has anything to run."""
         return bool(self._passes)
 
     def detach(self) -> Remote:

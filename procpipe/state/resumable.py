@@ -76,7 +76,7 @@ class Resumable:
         return {"given": self._given, "start": self._start, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position that :meth:`state_dict` returned, when next iterated over."""
+        """Go on from a position that ``state_dict`` returned, when next iterated over."""
         self._resume = state
 
     def _begin(self) -> Iterator[Any]:
@@ -136,7 +136,7 @@ def states_of_generators(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_generators(saved: dict[str, Any], device: torch.device | None = None) -> None:
-    """Set the generators to what :func:`states_of_generators` returned, also in another process."""
+    """Set the generators to what ``states_of_generators`` returned, also in another process."""
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     if device is not None and device.type == "cuda" and "cuda" in saved:

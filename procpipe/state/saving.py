@@ -57,7 +57,7 @@ def save(
         module: the stage; or any module, in a process of its own.
         optimizer: of this rank's parameters; or several.
         extra: plain values, and objects with ``state_dict()`` and ``load_state_dict()`` such as a
-            learning rate scheduler or a :class:`Resumable`, by name; the same names on every rank.
+            learning rate scheduler or a ``Resumable``, by name; the same names on every rank.
             Numbers of NumPy are saved as those of Python.
         step: becomes part of the saved state's name; rank 0's counts.
         keep: how many saved states to leave in the folder, this one included; None for all.

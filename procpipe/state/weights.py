@@ -51,7 +51,7 @@ def load_weights(
 
     Args:
         path: a state dict that ``torch.save`` wrote; a ``.safetensors`` file; a folder of such, as
-            :func:`export` and Hugging Face make it; or its index, also of files of ``torch.save``.
+            ``export`` and Hugging Face make it; or its index, also of files of ``torch.save``.
         module: the stage; or any module with these keys.
         keys: returns for each key of the full model the key in the file. By default the attribute
             ``keys`` of the ``nn.Sequential`` (that the stage was built from), if it has one;
@@ -104,7 +104,7 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, keys: Keys | None
         path: a folder that is empty, or not there yet; or a file that is not there yet, whose name
             ends in ``.pt``, ``.pth`` or ``.bin``. Shared by all ranks.
         module: the stage; or any module.
-        keys: what each key of the full model is to be called; see :func:`load_weights`, which reads
+        keys: what each key of the full model is to be called; see ``load_weights``, which reads
             the files again with the same ``keys``. Names of one parameter may become one key.
 
     Raises:

@@ -145,8 +145,8 @@ def test_a_successful_run_on_a_terminal():
     assert "rank 1, step" not in ended.out
     *_, left_behind, done, nothing = ended.out.split("\n")
     left_behind = left_behind.lstrip("\r")
-    assert left_behind.startswith("procpipe: ended what the run had left behind: s")
-    assert left_behind.count("sleep") == 3
+    assert left_behind.startswith("procpipe: ended what the run had left behind: ")
+    assert left_behind.count("sh (process ") == 3
     assert done.startswith("procpipe: done in ")
     assert nothing == ""
     assert ended.raw.rindex("\x1b[?25h") > ended.raw.rindex("\x1b[?25l"), "the cursor is hidden"
