@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.microbatch import scatter_like
-from procpipe.data.upload import uploaded
+from procpipe.data.microbatch import scatter_like, uploaded
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -48,14 +47,6 @@ class Loss:
     def __post_init__(self) -> None:
         if self.weight is None:
             self.weight = getattr(self.function, "num_counted", None)
-
-    def check(self) -> None:
-        """Check that there is a loss function."""
-        if self.function is None:
-            raise ValueError(
-                "step() needs a loss: give Stage(…, loss_fn=…), or call stage(input) and run the "
-                "loss of its output backward"
-            )
 
     def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Tensor:
         """Return the mean loss of one micro-batch, 0-dim.
@@ -126,13 +117,12 @@ class Loss:
             )
         return found
 
-    def note(self, weight: float) -> None:
-        """Warn, once, if the mini-batch of a ``step`` counts nothing."""
-        if weight == 0:
-            self._warn(
-                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0"
-            )
+    def warn_of_zero(self) -> None:
+        """Warn, once, that the mini-batch of a ``step`` counts nothing."""
+        self._warn(
+            "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+            "gradients are 0"
+        )
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
@@ -158,8 +148,16 @@ class MeanLoss:
     get_whole: Callable[[], float]
     total_weight: float | None = None  # what the sum is divided by; None for what all count
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
+    #: Of each micro-batch, what makes the loss of its output; see :meth:`Loss.of`.
+    of: list[Callable[[Any], Tensor]] = field(init=False)
     #: Of the micro-batches' losses, once the first is needed.
     _gradients: Sequence[Tensor] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self.of = [
+            partial(self.loss.of, target=target, is_left_out=not weight)
+            for target, weight in zip(self.targets, self.weights, strict=True)
+        ]
 
     @cached_property
     def _whole(self) -> float:
@@ -170,10 +168,6 @@ class MeanLoss:
         total = self._whole if self.total_weight is None else self.total_weight
         shares = [weight / total if total else 0.0 for weight in self.weights]
         return uploaded(torch.tensor(shares, dtype=torch.float64), device).to(dtype)
-
-    def of(self, i: int, output: Any) -> Tensor:
-        """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
-        return self.loss.of(output, self.targets[i], is_left_out=not self.weights[i])
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""

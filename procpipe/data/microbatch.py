@@ -1,4 +1,4 @@
-"""Scatters a mini-batch over micro-batches, and gathers the outputs of micro-batches.
+"""Scatters a mini-batch over micro-batches, and gathers their outputs; brings tensors to a device.
 
 Sizes are those of ``torch.chunk``: a batch of 10 in 4 chunks makes 3 + 3 + 3 + 1, and a batch
 smaller than ``chunks`` makes fewer micro-batches. So their number and sizes may change with every
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from procpipe.torch_internals import pytree
-from procpipe.tree import check_leaves, in_words, place_of
+from procpipe.tree import Structure, check_leaves, flatten, in_words, map_tensors, place_of
 
 
 @dataclass(eq=False, slots=True)
@@ -48,21 +48,30 @@ def _is_whole(value: Any) -> bool:
     return type(value) is NoChunk
 
 
-def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
-    """Return the inputs of each of at most ``chunks`` micro-batches, and their sizes.
+def checked_chunks(chunks: int) -> int:
+    """Return the number of micro-batches; ``TypeError`` or ``ValueError`` if it is none."""
+    if not isinstance(chunks, int):
+        raise TypeError(f"chunks must be an int, not {chunks!r}")
+    if chunks < 1:
+        raise ValueError(
+            f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch: give 1 or more"
+        )
+    return chunks
+
+
+def scatter(inputs: Any, chunks: int) -> tuple[list[list[Tensor]], Structure, list[int]]:
+    """Divide inputs over at most ``chunks`` micro-batches.
 
     Inputs are a tuple, or a dict by position and name, of nested tensors ``(batch, …)``, which
     become views; ``NoChunk`` tensors and plain values are repeated.
+
+    Returns:
+        Each micro-batch's tensors, the structure that they are in, and the micro-batches' sizes.
 
     Raises:
         TypeError: there is no tensor to scatter, or a value of another type (``BoundaryError``).
         ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
     """
-    if type(inputs) is tuple and len(inputs) == 1:
-        (only,) = inputs
-        if isinstance(only, Tensor) and only.dim() and len(only):
-            parts = only.chunk(chunks)
-            return [(part,) for part in parts], [len(part) for part in parts]
     batch_size = _num_samples(inputs, "input")
     if batch_size is None:
         raise TypeError(
@@ -74,9 +83,11 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
             f"the batch is empty (the input is {in_words(inputs)}): pass at least one sample, or "
             "skip this mini-batch on every rank"
         )
-    step = math.ceil(batch_size / chunks)
+    step = math.ceil(batch_size / checked_chunks(chunks))
     sizes = [min(step, batch_size - start) for start in range(0, batch_size, step)]
-    return _divide(inputs, sizes), sizes
+    rows, spec = _divided(inputs, sizes)
+    _, structure = flatten(pytree.tree_unflatten(rows[0], spec))
+    return [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in rows], structure, sizes
 
 
 def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
@@ -89,7 +100,8 @@ def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
         ValueError: a tensor without dimensions, or with another batch size than the inputs.
     """
     _num_samples(target, "target", sum(sizes), "the input")
-    return _divide(target, sizes)
+    rows, spec = _divided(target, sizes)
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
 
 def gather(outputs: list[Any]) -> Any:
@@ -144,10 +156,10 @@ def _num_samples(value: Any, where: str, size: int | None = None, other: str = "
     return size
 
 
-def _divide(value: Any, sizes: Sequence[int]) -> list[Any]:
+def _divided(value: Any, sizes: Sequence[int]) -> tuple[list[tuple[Any, ...]], pytree.TreeSpec]:
+    """Return each micro-batch's leaves of a value, and its containers."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
-    parts = [_parts_of(leaf, sizes) for leaf in leaves]
-    return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(len(sizes))]
+    return list(zip(*[_parts_of(leaf, sizes) for leaf in leaves], strict=True)), spec
 
 
 def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
@@ -160,3 +172,26 @@ def _merged(leaves: tuple[Any, ...]) -> Any:
     if isinstance(leaves[0], Tensor):
         return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
     return None if all(leaf is None for leaf in leaves) else list(leaves)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a nested value with its tensors on a device; the host waits for no device."""
+    if isinstance(value, Tensor):
+        return uploaded(value, device)
+    return map_tensors(lambda tensor: uploaded(tensor, device), value)
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, as ``tensor.to(device)``; does not wait for the device.
+
+    A copy from ordinary memory waits for all work queued on the stream. One from pinned memory does
+    not, but that memory must not change until the device has read it, and a user may fill it with
+    the next mini-batch. So a tensor is first copied into pinned memory of torch's allocator, which
+    reuses it once the device has read it:
+
+        user's tensor ── host copies ──> pinned memory ══ the device copies, later ══> GPU
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return tensor.to(device)
+    pinned = torch.empty_like(tensor, memory_format=torch.preserve_format, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from procpipe.compute.segment import Enter
 from procpipe.data.loss import MeanLoss
-from procpipe.data.microbatch import gather
-from procpipe.data.upload import uploaded
-from procpipe.tree import Flat, flatten, unflatten
+from procpipe.data.microbatch import gather, uploaded
+from procpipe.tree import Flat, Structure, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -86,13 +85,17 @@ class MiniBatch:
     mean: Tensor | None = None
     weight: float = 0.0
 
-    def add_inputs(self, parts: Sequence[Inputs], device: torch.device) -> None:
-        """Take a model's inputs, scattered, to the first stage's device."""
+    def add_inputs(
+        self, parts: Sequence[list[Tensor]], structure: Structure, device: torch.device
+    ) -> None:
+        """Take a model's inputs, as :func:`scatter` returns them, to the first stage's device."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
-        for tensors, structure in map(flatten, parts):
+        for tensors in parts:
             wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
-            moved = [uploaded(tensor.detach(), device) for tensor in tensors]
+            moved = [tensor.detach() for tensor in tensors]
+            if any(tensor.device != device for tensor in moved):
+                moved = [uploaded(tensor, device) for tensor in moved]
             flats.append(Flat(moved, structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
         self.inputs, self.requiring = flats, requiring

@@ -45,6 +45,8 @@ class Reduction(Replicas):
         meet: waits until all of them are in this call.
     """
 
+    has_others = True
+
     def __init__(
         self, group: Group, device: torch.device, log: Log, meet: Callable[[], object]
     ) -> None:

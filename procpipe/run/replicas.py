@@ -27,6 +27,9 @@ Parameters = Iterable[nn.Parameter]
 class Replicas:
     """What a stage adds up with others: nothing, as there are none."""
 
+    #: Whether there are; if not, a step calls none of these methods.
+    has_others = False
+
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of all replicas the values of replica 0."""
 

@@ -43,6 +43,8 @@ class Sharded(Replicas):
         TypeError: one of these layers is sharded.
     """
 
+    has_others = True
+
     def __init__(
         self,
         partitions: Mapping[int, Iterable[str]],

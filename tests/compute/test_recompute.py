@@ -6,9 +6,11 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
-from procpipe.compute.recompute import Autocast, is_checkpointing, is_recomputing, phase
+from procpipe.compute.recompute import Autocast, is_checkpointing, is_recomputing
 from tests.cases import for_each
+from tests.compute.segments import forward, received, segment_of
 
 CPU = torch.device("cpu")
 
@@ -17,24 +19,36 @@ def phases():
     return is_checkpointing(), is_recomputing()
 
 
-def test_a_layer_can_detect_its_phase():
-    assert phases() == (False, False)
-    with phase("checkpointing"):
-        assert phases() == (True, False)
-        with phase("recomputing"):
-            assert phases() == (False, True)
-    with pytest.raises(ZeroDivisionError), phase("recomputing"):
-        raise ZeroDivisionError
-    assert phases() == (False, False)
+class Seeing(nn.Module):
+    """Notes in which phase it is called, and how another thread sees that; fails in the end."""
 
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-def test_other_threads_have_phases_of_their_own():
-    seen = []
-    with phase("checkpointing"):
-        thread = threading.Thread(target=lambda: seen.append(is_checkpointing()))
+    def forward(self, x):
+        self.seen.append(phases())
+        thread = threading.Thread(target=lambda: self.seen.append(phases()))
         thread.start()
         thread.join()
-    assert seen == [False]
+        if len(self.seen) > 6:
+            raise ZeroDivisionError
+        return x * 2
+
+
+def test_a_layer_can_detect_its_phase():
+    layer, x = Seeing(), received(torch.ones(2))
+    segment = segment_of(layer)
+    forward(segment, 0, x, keep=True, recompute=False)
+    forward(segment, 1, x, keep=True, recompute=True)
+    assert phases() == (False, False)
+    segment.recompute(1)
+    with pytest.raises(ZeroDivisionError):
+        forward(segment, 2, x, keep=True, recompute=True)
+
+    plain, first, again = (False, False), (True, False), (False, True)
+    assert layer.seen == [plain, plain, first, plain, again, plain, first, plain]
+    assert phases() == plain
 
 
 def autocast_now():
