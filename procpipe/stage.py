@@ -305,7 +305,10 @@ class Stage(LocalLayers):
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
             if batch.weight == 0 and is_last and (self.replica == 0 or not order.is_shared):
-                self._loss.warn_of_zero()
+                self._loss.warn_once(
+                    "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                    "gradients are 0"
+                )
             self._last_weight = batch.weight
             assert batch.mean is not None, "every step ends with a loss on every rank"
             return batch.mean  # step 10
@@ -602,11 +605,10 @@ class Stage(LocalLayers):
 
     def _scattered(self, inputs: Inputs) -> tuple[MiniBatch, dict[str, Any]]:
         """Return a mini-batch, on the first rank scattered, and what that decides of the call."""
-        batch = MiniBatch()
         if self._grid.stage != 0:
-            return batch, {}
+            return MiniBatch(), {}
         parts, structure, sizes = scatter(inputs, self.chunks)  # step 1
-        batch.add_inputs(parts, structure, self.device)
+        batch = MiniBatch(parts, structure)
         keeps = self.training and torch.is_grad_enabled()
         again = tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else ()
         return batch, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
@@ -629,6 +631,7 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
+        batch.add_inputs(self.device)
         if self._cut.ties and order.is_training and order.is_kept:
             self._tied.check_equal(self._coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
@@ -97,7 +97,7 @@ class Loss:
             leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
             known = [t for t in leaves if t.dtype == torch.int64 and t.device.type == "cpu"]
             if not self._has_warned and any((tensor == IGNORED).any() for tensor in known):
-                self._warn(
+                self.warn_once(
                     f"a target holds {IGNORED}, which losses leave out, but each micro-batch "
                     "counts as many times as it has samples: give Stage(…, loss_weight=lambda "
                     f"target: (target != {IGNORED}).sum()) for the mean over all that count"
@@ -117,14 +117,8 @@ class Loss:
             )
         return found
 
-    def warn_of_zero(self) -> None:
-        """Warn, once, that the mini-batch of a ``step`` counts nothing."""
-        self._warn(
-            "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-            "gradients are 0"
-        )
-
-    def _warn(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
+        """Warn of weights, unless that was done before."""
         if not self._has_warned:
             self._has_warned = True
             warn(f"{text}; this warning is given once", RuntimeWarning)
@@ -148,16 +142,8 @@ class MeanLoss:
     get_whole: Callable[[], float]
     total_weight: float | None = None  # what the sum is divided by; None for what all count
     accumulate: int = 1  # of how many mini-batches this is one whose gradients are added up
-    #: Of each micro-batch, what makes the loss of its output; see :meth:`Loss.of`.
-    of: list[Callable[[Any], Tensor]] = field(init=False)
     #: Of the micro-batches' losses, once the first is needed.
     _gradients: Sequence[Tensor] = field(default=(), init=False)
-
-    def __post_init__(self) -> None:
-        self.of = [
-            partial(self.loss.of, target=target, is_left_out=not weight)
-            for target, weight in zip(self.targets, self.weights, strict=True)
-        ]
 
     @cached_property
     def _whole(self) -> float:
@@ -168,6 +154,10 @@ class MeanLoss:
         total = self._whole if self.total_weight is None else self.total_weight
         shares = [weight / total if total else 0.0 for weight in self.weights]
         return uploaded(torch.tensor(shares, dtype=torch.float64), device).to(dtype)
+
+    def of(self, i: int, output: Any) -> Tensor:
+        """Return the loss of micro-batch ``i``; see :meth:`Loss.of`."""
+        return self.loss.of(output, self.targets[i], is_left_out=not self.weights[i])
 
     def gradient(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward pass of a micro-batch's loss begins."""

@@ -15,8 +15,10 @@ mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -72,7 +74,8 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[list[Tensor]], Structure, li
         TypeError: there is no tensor to scatter, or a value of another type (``BoundaryError``).
         ValueError: a tensor without dimensions, tensors of different batch size, or an empty batch.
     """
-    batch_size = _num_samples(inputs, "input")
+    leaves, join = _opened(inputs)
+    batch_size = _num_samples(inputs, leaves, "input")
     if batch_size is None:
         raise TypeError(
             "the input holds no tensor to scatter over micro-batches: pass at least one "
@@ -85,8 +88,8 @@ def scatter(inputs: Any, chunks: int) -> tuple[list[list[Tensor]], Structure, li
         )
     step = math.ceil(batch_size / checked_chunks(chunks))
     sizes = [min(step, batch_size - start) for start in range(0, batch_size, step)]
-    rows, spec = _divided(inputs, sizes)
-    _, structure = flatten(pytree.tree_unflatten(rows[0], spec))
+    rows = _divided(leaves, sizes)
+    _, structure = flatten(join(rows[0]))
     return [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in rows], structure, sizes
 
 
@@ -99,9 +102,9 @@ def scatter_like(target: Any, sizes: Sequence[int]) -> list[Any]:
         BoundaryError: the target holds an object of another type.
         ValueError: a tensor without dimensions, or with another batch size than the inputs.
     """
-    _num_samples(target, "target", sum(sizes), "the input")
-    rows, spec = _divided(target, sizes)
-    return [pytree.tree_unflatten(row, spec) for row in rows]
+    leaves, join = _opened(target)
+    _num_samples(target, leaves, "target", sum(sizes), "the input")
+    return list(map(join, _divided(leaves, sizes)))
 
 
 def gather(outputs: list[Any]) -> Any:
@@ -130,12 +133,23 @@ def gather(outputs: list[Any]) -> Any:
     return pytree.tree_unflatten(map(_merged, zip(*flat, strict=True)), specs[0])
 
 
-def _num_samples(value: Any, where: str, size: int | None = None, other: str = "") -> int | None:
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the leaves of a value, and what makes such a value of others; first what is usual."""
+    if isinstance(value, Tensor):
+        return [value], itemgetter(0)
+    if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
+        return list(value), tuple
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
+    return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+
+def _num_samples(
+    value: Any, leaves: Sequence[Any], where: str, size: int | None = None, other: str = ""
+) -> int | None:
     """Return how many samples a value's tensors have; None if it holds none to be divided.
 
     ``where`` names the value. If ``size`` is given, these must have as many, as ``other`` has.
     """
-    leaves = pytree.tree_leaves(value, is_leaf=_is_whole)
     check_leaves(value, leaves, where, others=(NoChunk,))
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -156,10 +170,10 @@ def _num_samples(value: Any, where: str, size: int | None = None, other: str = "
     return size
 
 
-def _divided(value: Any, sizes: Sequence[int]) -> tuple[list[tuple[Any, ...]], pytree.TreeSpec]:
-    """Return each micro-batch's leaves of a value, and its containers."""
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
-    return list(zip(*[_parts_of(leaf, sizes) for leaf in leaves], strict=True)), spec
+def _divided(leaves: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Return each micro-batch's leaves."""
+    parts = [_parts_of(leaf, sizes) for leaf in leaves]
+    return [[part[i] for part in parts] for i in range(len(sizes))]
 
 
 def _parts_of(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from procpipe.compute.segment import Enter
 from procpipe.data.loss import MeanLoss
 from procpipe.data.microbatch import gather, uploaded
-from procpipe.tree import Flat, Structure, unflatten
+from procpipe.tree import TENSOR, Flat, Structure, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -68,6 +68,9 @@ def inputs_and_target(
 class MiniBatch:
     """What the programs of one stage work on, and what they leave."""
 
+    #: On the first stage, what ``scatter`` returns of the model's inputs.
+    parts: Sequence[list[Tensor]] = ()
+    structure: Structure = TENSOR
     #: On the first stage, each micro-batch's inputs, detached, on its device; and of each the
     #: tensors that require a gradient, as the user gave them.
     inputs: Sequence[Flat] = ()
@@ -85,20 +88,18 @@ class MiniBatch:
     mean: Tensor | None = None
     weight: float = 0.0
 
-    def add_inputs(
-        self, parts: Sequence[list[Tensor]], structure: Structure, device: torch.device
-    ) -> None:
-        """Take a model's inputs, as :func:`scatter` returns them, to the first stage's device."""
+    def add_inputs(self, device: torch.device) -> None:
+        """Take the model's inputs to the first stage's device."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
-        for tensors in parts:
+        for tensors in self.parts:
             wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
             moved = [tensor.detach() for tensor in tensors]
             if any(tensor.device != device for tensor in moved):
                 moved = [uploaded(tensor, device) for tensor in moved]
-            flats.append(Flat(moved, structure, wants))
+            flats.append(Flat(moved, self.structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
-        self.inputs, self.requiring = flats, requiring
+        self.inputs, self.requiring, self.parts = flats, requiring, ()
 
     def send_back(self) -> None:
         """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""

@@ -245,15 +245,7 @@ class Runner:
         else:
             of_kind = segment.recompute if task.kind == RECOMPUTE else segment.backward_weight
             work = self.log.of_task(task, partial(of_kind, task.i))  # step 9
-        around = self.replicas.around(step, segment)
-        if around is None:
-            return work
-
-        def surrounded() -> None:
-            with around():
-                work()
-
-        return surrounded
+        return self.replicas.around(step, segment, work)
 
     def _bound_forward(self, step: Run, *, keep: bool) -> Step:
         slots, (_, i, j) = self._slots, step.task
@@ -273,7 +265,7 @@ class Runner:
             batch = self._batch
             inputs = [batch.inputs[i]] if j == 0 else [take() for take in takes]
             loss = batch.loss if is_last else None
-            made = run_layers(inputs, None if loss is None else loss.of[i])  # step 4
+            made = run_layers(inputs, None if loss is None else partial(loss.of, i))  # step 4
             if is_last:
                 batch.outputs[i] = made[0]
             for k, message in zip(places, made, strict=False):  # the model's output stays here
