@@ -237,6 +237,8 @@ class Segment:
             self._run(this, autocast=autocast)
         finally:
             phase.reset(token)
+            if autocast is not None:
+                autocast.close()
             if random is not None:
                 random.put()
             if buffers is not None:
