@@ -34,7 +34,7 @@ from torch.amp import GradScaler
 from procpipe import build
 from procpipe.compute.wrappers import check_not_sharded, refuse_wrappers_of
 from procpipe.data.loss import Loss, MeanLoss, divisors
-from procpipe.data.microbatch import scatter, scatter_like
+from procpipe.data.microbatch import checked_chunks, on_device, scatter, scatter_like
 from procpipe.data.minibatch import (
     UNSET,
     Inputs,
@@ -44,12 +44,11 @@ from procpipe.data.minibatch import (
     join_outputs,
 )
 from procpipe.data.remote import Remote, check_held, holder_of
-from procpipe.data.upload import on_device
 from procpipe.errors import StageClosedError
 from procpipe.gradients import clip_together, connect_scaler
 from procpipe.job.world import DEFAULT_STALL_TIMEOUT_S, DEFAULT_TIMEOUT_S, World
 from procpipe.local_layers import LocalLayers
-from procpipe.model.arguments import checked_chunks, checked_replicas, ranks_of
+from procpipe.model.arguments import checked_replicas, ranks_of
 from procpipe.model.cut import check_model
 from procpipe.plan.schedules.gpipe import recomputed
 from procpipe.plan.schedules.named import schedule_of
@@ -209,6 +208,7 @@ class Stage(LocalLayers):
                 defers_batch_norm=self._defers_batch_norm,
             )
             self.balance, self.placement = cut.balance, list(cut.placement)
+            self._output_rank = self._grid.rank_of(cut.placement[-1])
             self._adopt(cut, is_training=module.training)
             self._checks_tied = bool(check_tied)
             if isinstance(loss_fn, nn.Module) and self.rank == self._output_rank:
@@ -281,11 +281,15 @@ class Stage(LocalLayers):
                 replica has another ``accumulate`` or ``total_weight``.
         """
         with self._calls.together("step") as pipeline:
-            self._loss.check()
+            if self._loss.function is None:
+                raise ValueError(
+                    "step() needs a loss: give Stage(…, loss_fn=…), or call stage(input) and run "
+                    "the loss of its output backward"
+                )
             is_first, is_last = self._grid.stage == 0, self.rank == self._output_rank
             given, target = inputs_and_target(inputs, named, target, is_read=is_first)
-            parts, decided = self._scattered(given)
-            if is_first:
+            batch, decided = self._scattered(given)
+            if is_first and (total_weight is not None or accumulate is not None):
                 decided |= divisors(total_weight, accumulate)
             if is_first and not is_last and target is not None:
                 decided["target"] = self._batches.delivered(target) or SENT
@@ -293,7 +297,6 @@ class Stage(LocalLayers):
             order = self._begin_call("step", **decided)
             if is_first and order.target == SENT:
                 pipeline.wires.send_target(target)
-            batch = MiniBatch.of(parts, self.device)  # while others begin
             counted = None  # elsewhere than on the last stage
             if is_last:
                 batch.loss = self._mean_loss(pipeline, order, target)
@@ -301,8 +304,11 @@ class Stage(LocalLayers):
             self._coordinator.announce(order, counted)
             self._run_mini_batch(pipeline, order, batch)
             batch.send_back()
-            if batch.loss is not None and (self.replica == 0 or not order.is_shared):
-                self._loss.note(batch.weight)
+            if batch.weight == 0 and is_last and (self.replica == 0 or not order.is_shared):
+                self._loss.warn_once(
+                    "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
+                    "gradients are 0"
+                )
             self._last_weight = batch.weight
             assert batch.mean is not None, "every step ends with a loss on every rank"
             return batch.mean  # step 10
@@ -348,9 +354,8 @@ class Stage(LocalLayers):
         """
         with self._calls.together("forward") as pipeline:
             given = inputs_of(inputs, named)
-            parts, decided = self._scattered(given)
+            batch, decided = self._scattered(given)
             order = self._begin_call("forward", **decided)
-            batch = MiniBatch.of(parts, self.device)
             self._coordinator.announce(order)
             if order.is_shared or self.replicas == 1:
                 self._num_forwards += 1
@@ -578,11 +583,6 @@ class Stage(LocalLayers):
 
     # -- one call, step by step -----------------------------------------------------------------
 
-    @property
-    def _output_rank(self) -> int:
-        """The rank of this replica that runs the last partition, and has the output."""
-        return self._grid.rank_of(self._cut.placement[-1])
-
     def _begin_call(self, call: str, **decided: Any) -> Order:
         """Begin a call, by its method's name; ``decided`` is what the first rank decides."""
         # A backward pass runs with gradients off on the rank where autograd calls it.
@@ -603,14 +603,15 @@ class Stage(LocalLayers):
                 pipeline.replicas.check_added_up(call)
             yield self._coordinator.agree_in_call
 
-    def _scattered(self, inputs: Inputs) -> tuple[Sequence[Inputs], dict[str, Any]]:
-        """Return each micro-batch's inputs, and what they decide; on the first rank."""
+    def _scattered(self, inputs: Inputs) -> tuple[MiniBatch, dict[str, Any]]:
+        """Return a mini-batch, on the first rank scattered, and what that decides of the call."""
         if self._grid.stage != 0:
-            return (), {}
-        parts, sizes = scatter(inputs, checked_chunks(self.chunks))  # step 1
+            return MiniBatch(), {}
+        parts, structure, sizes = scatter(inputs, self.chunks)  # step 1
+        batch = MiniBatch(parts, structure)
         keeps = self.training and torch.is_grad_enabled()
         again = tuple(sorted(recomputed(self.checkpoint, len(sizes)))) if keeps else ()
-        return parts, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
+        return batch, {"sizes": tuple(sizes), "recompute": again, "reduces": not self._keeps_own}
 
     def _mean_loss(self, pipeline: Runner, order: Order, target: Any) -> MeanLoss:
         """Return, on the last stage, the loss of a step; ``target`` is what the user gave here."""
@@ -630,13 +631,14 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
+        batch.add_inputs(self.device)
         if self._cut.ties and order.is_training and order.is_kept:
             self._tied.check_equal(self._coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:
             layer.begin()
         pipeline.run(order, batch)
         self._coordinator.meet()  # also where nothing has been added up
-        if order.is_training:
+        if order.is_training and pipeline.replicas.has_others:
             pipeline.replicas.end_forward(self.children())
         for layer in self._deferred:
             layer.commit()

@@ -43,35 +43,24 @@ from procpipe.torch_versions import RELEASE, TESTED
 BatchNorm = _BatchNorm
 pytree = _pytree
 
-_engine: Any = None
-if RELEASE in TESTED:
-    _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+#: Adds the gradients of all leaves that ``roots`` were computed from, given those of the roots.
+#: Like ``torch.autograd.backward``, but without its check of each gradient's shape, for which
+#: torch 2.13 imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s at first.
+run_backward: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], object] = torch.autograd.backward
+if RELEASE in TESTED and hasattr(torch.autograd.graph, "_engine_run_backward"):
+    run_backward = partial(
+        torch.autograd.graph._engine_run_backward,
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),  # all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 #: Returns whether this is within a transformation of ``torch.func``.
 #: Source: ``torch.autograd.Function.apply``,
 #: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
 are_functions_transformed: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
-
-
-def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Add the gradients of all leaves that ``roots`` were computed from.
-
-    Like ``torch.autograd.backward``, but without its check of each gradient's shape, for which
-    torch 2.13 imports sympy (``_make_grads`` in ``torch/autograd/__init__.py``): 0.6 s at first.
-    """
-    if _engine is None:
-        torch.autograd.backward(roots, gradients)
-        return
-    keep_graph = create_graph = False
-    _engine(
-        roots,
-        gradients,
-        keep_graph,
-        create_graph,
-        (),  # all leaves
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def has_accumulation_hooks(parameter: nn.Parameter) -> bool:

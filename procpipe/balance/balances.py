@@ -28,6 +28,7 @@ from procpipe.model.cut import check_model
 from procpipe.notes import progress, write_note
 from procpipe.planner.divide import check_num_partitions, divide
 from procpipe.run.coordinator import Agree
+from procpipe.tree import unflatten
 
 
 def balance_by_time(
@@ -137,7 +138,8 @@ def balance_by_size(
 def _first_micro_batch(sample: Any, module: nn.Sequential, chunks: int) -> Inputs:
     """Return the first of the micro-batches that a stage would make, which is the largest."""
     inputs = Inputs.of(sample, module)
-    values, named = scatter((inputs.values, inputs.named), chunks)[0][0]
+    (first, *_), structure, _ = scatter((inputs.values, inputs.named), chunks)
+    values, named = unflatten(first, structure)
     return Inputs(*values, **named)
 
 

@@ -27,12 +27,13 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from procpipe.channel.base import Sending, Transport, Wait
 from procpipe.channel.frames import READ_BYTES
 from procpipe.channel.mesh import Mesh
-from procpipe.channel.meta import Meta, block_of, decode, dense, encode, tensors_in
+from procpipe.channel.meta import Meta, block_of, decode, encode, tensors_in
 from procpipe.errors import BoundaryError, OverwrittenError
 from procpipe.tree import Flat, is_plain, versions_of
 
@@ -194,7 +195,10 @@ class Sender:
         return not self._mesh.has_unsent(self._peer)
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with its elements in the order in which they are to arrive."""
+        """Return a tensor with its elements one behind the other in memory, in whatever order.
+
+        Copies it if it is not so already. Lazy conjugation and negation are resolved.
+        """
         if not is_plain(tensor):
             cls = type(tensor)
             raise BoundaryError(
@@ -202,7 +206,13 @@ class Sender:
                 "would arrive as a plain tensor: give plain tensors "
                 "(x.as_subclass(torch.Tensor), x.dequantize())"
             )
-        return dense(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_contiguous():
+            return tensor
+        # This takes over the strides of tensors that are dense.
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        return tensor if is_dense else tensor.clone()
 
     def _check_unwritten(self, departure: _Departure) -> None:
         if departure.versions not in (None, versions_of(departure.tensors)):
@@ -261,7 +271,7 @@ class Receiver:
         posted = self._posted
         if not posted:
             assert self._num_allowed, "a message is taken that was never expected"
-            self._mesh.wait(lambda: posted, lambda: self._what, peer=self._peer)
+            self._mesh.wait(posted.__len__, lambda: self._what, peer=self._peer)
         meta, tensors, wait = posted.popleft()
         if wait is not None:
             self._mesh.check_open()

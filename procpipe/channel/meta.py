@@ -35,20 +35,6 @@ class TensorMeta(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with its elements one behind the other in memory, in whatever order.
-
-    Copies it if it is not so already. Lazy conjugation and negation are resolved.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor
-    # This takes over the strides of tensors that are dense.
-    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    return tensor if is_dense else tensor.clone()
-
-
 def elements(tensor: Tensor) -> Tensor:
     """Return a 1-D view of a dense tensor's elements, in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -14,7 +14,7 @@ else, the parameters included, must not change before it is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -42,15 +42,16 @@ class Buffers:
         self._version = 0
         self._modes: list[bool] = []
 
-    def read(self, modules: Iterable[nn.Module]) -> None:
-        """Find what the modules in the layers have now."""
-        self._modules = modules = list(modules)
+    def read(self) -> None:
+        """Find what the layers have now, as a user may replace modules, and note it."""
+        self._modules = modules = [m for layer in self._layers.values() for m in layer.modules()]
         # A parameter that several modules have is there several times.
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         places = [(module, name) for module in modules for name in module._buffers]
         if places != self._places:
             self._places, self._is_known = places, False
             self._changing = {place for place in places if "running_mean" in place[0]._buffers}
+        self.note()
 
     def note(self) -> None:
         """Note what no forward is known to change, as it is now."""

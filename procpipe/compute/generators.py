@@ -10,9 +10,11 @@ found here; ``compute.digests`` detects them.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,8 +30,9 @@ _UNUSED = (623, 624)
 
 
 class Generator(NamedTuple):
-    """One generator, by how its state is read and set."""
+    """One generator, by how its state is read and set; states can be compared."""
 
+    name: str
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
@@ -37,15 +40,32 @@ class Generator(NamedTuple):
 def generators(device: torch.device) -> list[Generator]:
     """Return torch's generators of the CPU and a GPU, Python's and, once it is loaded, NumPy's."""
     found = [
-        Generator(torch.get_rng_state, torch.set_rng_state),
-        Generator(random.getstate, random.setstate),
+        _of_torch(torch.default_generator.get_state, torch.set_rng_state),
+        Generator("random", random.getstate, random.setstate),
     ]
     if device.type == "cuda":
         get = partial(torch.cuda.get_rng_state, device)
-        found.append(Generator(get, partial(torch.cuda.set_rng_state, device=device)))
+        found.append(_of_torch(get, partial(torch.cuda.set_rng_state, device=device)))
     if draws := sys.modules.get(_NUMPY):
-        found.append(Generator(partial(draws.get_state, legacy=False), draws.set_state))
+        found.append(
+            Generator(
+                _NUMPY,
+                lambda: pickle.dumps(draws.get_state(legacy=False)),
+                lambda state: draws.set_state(pickle.loads(state)),
+            )
+        )
     return found
+
+
+def _of_torch(get: Callable[[], Tensor], set_state: Callable[[Tensor], None]) -> Generator:
+    def get_bytes() -> bytes:
+        state = get()
+        return string_at(state.data_ptr(), state.nbytes)
+
+    def set_bytes(state: bytes) -> None:
+        set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return Generator("torch", get_bytes, set_bytes)
 
 
 def check_numpy(known: Sequence[Generator]) -> None:
@@ -57,7 +77,7 @@ def check_numpy(known: Sequence[Generator]) -> None:
         RecomputeError: it has.
     """
     draws = sys.modules.get(_NUMPY)
-    if draws is None or known[-1].set is draws.set_state:
+    if draws is None or known[-1].name == _NUMPY:
         return
     state = draws.get_state(legacy=False)
     if state["has_gauss"] or state["state"].get("pos") not in _UNUSED:
@@ -68,39 +88,27 @@ def check_numpy(known: Sequence[Generator]) -> None:
 
 
 class RandomStates:
-    """The states of generators before a forward."""
+    """The states of generators before a forward.
+
+    Attributes:
+        states: each generator with its state.
+    """
 
     def __init__(self, generators: Sequence[Generator]) -> None:
-        self._states = [(each, each.get()) for each in generators]
+        self.states = [(each, each.get()) for each in generators]
 
     def forget_undrawn(self, later: RandomStates) -> None:
         """Forget the states of generators that a forward has not drawn from.
 
-        Most layers draw from none, and to set a state takes as long as to read it.
-
         Args:
             later: the same generators, after the forward.
         """
-        pairs = zip(self._states, later._states, strict=True)
-        self._states = [was for was, now in pairs if not _are_equal(was[1], now[1])]
+        pairs = zip(self.states, later.states, strict=True)
+        self.states = [was for was, now in pairs if was[1] != now[1]]
 
     def put(self) -> RandomStates:
         """Set the generators; return the states that they had."""
-        before = RandomStates([generator for generator, _ in self._states])
-        for generator, state in self._states:
+        before = RandomStates([generator for generator, _ in self.states])
+        for generator, state in self.states:
             generator.set(state)
         return before
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Compare two states of a generator; NumPy's are dicts of arrays, numbers and dicts."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        # Python's: 624 words that change together, of which a seed does not change the first, the
-        # place of the next one, and a stored normal number.
-        (_, words, rest), (_, other_words, other_rest) = one, other
-        return (words[1], words[-1], rest) == (other_words[1], other_words[-1], other_rest)
-    if isinstance(one, dict):
-        return all(_are_equal(value, other.get(key)) for key, value in one.items())
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

@@ -20,7 +20,7 @@ from procpipe.compute.skips import SkipPorts
 from procpipe.errors import BoundaryError, RecomputeError
 from procpipe.skip.skippable import declared
 from procpipe.skip.tracker import tracking
-from procpipe.tree import Structure, flatten, in_words, is_plain, versions_of
+from procpipe.tree import TENSOR, Structure, flatten, in_words, is_plain
 
 #: What the last stage of a ``step`` does to a micro-batch's output: ``loss_fn(output, target)``.
 Finish = Callable[[Any], Any]
@@ -85,7 +85,7 @@ class Layers:
             values: what comes from the partition before, or the model's inputs; then the skip
                 tensors of each source.
             finish: called last, with the output.
-            watched: tensors that no layer may change in place.
+            watched: tensors that no layer may change in place; none of inference mode.
 
         Returns:
             The output, then the skip tensors for each destination.
@@ -98,21 +98,23 @@ class Layers:
             made = [value, *self._skips.messages(tracker)]
         else:
             made = [self._run_layers(value, finish, watched)]
-        leaving = list(map(flatten, made))
-        for tensors, (containers, _) in leaving:
-            if '"procpipe.NoChunk"' in containers:
+        leaving = []
+        for one in made:
+            tensors, structure = ([one], TENSOR) if type(one) is Tensor else flatten(one)
+            if '"procpipe.NoChunk"' in structure[0]:
                 raise BoundaryError(
                     f"{self.where()} returned, or a layer before it stashed, a NoChunk, which is "
                     "for a mini-batch's inputs and target: return the tensor"
                 )
             for tensor in tensors:
                 self._check_can_leave(tensor)
+            leaving.append((tensors, structure))
         self._current = -1
         self._board.page.layer = ""
         return leaving
 
     def _run_layers(self, value: Any, finish: Finish | None, watched: Sequence[Tensor]) -> Any:
-        versions = versions_of(watched) if watched else None
+        versions = [tensor._version for tensor in watched]
         for k, call in enumerate(self._calls if finish is None else [*self._calls, finish]):
             self._current = k
             self._board.page.layer = self._shown[k]
@@ -121,7 +123,7 @@ class Layers:
             except Exception as error:
                 error.add_note(f"procpipe: {self.where()} was given {in_words(value)}")
                 raise
-            if watched and versions != versions_of(watched):
+            if watched and versions != [tensor._version for tensor in watched]:
                 raise RecomputeError(
                     f"{self.where()} changed its partition's input in place, so recomputing it "
                     "would start from the wrong values: make the change out of place (x = x + 1 "

@@ -10,15 +10,14 @@ backward are three tasks of a plan, with tasks of other micro-batches between th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
-_phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
-
-#: A context that does nothing.
-NOTHING: AbstractContextManager[None] = nullcontext()
+#: Which forward runs: ``"checkpointing"`` the first of two, ``"recomputing"`` the same again.
+phase: ContextVar[str] = ContextVar("procpipe forward phase", default="plain")
 
 
 def is_checkpointing() -> bool:
@@ -26,7 +25,7 @@ def is_checkpointing() -> bool:
 
     Source: torchgpipe 0.0.7, ``torchgpipe.is_checkpointing``.
     """
-    return _phase.get() == "checkpointing"
+    return phase.get() == "checkpointing"
 
 
 def is_recomputing() -> bool:
@@ -36,22 +35,7 @@ def is_recomputing() -> bool:
 
     Source: torchgpipe 0.0.7, ``torchgpipe.is_recomputing``.
     """
-    return _phase.get() == "recomputing"
-
-
-class phase:  # noqa: N801 - a function that makes contexts; a generator takes three times as long
-    """Runs a forward: ``"checkpointing"`` the first of two, ``"recomputing"`` the same again."""
-
-    __slots__ = ("_name", "_token")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._token = _phase.set(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        _phase.reset(self._token)
+    return phase.get() == "recomputing"
 
 
 class Autocast:
@@ -70,23 +54,21 @@ class Autocast:
         ]
         self.is_on = any(is_enabled for _, _, is_enabled, _ in self.settings)
 
-    def restored(self) -> AbstractContextManager[object]:
+    def restored(self) -> ExitStack:
         """Cast as at that moment for a while: a user may leave it before ``backward()``."""
-        return together(torch.autocast(*settings) for settings in self.settings)
+        return _entered(self.settings)
 
-    def off(self) -> AbstractContextManager[object]:
+    def off(self) -> ExitStack:
         """Turn autocast off for a backward pass, where a user has it on around a whole ``step``.
 
         Autograd repeats the dtypes of the forward pass; autocast would cast other operations too.
         """
-        if not self.is_on:
-            return NOTHING
-        return together(torch.autocast(on, enabled=False) for on, *_ in self.settings)
+        return _entered([(on, None, False) for on, *_ in self.settings if self.is_on])
 
 
-def together(contexts: Iterable[AbstractContextManager[object]]) -> ExitStack:
-    """Join contexts, which are entered now."""
+def _entered(settings: Iterable[tuple[Any, ...]]) -> ExitStack:
+    """Set autocast, until the result is closed."""
     stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
+    for each in settings:
+        stack.enter_context(torch.autocast(*each))
     return stack

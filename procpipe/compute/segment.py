@@ -27,7 +27,7 @@ Independent of other partitions and of the order of tasks, which the runner take
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,19 +40,16 @@ from procpipe.compute.buffers import BufferCopies, Buffers, put
 from procpipe.compute.digests import MINI_BATCHES, Digest, difference, digest_of
 from procpipe.compute.generators import Generator, RandomStates, check_numpy, generators
 from procpipe.compute.layers import Finish, Layers, Leaving
-from procpipe.compute.recompute import NOTHING, Autocast, phase, together
+from procpipe.compute.recompute import Autocast, phase
 from procpipe.compute.split import PutOff, Splitter
 from procpipe.compute.wrappers import check_sharded_before
 from procpipe.errors import RecomputeError
 from procpipe.torch_internals import run_backward
-from procpipe.tree import Flat, unflatten, versions_of
+from procpipe.tree import TENSOR, Flat, unflatten, versions_of
 
 #: What comes in: from the partition before, or the model's inputs; then the skip tensors of each
 #: source.
 Inputs = Sequence[Flat]
-
-#: Of each output, which of its tensors require a gradient.
-Flags = Sequence[tuple[bool, ...]]
 
 
 class Enter(torch.autograd.Function):
@@ -82,7 +79,7 @@ _enter: Any = super(torch.autograd.Function, Enter).apply
 
 
 @dataclass(slots=True)
-class _Pass:
+class Pass:
     """One micro-batch between its forward and its backward task."""
 
     inputs: Inputs
@@ -90,7 +87,8 @@ class _Pass:
     put_off: PutOff | None
     tensors: Sequence[Tensor]  # of all inputs
     wants: tuple[bool, ...]  # which of them require a gradient
-    flags: Flags = ()
+    #: Of each output, which of its tensors require a gradient.
+    flags: Sequence[tuple[bool, ...]] = ()
     roots: Sequence[Tensor] = ()
     caught: Sequence[Tensor | None] = ()  # gradients of inputs
     # If it is recomputed:
@@ -102,7 +100,11 @@ class _Pass:
 
 
 class Segment:
-    """The layers of one partition, run task by task."""
+    """The layers of one partition, run task by task.
+
+    Attributes:
+        passes: micro-batches between their forward and their backward task.
+    """
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -110,7 +112,7 @@ class Segment:
         self._anchor = torch.empty(0, device=self.device, requires_grad=True)
         self._buffers = Buffers(layers.named)
         self._splitter: Splitter | None = None  # from the first split task on
-        self._passes: dict[int, _Pass] = {}
+        self.passes: dict[int, Pass] = {}
         self._put_off: dict[int, PutOff] = {}
         self._num_recomputed = 0  # mini-batches so far in which anything was recomputed
         self._generators: list[Generator] = []
@@ -119,17 +121,14 @@ class Segment:
 
     def begin(self) -> None:
         """Start a mini-batch; whatever an unfinished one left is dropped."""
-        self._passes.clear()
+        self.passes.clear()
         self._put_off.clear()
         self._recomputes = False  # whether anything of this mini-batch is recomputed
         self._newest: RandomStates | None = None  # of the newest micro-batch to be recomputed
-        # Read again, since a user may replace modules and parameters.
-        modules = [m for layer in self.layers.named.values() for m in layer.modules()]
-        types = list(map(type, modules))
+        types = [type(m) for layer in self.layers.named.values() for m in layer.modules()]
         if types != self._types:
             check_sharded_before(self._types or types, types)
             self._types = types
-        self._buffers.read(modules)
         self._autocast = self._first_autocast = Autocast(self.device)
 
     def resume(self) -> None:
@@ -163,7 +162,7 @@ class Segment:
     @property
     def num_held(self) -> int:
         """Micro-batches between their forward and their last backward task."""
-        return len(self._passes) + len(self._put_off)
+        return len(self.passes) + len(self._put_off)
 
     # -- the tasks ------------------------------------------------------------------------------
 
@@ -171,10 +170,10 @@ class Segment:
         self,
         i: int,
         inputs: Inputs,
+        finish: Finish | None = None,
         *,
         keep: bool,
         recompute: bool,
-        finish: Finish | None = None,
         split: bool = False,
     ) -> list[Flat]:
         """Run micro-batch ``i`` through the layers.
@@ -183,9 +182,9 @@ class Segment:
             i: the micro-batch.
             inputs: see ``Inputs``. Of the model they are a tuple of positional ones; or, if some
                 are named, a dict by position and name.
+            finish: applied to the output, as a last layer.
             keep: whether a backward task will follow.
             recompute: whether a recompute task will come before that; then no graph is kept now.
-            finish: applied to the output, as a last layer.
             split: whether the backward pass will be two tasks, I and W.
 
         Returns:
@@ -198,12 +197,11 @@ class Segment:
         tensors, wants = inputs[0].tensors, inputs[0].requires_grad
         for flat in inputs[1:]:
             tensors, wants = tensors + flat.tensors, wants + flat.requires_grad
-        this = self._passes[i] = _Pass(inputs, finish, PutOff() if split else None, tensors, wants)
+        this = self.passes[i] = Pass(inputs, finish, PutOff() if split else None, tensors, wants)
         if recompute:
             made = self._forward_to_repeat(this)
         else:
-            with self._around(this):
-                made = self._run(this)
+            made = self._run(this)
         leaving = []
         for tensors, form in made:
             flags = tuple([tensor.requires_grad for tensor in tensors])
@@ -217,7 +215,7 @@ class Segment:
         Raises:
             RecomputeError: the layers go another way this time, or start from another input.
         """
-        this = self._passes[i]
+        this = self.passes[i]
         assert this.random is not None, "not to be recomputed"
         if not any(map(any, this.flags)):
             return
@@ -230,15 +228,21 @@ class Segment:
         if this.random is self._newest:
             this.random.forget_undrawn(RandomStates(self._generators))
             self._newest = None
-        random, buffers = this.random.put(), put(this.buffers)
+        random = this.random.put() if this.random.states else None
+        buffers = put(this.buffers) if this.buffers else None
         is_same = self._autocast is self._first_autocast
-        autocast = NOTHING if is_same else self._first_autocast.restored()
+        autocast = None if is_same else self._first_autocast.restored()
+        token = phase.set("recomputing")
         try:
-            with phase("recomputing"), self._around(this, autocast):
-                self._run(this)
+            self._run(this, autocast=autocast)
         finally:
-            random.put()
-            put(buffers)
+            phase.reset(token)
+            if autocast is not None:
+                autocast.close()
+            if random is not None:
+                random.put()
+            if buffers is not None:
+                put(buffers)
         if this.forms != (found := _forms_of(this.roots)):
             raise RecomputeError(
                 f"recomputing micro-batch {i} gave outputs of (shape, requires gradient) {found}, "
@@ -265,15 +269,19 @@ class Segment:
         or None, of each output tensor that requires one, of all outputs; returns, for each input,
         that of each of its tensors that requires one, None where it had no influence.
         """
-        this = self._passes.pop(i)
+        this = self.passes.pop(i)
         roots = [root for root in this.roots if root.requires_grad]
         pairs = zip(roots, gradients, strict=True)
         given = [(root, gradient) for root, gradient in pairs if gradient is not None]
         if this.put_off is not None:
             this.put_off.is_in_backward = True
         if given:
-            with self._around(this, self._autocast.off()):
+            around = self._around(this, self._autocast.off() if self._autocast.is_on else None)
+            try:
                 run_backward(*zip(*given, strict=True))
+            finally:
+                if around is not None:
+                    around.close()
         if this.put_off is not None:
             self._put_off[i] = this.put_off
         caught = iter(this.caught or (None,) * sum(this.wants))
@@ -281,80 +289,88 @@ class Segment:
 
     def backward_weight(self, i: int) -> None:
         """Run task W of a split micro-batch: add the weight gradients that task I put off."""
-        put_off = self._put_off[i]
         with self._autocast.off():
-            put_off.run()
+            self._put_off[i].run()
         del self._put_off[i]
-
-    def flags(self, i: int) -> Flags:
-        """Return which tensors of each output of micro-batch ``i`` require a gradient."""
-        return self._passes[i].flags
 
     def may_require_gradient(self, i: int) -> bool:
         """Return whether any input of micro-batch ``i``, or parameter, requires a gradient."""
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
-        return is_trained or any(self._passes[i].wants)
+        return is_trained or any(self.passes[i].wants)
 
     # -- running the layers ---------------------------------------------------------------------
 
-    def _forward_to_repeat(self, this: _Pass) -> list[Leaving]:
+    def _forward_to_repeat(self, this: Pass) -> list[Leaving]:
         """Run the first forward of a micro-batch that is recomputed."""
         if not self._recomputes:  # the first of a mini-batch
             self._recomputes = True
             self._num_recomputed += 1
             self._generators = generators(self.device)
-            self._buffers.note()
+            self._buffers.read()
         this.digests = [] if self._num_recomputed in MINI_BATCHES else None
         random = this.random = RandomStates(self._generators)
         if self._newest is not None:
             self._newest.forget_undrawn(random)
         self._newest = random
         # If the first layer may change its input in place, it works on copies.
-        this.versions = [] if self.layers.changes_input else versions_of(this.tensors)
+        is_watched = not self.layers.changes_input
+        this.versions = versions_of(this.tensors) if is_watched else []
+        watched = [t for t in this.tensors if is_watched and not t.is_inference()]
         this.buffers = self._buffers.before_forward()
-        with phase("checkpointing"):
-            made = self._run(this, this.tensors if this.versions else ())
+        token = phase.set("checkpointing")
+        try:
+            made = self._run(this, watched)
+        finally:
+            phase.reset(token)
         check_numpy(self._generators)
         self._buffers.after_forward(this.buffers)
         this.forms, this.roots = _forms_of(this.roots), []
         return made
 
-    def _run(self, this: _Pass, watched: Sequence[Tensor] = ()) -> list[Leaving]:
-        """Go through (1), (2) and (3)."""
+    def _run(
+        self, this: Pass, watched: Sequence[Tensor] = (), autocast: ExitStack | None = None
+    ) -> list[Leaving]:
+        """Go through (1), (2) and (3), and then leave ``autocast``."""
         # The first layer may change inputs that are kept. The model's input is one tensor for all
         # micro-batches, and so is its version.
         is_kept = this.random is not None or self.layers.is_first
         is_copied = is_kept and self.layers.changes_input
         tensors = [t.clone() for t in this.tensors] if is_copied else list(this.tensors)
-        entering = [k for k, wants in enumerate(this.wants) if wants]
-        if entering:
+        if True in this.wants:
+            entering = [k for k, wants in enumerate(this.wants) if wants]
             this.caught = []
             entered = _enter(this.caught, self._anchor, *[tensors[k] for k in entering])
             for k, tensor in zip(entering, entered, strict=True):
                 tensors[k] = tensor
-        if len(this.inputs) == 1:
-            values = [unflatten(tensors, this.inputs[0].structure)]
-        else:
+        values: list[Any] = tensors
+        if len(this.inputs) > 1:
             given = iter(tensors)
             values = [unflatten(islice(given, len(f.tensors)), f.structure) for f in this.inputs]
+        elif this.inputs[0].structure != TENSOR:
+            values = [unflatten(tensors, this.inputs[0].structure)]
         finish, digests = this.finish, this.digests
         if finish is not None and digests is not None:
             finish = partial(_digested, digests, finish)
-        made = self.layers.run(values, finish, watched)
+        around = self._around(this, autocast)
+        try:
+            made = self.layers.run(values, finish, watched)
+        finally:
+            if around is not None:
+                around.close()
         if finish is None and digests is not None:
             digests.append(digest_of(made[0][0]))
         this.roots = [tensor for tensors, _ in made for tensor in tensors]
         return made
 
-    def _around(
-        self, this: _Pass, autocast: AbstractContextManager[object] = NOTHING
-    ) -> AbstractContextManager[object]:
+    def _around(self, this: Pass, autocast: ExitStack | None) -> ExitStack | None:
         """Return what surrounds a task on the layers: ``autocast`` and, if it is split, that."""
         if this.put_off is None:
             return autocast
         if self._splitter is None:
             self._splitter = Splitter(self.layers.named.values(), self._anchor)
-        return together([autocast, self._splitter.into(this.put_off)])
+        stack = ExitStack() if autocast is None else autocast
+        stack.enter_context(self._splitter.into(this.put_off))
+        return stack
 
 
 def _digested(digests: list[Digest], finish: Finish, output: Any) -> Any:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from procpipe.data.microbatch import scatter_like
-from procpipe.data.upload import uploaded
+from procpipe.data.microbatch import scatter_like, uploaded
 from procpipe.errors import NonFiniteLossError
 from procpipe.notes import warn
 from procpipe.torch_internals import pytree
@@ -48,14 +47,6 @@ class Loss:
     def __post_init__(self) -> None:
         if self.weight is None:
             self.weight = getattr(self.function, "num_counted", None)
-
-    def check(self) -> None:
-        """Check that there is a loss function."""
-        if self.function is None:
-            raise ValueError(
-                "step() needs a loss: give Stage(…, loss_fn=…), or call stage(input) and run the "
-                "loss of its output backward"
-            )
 
     def of(self, output: Any, target: Any, *, is_left_out: bool = False) -> Tensor:
         """Return the mean loss of one micro-batch, 0-dim.
@@ -106,7 +97,7 @@ class Loss:
             leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
             known = [t for t in leaves if t.dtype == torch.int64 and t.device.type == "cpu"]
             if not self._has_warned and any((tensor == IGNORED).any() for tensor in known):
-                self._warn(
+                self.warn_once(
                     f"a target holds {IGNORED}, which losses leave out, but each micro-batch "
                     "counts as many times as it has samples: give Stage(…, loss_weight=lambda "
                     f"target: (target != {IGNORED}).sum()) for the mean over all that count"
@@ -126,15 +117,8 @@ class Loss:
             )
         return found
 
-    def note(self, weight: float) -> None:
-        """Warn, once, if the mini-batch of a ``step`` counts nothing."""
-        if weight == 0:
-            self._warn(
-                "loss_weight is 0 for every micro-batch of a mini-batch, so its loss and its "
-                "gradients are 0"
-            )
-
-    def _warn(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
+        """Warn of weights, unless that was done before."""
         if not self._has_warned:
             self._has_warned = True
             warn(f"{text}; this warning is given once", RuntimeWarning)

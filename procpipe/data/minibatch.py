@@ -21,9 +21,8 @@ from torch import Tensor
 
 from procpipe.compute.segment import Enter
 from procpipe.data.loss import MeanLoss
-from procpipe.data.microbatch import gather
-from procpipe.data.upload import uploaded
-from procpipe.tree import Flat, flatten, unflatten
+from procpipe.data.microbatch import gather, uploaded
+from procpipe.tree import TENSOR, Flat, Structure, unflatten
 
 #: Runs the backward pass, given the gradients of each micro-batch's outputs that require one.
 RunBackward = Callable[[list[list[Tensor | None]]], None]
@@ -69,6 +68,9 @@ def inputs_and_target(
 class MiniBatch:
     """What the programs of one stage work on, and what they leave."""
 
+    #: On the first stage, what ``scatter`` returns of the model's inputs.
+    parts: Sequence[list[Tensor]] = ()
+    structure: Structure = TENSOR
     #: On the first stage, each micro-batch's inputs, detached, on its device; and of each the
     #: tensors that require a gradient, as the user gave them.
     inputs: Sequence[Flat] = ()
@@ -86,17 +88,18 @@ class MiniBatch:
     mean: Tensor | None = None
     weight: float = 0.0
 
-    @classmethod
-    def of(cls, parts: Sequence[Inputs], device: torch.device) -> MiniBatch:
-        """Take a model's inputs, scattered, to the first stage's device; none elsewhere."""
+    def add_inputs(self, device: torch.device) -> None:
+        """Take the model's inputs to the first stage's device."""
         flats, requiring = [], []
         keeps_gradients = torch.is_grad_enabled()
-        for tensors, structure in map(flatten, parts):
+        for tensors in self.parts:
             wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
-            moved = [uploaded(tensor.detach(), device) for tensor in tensors]
-            flats.append(Flat(moved, structure, wants))
+            moved = [tensor.detach() for tensor in tensors]
+            if any(tensor.device != device for tensor in moved):
+                moved = [uploaded(tensor, device) for tensor in moved]
+            flats.append(Flat(moved, self.structure, wants))
             requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
-        return cls(flats, requiring)
+        self.inputs, self.requiring, self.parts = flats, requiring, ()
 
     def send_back(self) -> None:
         """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""

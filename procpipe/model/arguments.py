@@ -9,17 +9,6 @@ from procpipe.errors import BalanceError
 from procpipe.words import counted
 
 
-def checked_chunks(chunks: int) -> int:
-    """Return the number of micro-batches; ``TypeError`` or ``ValueError`` if it is none."""
-    if not isinstance(chunks, int):
-        raise TypeError(f"chunks must be an int, not {chunks!r}")
-    if chunks < 1:
-        raise ValueError(
-            f"chunks is {chunks}, but a mini-batch has at least 1 micro-batch: give 1 or more"
-        )
-    return chunks
-
-
 def checked_replicas(replicas: int, num_ranks: int) -> int:
     """Return the number of replicas; ``TypeError`` or ``BalanceError`` if it cannot be."""
     if not isinstance(replicas, int):

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from itertools import chain
 
@@ -31,7 +30,7 @@ from procpipe.replicas.bucket import Bucket, buckets_of
 from procpipe.replicas.buffers import join_buffers
 from procpipe.replicas.group import Group, Operation
 from procpipe.run.log import Log
-from procpipe.run.replicas import Around, Parameters, Replicas
+from procpipe.run.replicas import Parameters, Replicas, Work
 from procpipe.torch_internals import has_accumulation_hooks
 
 
@@ -44,6 +43,8 @@ class Reduction(Replicas):
         log: notes each sum.
         meet: waits until all of them are in this call.
     """
+
+    has_others = True
 
     def __init__(
         self, group: Group, device: torch.device, log: Log, meet: Callable[[], object]
@@ -113,12 +114,11 @@ class Reduction(Replicas):
             if parameter.grad is not None and parameter not in self._own:
                 parameter.grad.div_(self._group.num_replicas)
 
-    def around(self, step: Run, segment: Segment) -> Around | None:
+    def around(self, step: Run, segment: Segment, work: Work) -> Work:
         """Return what adds up gradients to which no later task adds, as they become final."""
-        return partial(self._adding_up, segment) if step.adds_last else None
+        return partial(self._adding_up, segment, work) if step.adds_last else work
 
-    @contextmanager
-    def _adding_up(self, segment: Segment) -> Iterator[None]:
+    def _adding_up(self, segment: Segment, work: Work) -> None:
         """Add up gradients in the last task that adds to those of a partition.
 
         Not those of parameters that later partitions have, too. In the first such task it is only
@@ -136,7 +136,7 @@ class Reduction(Replicas):
                 added = partial(self._added, bucket, counts)
                 handles.append(parameter.register_post_accumulate_grad_hook(added))
         try:
-            yield
+            work()
         finally:
             for handle in handles:
                 handle.remove()

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from procpipe.data.microbatch import on_device
 from procpipe.data.remote import Remote
-from procpipe.data.upload import on_device
 from procpipe.errors import BoundaryError
 from procpipe.job.grid import Grid
 from procpipe.notes import write_note

@@ -77,7 +77,7 @@ class Calls:
                 self.pipeline = self._build()
             yield self.pipeline
             self._check_caller(name)  # it may have been closed, or forked by a layer
-            self.pipeline.flush()
+            self.pipeline.wires.flush()
             self._world.board.end_call()
         except BaseException as error:
             self.fail(f"{name}()", error)

@@ -30,7 +30,7 @@ from procpipe.plan.schedules.gpipe import backward_plan, forward_plan
 from procpipe.plan.schedules.named import Schedule
 from procpipe.plan.task import Plan
 from procpipe.plan.verify import verify
-from procpipe.run.order import Order, encode, order_of
+from procpipe.run.order import Order
 
 #: ``agree(ours, combine)``: every rank's value to the first, and what it makes of them to all.
 Agree = Callable[[Any, Callable[[list[Any]], Any]], Any]
@@ -95,8 +95,8 @@ class Coordinator:
 
     def follow(self, ours: Order) -> Order:
         """Wait for the first rank's next order and check that it is for the call we are in."""
-        order = order_of(self._hear(self._own[0], f"the order for {ours.call}()"))
-        self._check(ours, order.call, order.mode(), self._own[0])
+        order = _order_of(self._hear(self._own[0], f"the order for {ours.call}()"))
+        self._check(ours, order, self._own[0])
         if order.plan_text:
             self._plans[order.plan] = Plan.from_text(order.plan_text)
         return order
@@ -127,9 +127,9 @@ class Coordinator:
         ``value`` is what :meth:`meet` is to return of this replica; plain JSON.
         """
         self._announced, self._values = order, {self._grid.rank: value}
-        self._awaited = self._others if order.is_shared else []
+        self._awaited = self._others if self._others and order.is_shared else []
         if self._awaited:
-            self._tell(self._awaited, [order.call, order.mode(), order.common(), value])
+            self._tell(self._awaited, [order._replace(plan_text=""), value])
 
     def meet(self) -> list[Any]:
         """Return what each replica has announced of this call; waits for them, once a call.
@@ -141,15 +141,15 @@ class Coordinator:
         """
         ours, awaited, self._awaited = self._announced, self._awaited, []
         for peer in awaited:
-            said = self._hear(peer, f"its part in {ours.call}()")
-            call, mode, theirs, self._values[peer] = said
-            self._check(ours, call, mode, peer)
+            fields, self._values[peer] = self._hear(peer, f"its part in {ours.call}()")
+            theirs = _order_of(fields)
+            self._check(ours, theirs, peer)
             for name, value in ours.common().items():
-                if theirs[name] != value:
+                if (other := theirs.common()[name]) != value:
                     here, there = self._names(peer)
                     raise CallMismatchError(
-                        f"{here} calls {call}() with {name} {value!r}, {there} with "
-                        f"{theirs[name]!r}: all replicas need the same "
+                        f"{here} calls {ours.call}() with {name} {value!r}, {there} with "
+                        f"{other!r}: all replicas need the same "
                         "(stage.sum_over_replicas() adds up what each has counted)"
                     )
         return [self._values[rank] for rank in sorted(self._values)]
@@ -177,39 +177,51 @@ class Coordinator:
         of_others = [self._hear(peer, "its part in a common call") for peer in others]
         outcome = combine([ours, *of_others])
         self._tell(others, outcome)
-        return json.loads(encode(outcome))  # as on the others
+        return json.loads(_encode(outcome))  # as on the others
 
     def _tell(self, peers: Sequence[int], value: Any) -> None:
         """Send plain JSON to other ranks; never blocks. What one sends arrives in order."""
-        message = encode(value)
+        message = _encode(value)
         for peer in peers:
             self._mesh.send(peer, CONTROL, 0, 0, message)
 
     def _hear(self, peer: int, what: str) -> Any:
         """Wait for the next message of a peer; ``what`` names it in errors."""
-        arrived, name = self._arrived[peer], self._mesh.name_of(peer)
-        self._mesh.wait(lambda: arrived, lambda: f"{what} from {name}", peer=peer)
+        arrived, mesh = self._arrived[peer], self._mesh
+        mesh.wait(arrived.__len__, lambda: f"{what} from {mesh.name_of(peer)}", peer=peer)
         return json.loads(arrived.popleft())
 
     def _keep(self, peer: int, sequence: int, flags: int, body: memoryview) -> None:
         self._arrived[peer].append(bytes(body))
 
-    def _check(self, ours: Order, call: str, mode: str, peer: int) -> None:
+    def _check(self, ours: Order, theirs: Order, peer: int) -> None:
         """Check that another rank is in the same call and mode."""
+        if ours[:4] == theirs[:4]:
+            return
         here, there = self._names(peer)
-        if ours.call != call:
+        if ours.call != theirs.call:
             raise CallMismatchError(
-                f"{here} is in {ours.call}() while {there} is in {call}(): every rank must make "
-                "the same calls in the same order"
+                f"{here} is in {ours.call}() while {there} is in {theirs.call}(): every rank must "
+                "make the same calls in the same order"
             )
-        if ours.mode() != mode:
-            raise CallMismatchError(
-                f"{here} calls {call}() in {ours.mode()}, {there} in {mode}: call train(), eval() "
-                "and torch.no_grad() on every rank alike, and give the same signals on every rank"
-            )
+        raise CallMismatchError(
+            f"{here} calls {ours.call}() in {ours.mode()}, {there} in {theirs.mode()}: call "
+            "train(), eval() and torch.no_grad() on every rank alike, and give the same signals on "
+            "every rank"
+        )
 
     def _names(self, peer: int) -> tuple[str, str]:
         return self._grid.rank_name(self._grid.rank), self._grid.rank_name(peer)
+
+
+def _encode(message: Any) -> bytes:
+    """Write an order, or any plain value, as JSON."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def _order_of(fields: list[Any]) -> Order:
+    """Read an order from JSON, which has lists for tuples."""
+    return Order._make(tuple(x) if isinstance(x, list) else x for x in fields)
 
 
 def compare_facts(facts: Sequence[Any], numbers: Sequence[int] = IN_ORDER) -> list[str]:

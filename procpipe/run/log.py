@@ -1,57 +1,56 @@
 """What a stage does, noted as it does it.
 
     begin_step(order)
-        begin_task(kind, i)      it begins; its inputs may not have arrived yet
-            took(transfer, …)    for each message that it takes from another stage
-        begin_layers(task)
-            board.page.layer = … for each layer, and "" after the last
-        end_task(task)
-        sent(transfer, …)
+        what of_task returns     for each task: runs its layers, and notes when
+        what of_take returns     for each message that is taken: waits for it
+        what of_send returns     for each that is sent
     begin_sum(what, …)           for each sum over replicas (an all-reduce)
     ask_sum(what)                the stage begins to wait for it
     added_up(what, …)            and has it
     end_step(order)              not if it failed, and then nothing of it counts
 
-What runs now is on the board at once, where other processes read it. Times are kept of the newest
-step, and added up over all: ``statistics()`` and ``report()`` read them afterwards. A recorder
-(procpipe/timeline) keeps more.
+Times are kept of the newest step, and added up over all: ``statistics()`` and ``report()`` read
+them afterwards. A recorder (procpipe/timeline) keeps more.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from procpipe.job.board import Board
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
 from procpipe.run.order import Order
+from procpipe.tree import Flat
+
+#: Functions of a program: run the layers of a task, take a message, send one.
+Work = Callable[..., Any]
+Take = Callable[[], Flat]
+Send = Callable[[Flat], None]
 
 #: How often the memory in use on a GPU is read, which takes as long as a task takes the host.
 _READ_DEVICE_EVERY_S = 0.5
 
 
 class Log:
-    """The board, and the times of tasks, waits and sums over replicas; in nanoseconds."""
+    """The times of tasks, waits and sums over replicas, in nanoseconds."""
 
     def __init__(self, board: Board, device: torch.device) -> None:
         self.num_steps = 0
         self.num_tasks: Counter[str] = Counter()
         self.busy_ns = self.waiting_ns = self.step_ns = 0
         self.all_reduce_bytes = self.exposed_ns = 0
+        self._tasks: list[tuple[Task, int, int]] = []
         self._board = board
-        #: Writes which task runs, by its kind and micro-batch; its inputs may not have arrived yet.
-        self.begin_task = board.start_task
         self._device = device
         self._device_read_s = 0.0
-        self._begun_ns = self._ended_ns = self._task_begun_ns = 0
-        self._events: list[tuple[Task, int, int]] = []
+        self._begun_ns = self._ended_ns = 0
         self._sums: list[tuple[str, int, int, int, int]] = []
         board.page.device = str(device)
 
@@ -67,7 +66,7 @@ class Log:
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step."""
-        self._events, self._sums = [], []
+        self._tasks, self._sums = [], []
         self._board.page.num_micro_batches = len(order.sizes)
         self._begun_ns = time.perf_counter_ns()
 
@@ -76,7 +75,7 @@ class Log:
         self.num_steps += 1
         self._ended_ns = time.perf_counter_ns()
         self.step_ns += self._ended_ns - self._begun_ns
-        for task, start_ns, end_ns in self._events:
+        for task, start_ns, end_ns in self._tasks:
             self.num_tasks[task.kind] += 1
             self.busy_ns += end_ns - start_ns
         for _, num_bytes, _, asked_ns, taken_ns in self._sums:
@@ -92,25 +91,33 @@ class Log:
             self._device_read_s = now_s
             page.device_bytes = torch.cuda.memory_allocated(self._device)
 
-    # -- of a task ------------------------------------------------------------------------------
+    # -- of the functions of a program, as it is bound ------------------------------------------
 
-    def begin_layers(self, task: Task) -> None:
-        """Note when a task starts; waiting for what it takes does not count."""
-        self._task_begun_ns = time.perf_counter_ns()
+    def of_task(self, task: Task, work: Work) -> Work:
+        """Return what runs a task's layers and notes when, given what runs them."""
 
-    def end_task(self, task: Task) -> None:
-        """Note that the task's layers have run."""
-        self._events.append((task, self._task_begun_ns, time.perf_counter_ns()))
-        self._board.page.task = ""
+        def run(*args: Any) -> Any:
+            begun_ns = time.perf_counter_ns()
+            made = work(*args)
+            self._tasks.append((task, begun_ns, time.perf_counter_ns()))
+            return made
 
-    # -- of a message ---------------------------------------------------------------------------
+        return run
 
-    def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """A message was taken just now, for which the stage had waited since ``start_ns``."""
-        self.waiting_ns += time.perf_counter_ns() - start_ns
+    def of_take(self, transfer: Transfer, take: Take) -> Take:
+        """Return what takes a message and notes the wait for it, given what takes it."""
 
-    def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """A message was sent just now; sending it began at ``start_ns``."""
+        def run() -> Flat:
+            start_ns = time.perf_counter_ns()
+            message = take()
+            self.waiting_ns += time.perf_counter_ns() - start_ns
+            return message
+
+        return run
+
+    def of_send(self, transfer: Transfer, send: Send) -> Send:
+        """Return what sends a message, given what does."""
+        return send
 
     # -- of replicas ----------------------------------------------------------------------------
 
@@ -147,6 +154,6 @@ class Log:
             "step": self.num_steps - 1,
             "begin": self._begun_ns,
             "end": max(self._begun_ns, self._ended_ns),
-            "tasks": [[*task, *times_ns] for task, *times_ns in self._events],
+            "tasks": [[*task, *times_ns] for task, *times_ns in self._tasks],
             "sums": self._sums,
         }

@@ -1,4 +1,4 @@
-"""Orders: what the first rank of a replica decides of a call, as data and as JSON.
+"""Orders: what the first rank of a replica decides of a call, as data.
 
     first rank of a replica                   its other ranks
     Order(call="step", plan=…, …)        ->   in step(…) too? then they run the plan
@@ -8,7 +8,6 @@ PURE: no sockets, no torch.
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 #: Where the last stage finds the target: sent by the first rank, or given to it by the user on its
@@ -19,6 +18,7 @@ SENT, LOCAL = "sent", "local"
 class Order(NamedTuple):
     """One call that the ranks of a replica make together, as its first rank made it."""
 
+    # First what must be the same on all ranks: ``order[:4]``.
     call: str  # the method: "step", "forward", "backward", "batches", …
     is_training: bool = True  # whether the first rank's stage is in training mode
     is_grad_enabled: bool = True  # whether gradients are recorded on the first rank
@@ -36,11 +36,6 @@ class Order(NamedTuple):
     target: Any = LOCAL  # where the last stage finds the target
     reduces: bool = True  # whether gradients are added up over replicas
     detail: Any = None  # what else this call says, if it does; plain JSON
-
-    @property
-    def program(self) -> tuple[str, bool, tuple[int, ...]]:
-        """What identifies the programs of its stages."""
-        return self.plan, self.call == "step", self.recompute
 
     @property
     def is_kept(self) -> bool:
@@ -76,13 +71,3 @@ class Order(NamedTuple):
             f"{'training' if self.is_training else 'eval'} mode with gradients "
             f"{'on' if self.is_grad_enabled else 'off'}{signals}"
         )
-
-
-def encode(message: Any) -> bytes:
-    """Write an order, or any plain value, as JSON."""
-    return json.dumps(message, separators=(",", ":")).encode()
-
-
-def order_of(fields: list[Any]) -> Order:
-    """Read an order from JSON, which has lists for tuples."""
-    return Order._make(tuple(x) if isinstance(x, list) else x for x in fields)

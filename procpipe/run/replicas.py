@@ -11,21 +11,23 @@ is in ``procpipe/replicas/``, that of layers which FSDP shards in ``procpipe/sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from procpipe.compute.segment import Segment
 from procpipe.plan.program import Run
 
-#: Makes a context for a task.
-Around = Callable[[], AbstractContextManager[None]]
+#: Runs a task.
+Work = Callable[[], object]
 
 Parameters = Iterable[nn.Parameter]
 
 
 class Replicas:
     """What a stage adds up with others: nothing, as there are none."""
+
+    #: Whether there are; if not, a step calls none of these methods.
+    has_others = False
 
     def make_equal(self, layers: Iterable[nn.Module]) -> None:
         """Give the layers of all replicas the values of replica 0."""
@@ -45,12 +47,12 @@ class Replicas:
             reduces: whether gradients are added up in this call, with those of earlier ones.
         """
 
-    def around(self, step: Run, segment: Segment) -> Around | None:
-        """Return what surrounds a task, each time; None for nothing.
+    def around(self, step: Run, segment: Segment, work: Work) -> Work:
+        """Return what runs a task, given what does: ``work``, and what surrounds it.
 
         After the last task that adds to a gradient, that can be added up.
         """
-        return None
+        return work
 
     def end(self) -> None:
         """Wait until all gradients are added up."""

@@ -1,7 +1,7 @@
 """Runs one stage's programs: takes what a task needs, runs it, sends what it made.
 
 A program is bound once: each of its steps becomes a function that knows its layers, its channels
-and its slots, so that nothing is looked up while it runs.
+and its slots, and what the call asks for, so that nothing is looked up while it runs.
 
     program step        the function
     Receive(transfer)   the channel may post a buffer for it
@@ -10,7 +10,7 @@ and its slots, so that nothing is looked up while it runs.
     Run(B i)            take gradients            ─> segment.backward  ─> slots
     Run(I i), Run(W i)  the same in two           ─> segment.backward, backward_weight
     Send(transfer)      slot ─> channel; of the loss, what this stage made or now takes
-    after the last one  the loss, if it was not passed on; gradients of tied parameters
+    after the last one  gradients of tied parameters, sums over replicas, the loss
 
 What one partition makes for another waits in a slot, until it is sent or, on the same stage, taken.
 A gradient that nothing requires is not sent: the activation's metadata shows that at both ends, and
@@ -19,21 +19,21 @@ each leaves out its part of the transfer.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import time_ns
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from procpipe.compute.segment import Segment
-from procpipe.compute.tied import Part, Tied
+from procpipe.compute.tied import Tied
 from procpipe.data.minibatch import MiniBatch
 from procpipe.errors import RemoteStageError
 from procpipe.job.world import World
-from procpipe.plan.program import Program, Run, Send
+from procpipe.plan.program import Run, Send
 from procpipe.plan.routes import LOSS, Transfer
 from procpipe.plan.task import FORWARD, RECOMPUTE, Task
 from procpipe.run.coordinator import Coordinator
@@ -43,14 +43,18 @@ from procpipe.run.order import Order
 from procpipe.run.replicas import Replicas
 from procpipe.run.statistics import Split, StageStatistics
 from procpipe.run.wiring import Wires
-from procpipe.tree import Flat, flatten
+from procpipe.tree import Flat
 
 #: How many programs a host may have queued on its device, and how often it checks that.
 _MAX_LEAD = 2
 _CHECK_LEAD_EVERY_S = 0.001
 
 #: One step of a program, bound.
-Step = Callable[[], None]
+Step = Callable[[], object]
+
+#: What a message of gradients has for a structure: they are a list, with None where its third field
+#: says that there is none.
+_GRADIENTS = "", ""
 
 
 class Runner:
@@ -88,16 +92,18 @@ class Runner:
         self._grid = world.grid
         self._last = len(placement) - 1
         self._tied = tied
-        self._bound: dict[object, list[Step]] = {}
+        self._bound: dict[object, list[tuple[Task | None, Step]]] = {}
         self._slots: list[Any] = []
         self._numbers: dict[Transfer, int] = {}
         self._batch = MiniBatch()
         self._order = Order("")
-        self._keeps = False  # whether backward tasks follow, in this call or in one of its own
         self._part: tuple[Tensor, float] | None = None  # of this call's loss
         self._ends: deque[torch.cuda.Event] = deque()  # of the latest programs, on a GPU
+        end = max(self.segments)
+        hop = Transfer(LOSS, 0, end + 1, end)
+        self._take_loss = None if end == self._last else self._taking(hop)
         # Otherwise a rank could run its part and leave while another one still connects.
-        log.connected(coordinator.agree(None, lambda _: time.time_ns()))
+        log.connected(coordinator.agree(None, lambda _: time_ns()))
 
     # -- a program ------------------------------------------------------------------------------
 
@@ -109,24 +115,35 @@ class Runner:
             Exception: whatever a layer raised, with a note that says where in the pipeline.
         """
         self._limit_lead()
-        if order.program not in self._bound:
-            self._bound[order.program] = self._bound_program(self.coordinator.program(order))
-        self._order, self._batch, self._keeps = order, batch, order.is_kept
+        key = order[:3], order.plan, order.recompute  # the call and its mode
+        if key not in self._bound:
+            self._bound[key] = self._bound_program(order)
+        self._order, self._batch = order, batch
         self.log.begin_step(order)
         if order.call == "backward":
             for segment in self.segments.values():
                 segment.resume()
         else:  # drop whatever an unfinished mini-batch has left
-            self.replicas.settle()
+            if self.replicas.has_others:
+                self.replicas.settle()
             for segment in self.segments.values():
                 segment.begin()
             self._slots[:] = [None] * len(self._slots)
+        board, poll = self._world.board, self.wires.poll
         try:
             # Autograd, which calls a backward pass, has turned gradients off.
             with torch.set_grad_enabled(order.is_grad_enabled):
-                for step in self._bound[order.program]:
+                for task, step in self._bound[key]:
+                    if task is None:
+                        step()
+                        continue
+                    if poll is not None:
+                        poll()
+                    self.current_task = task
+                    board.start_task(task.kind, task.i)
                     step()
-            self._finish(batch)
+                    board.page.task = ""
+                    self.current_task = None
         except BaseException as error:
             if self.current_task is not None and not isinstance(error, RemoteStageError):
                 where = self._grid.name_of(self._grid.rank)
@@ -148,41 +165,19 @@ class Runner:
             end = self._ends.popleft()
             self.wires.mesh.wait(end.query, lambda: "its device", every_s=_CHECK_LEAD_EVERY_S)
 
-    def _finish(self, batch: MiniBatch) -> None:
-        """Add up what belongs to no task: tied gradients, sums over replicas, the loss."""
-        self.wires.wait_posted()
-        for segment in self.segments.values():
-            segment.end()
-        order = self._order
-        if order.makes_gradients:
-            self._add_up_tied()  # before replicas are added up, which divides what was there
-            self.replicas.end()
-        if order.call == "step":
-            batch.mean, batch.weight = self._loss_part()
-            if order.is_shared:
-                batch.mean = self.replicas.total(batch.mean)
-        if order.makes_gradients or not self._keeps:
-            self.replicas.settle()
-
     def _add_up_tied(self) -> None:
         """Exchange gradients of tied parameters with the stages that have them, too, and add up."""
         wires, tied = self.wires, self.wires.tied
         for _, into in tied.values():
             wires.receivers[into.channel].expect()
         for stage, (out, _) in tied.items():
-            message = _message_of(self._tied.gradients_for(stage))
-            self._send(wires.senders[out.channel], out, message)
-        self._tied.add_up(
-            {
-                stage: self._take(wires.receivers[into.channel], into).value
-                for stage, (_, into) in tied.items()
-            }
-        )
+            self._sending(out)(Flat.of(tuple(self._tied.gradients_for(stage))))
+        self._tied.add_up({stage: self._taking(into)().value for stage, (_, into) in tied.items()})
 
     def _begin_gradients(self) -> None:
         """Prepare the parameters' gradients, once a call, before its first backward task."""
         modules = self._batch.loss.loss.modules() if self._batch.loss is not None else []
-        self.replicas.begin(  # few look at them
+        self.replicas.begin(
             (p for segment in self.segments.values() for p in segment.parameters()),
             (p for module in modules for p in module.parameters()),
             (copy.tensor for copy in self._tied.parameters),
@@ -199,80 +194,78 @@ class Runner:
             self._slots.append(None)
         return self._numbers[transfer]
 
-    def _bound_program(self, program: Program) -> list[Step]:
-        steps = [self._bound_step(step) for step in program]
+    def _bound_program(self, order: Order) -> list[tuple[Task | None, Step]]:
+        """Return the steps of an order's program, with their tasks, and what follows them."""
+        program = self.coordinator.program(order)
+        steps = [
+            (step.task if isinstance(step, Run) else None, self._bound_step(step, order))
+            for step in program
+        ]
+        replicas, has_others = self.replicas, self.replicas.has_others
         is_first = [isinstance(step, Run) and step.task.makes_gradient for step in program]
-        if any(is_first):
-            steps.insert(is_first.index(True), self._begin_gradients)
-        return steps
+        if any(is_first) and (has_others or self._tied.parameters):
+            steps.insert(is_first.index(True), (None, self._begin_gradients))
+        ends: list[Step] = [self.wires.wait_posted]
+        ends += [segment.end for segment in self.segments.values()]
+        if order.makes_gradients:
+            if self._tied.parameters:
+                ends.append(self._add_up_tied)  # before what was there is divided for replicas
+            if has_others:
+                ends.append(replicas.end)
+        if order.call == "step":
+            ends.append(partial(self._end_loss, is_shared=order.is_shared and has_others))
+        if has_others and (order.makes_gradients or not order.is_kept):
+            ends.append(replicas.settle)
+        return steps + [(None, end) for end in ends]
 
-    def _bound_step(self, step: Any) -> Step:
+    def _bound_step(self, step: Any, order: Order) -> Step:
         if isinstance(step, Run):
-            return self._bound_task(step)
-        wires, transfer = self.wires, step.transfer
+            return self._bound_task(step, keep=order.is_kept)
+        transfer = step.transfer
         if not isinstance(step, Send):
-            return wires.receivers[transfer.channel].expect
-        sender = wires.senders[transfer.channel]
+            return self.wires.receivers[transfer.channel].expect
+        send = self._sending(transfer)
         if transfer.payload == LOSS:
-            return lambda: self._send(sender, transfer, Flat.of(self._loss_part()))
+            return lambda: send(Flat.of(self._loss_part()))
         slots, k = self._slots, self._slot(transfer)
 
-        def send() -> None:
+        def send_made() -> None:
             message, slots[k] = slots[k], None
             if message is not None:  # else it is a gradient that nothing requires
-                self._send(sender, transfer, message)
+                send(message)  # step 5
 
-        return send
+        return send_made
 
-    def _bound_task(self, step: Run) -> Step:
-        task, segment, log = step.task, self.segments[step.task.j], self.log
-        poll, around = self.wires.poll, self.replicas.around(step, segment)
+    def _bound_task(self, step: Run, *, keep: bool) -> Step:
+        task, segment = step.task, self.segments[step.task.j]
         if task.kind == FORWARD:
-            work = self._bound_forward(step)
+            work = self._bound_forward(step, keep=keep)
         elif task.makes_gradient:
             work = self._bound_backward(step)
         else:
             of_kind = segment.recompute if task.kind == RECOMPUTE else segment.backward_weight
+            work = self.log.of_task(task, partial(of_kind, task.i))  # step 8
+        return self.replicas.around(step, segment, work)
 
-            def work() -> None:
-                log.begin_layers(task)
-                of_kind(task.i)  # step 8
-                log.end_task(task)
-
-        def run() -> None:
-            poll()
-            self.current_task = task
-            log.begin_task(task.kind, task.i)
-            if around is None:
-                work()
-            else:
-                with around():
-                    work()
-            self.current_task = None
-
-        return run
-
-    def _bound_forward(self, step: Run) -> Step:
-        task, log, slots = step.task, self.log, self._slots
-        _, i, j = task
-        segment, is_last = self.segments[j], j == self._last
+    def _bound_forward(self, step: Run, *, keep: bool) -> Step:
+        slots, (_, i, j) = self._slots, step.task
+        is_last = j == self._last
         takes = list(map(self._taking, step.takes))
         places = list(map(self._slot, step.makes))
+        work = partial(
+            self.segments[j].forward,
+            i,
+            keep=keep,
+            recompute=step.is_recomputed,
+            split=step.is_split,
+        )
+        run_layers = self.log.of_task(step.task, work)
 
         def forward() -> None:
             batch = self._batch
             inputs = [batch.inputs[i]] if j == 0 else [take() for take in takes]
             loss = batch.loss if is_last else None
-            log.begin_layers(task)
-            made = segment.forward(  # step 4
-                i,
-                inputs,
-                keep=self._keeps,
-                recompute=step.is_recomputed,
-                finish=None if loss is None else partial(loss.of, i),
-                split=step.is_split,
-            )
-            log.end_task(task)
+            made = run_layers(inputs, None if loss is None else partial(loss.of, i))  # step 4
             if is_last:
                 batch.outputs[i] = made[0]
             for k, message in zip(places, made, strict=False):  # the model's output stays here
@@ -281,29 +274,31 @@ class Runner:
         return forward
 
     def _bound_backward(self, step: Run) -> Step:
-        task, log, slots = step.task, self.log, self._slots
-        _, i, j = task
+        slots, (_, i, j) = self._slots, step.task
         segment = self.segments[j]
         takes = [(self._taking(t), self._forgoing(t)) for t in step.takes]
         places = list(map(self._slot, step.makes))
+        run_backward = self.log.of_task(step.task, partial(segment.backward, i))
 
         def backward() -> None:
-            flags = segment.flags(i)
+            flags = segment.passes[i].flags
             gradients: list[Tensor | None] = []
             if j == self._last:
                 gradients += self._own_gradients(segment, i, is_wanted=any(flags[0]))
             for (take, forgo), of_output in zip(takes, flags, strict=False):
                 if any(of_output):
-                    gradients += take().value
+                    message = take()
+                    given = iter(message.tensors)
+                    gradients += [next(given) if some else None for some in message.requires_grad]
                 else:
                     forgo()
-            log.begin_layers(task)
-            made = segment.backward(i, gradients)  # step 7
-            log.end_task(task)
+            made = run_backward(gradients)  # step 7
             if j == 0:
                 self._batch.input_gradients[i] = made[0]
             for k, of_input in zip(places, made, strict=False):
-                slots[k] = _message_of(of_input) if of_input else None
+                is_there = tuple([gradient is not None for gradient in of_input])
+                some = [gradient for gradient in of_input if gradient is not None]
+                slots[k] = Flat(some, _GRADIENTS, is_there) if is_there else None
 
         return backward
 
@@ -328,14 +323,15 @@ class Runner:
     def _taking(self, transfer: Transfer) -> Callable[[], Flat]:
         """Return what takes a message: out of its slot, or of another stage, waiting for it."""
         if transfer.source not in self.segments:
-            return partial(self._take, self.wires.receivers[transfer.channel], transfer)
+            take = self.wires.receivers[transfer.channel].take  # step 6
+            return self.log.of_take(transfer, take)
         slots, k = self._slots, self._slot(transfer)
 
-        def take() -> Flat:
+        def take_made() -> Flat:
             message, slots[k] = slots[k], None
             return message  # type: ignore[no-any-return]
 
-        return take
+        return take_made
 
     def _forgoing(self, transfer: Transfer) -> Step:
         """Return what passes over a gradient that nothing requires."""
@@ -343,16 +339,16 @@ class Runner:
             return lambda: None
         return self.wires.receivers[transfer.channel].forgo
 
-    def _take(self, receiver: Any, transfer: Transfer) -> Flat:
-        start_ns = time.perf_counter_ns()
-        message: Flat = receiver.take()  # step 6
-        self.log.took(transfer, message.tensors, start_ns)
-        return message
+    def _sending(self, transfer: Transfer) -> Callable[[Flat], None]:
+        """Return what sends a message to another stage."""
+        return self.log.of_send(transfer, self.wires.senders[transfer.channel].send)
 
-    def _send(self, sender: Any, transfer: Transfer, message: Flat) -> None:
-        start_ns = time.perf_counter_ns()
-        sender.send(message)  # step 5
-        self.log.sent(transfer, message.tensors, start_ns)
+    def _end_loss(self, *, is_shared: bool) -> None:
+        """Put the loss of the mini-batch into it; if it ``is_shared``, that of all replicas."""
+        batch = self._batch
+        batch.mean, batch.weight = self._loss_part()
+        if is_shared:
+            batch.mean = self.replicas.total(batch.mean)
 
     def _loss_part(self) -> tuple[Tensor, float]:
         """Return this replica's part of the mini-batch's loss, and what all count.
@@ -363,9 +359,8 @@ class Runner:
             outputs = self._batch.outputs.items()
             self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 9
         if self._part is None:
-            end = max(self.segments)
-            hop = Transfer(LOSS, 0, end + 1, end)
-            self._part = self._take(self.wires.receivers[hop.channel], hop).value
+            assert self._take_loss is not None, "else this stage makes it"
+            self._part = self._take_loss().value
         return self._part
 
     # -- between calls --------------------------------------------------------------------------
@@ -393,17 +388,6 @@ class Runner:
             exposed_s=log.exposed_ns / 1e9,
         )
 
-    def flush(self) -> None:
-        """Wait until nothing of this call is left to be done by this rank, or read from its memory.
-
-        Until its next call a rank may do anything: wait for a peer by other means, write into the
-        mini-batch it gave, or into parameters that a layer returned.
-        """
-        self.wires.wait_posted()
-        for sender in self.wires.senders.values():
-            sender.wait_reusable()
-        self.wires.mesh.flush()
-
     def close(self) -> None:
         """Wait until what was sent has arrived, say goodbye and disconnect."""
         try:
@@ -419,9 +403,3 @@ class Runner:
         """Disconnect without waiting for any rank."""
         self.wires.close()
         self._world.close()
-
-
-def _message_of(gradients: Sequence[Part]) -> Flat:
-    """Make a message of gradients: the tuple of them, and what there is instead of one."""
-    tensors, structure = flatten(tuple(gradients))
-    return Flat(tensors, structure, (False,) * len(tensors))

@@ -11,11 +11,11 @@ Every rank does the same in this order; 2 to 4 in the first call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from procpipe.channel.link import Receiver, Sender, send_on
-from procpipe.data.upload import on_device
+from procpipe.data.microbatch import on_device
 from procpipe.errors import BalanceError, DisagreementError
 from procpipe.job.transports import TransportChoice, choose
 from procpipe.job.world import World
@@ -47,6 +47,9 @@ class Wires:
         senders, receivers: this rank's ends of the channels of the plan, and around it.
         tied: by each other stage with the same parameters, the transfers of gradients to it and
             from it.
+        poll: called before each task, if there are other ranks: reads what has come, sends on what
+            waits, and releases what has arrived elsewhere. A device has nothing queued then that
+            waits for a host, as this one may wait for its device in the task: to load a kernel.
 
     Raises:
         BalanceError: there would be too many channels.
@@ -96,9 +99,11 @@ class Wires:
             if destination == mesh.rank:
                 what = f"{channel[0]} from {grid.name_of(source)}"
                 self.receivers[channel] = Receiver(mesh, source, number, transports[source], what)
-        self._is_alone = not transports
         self._across = [peer for peer, transport in transports.items() if transport is None]
         self._holding = [sender for sender in self.senders.values() if sender.holds_device]
+        has_left = world.device.type == "cpu" and not self._across  # what is sent, at once
+        poll = mesh.poll if has_left else self._poll
+        self.poll: Callable[[], None] | None = poll if transports else None
         self._values_to = {peer: Sender(mesh, peer, _VALUE_NUMBER, None) for peer in mesh.peers}
         self._values_from = {
             peer: Receiver(mesh, peer, _VALUE_NUMBER, None, f"{VALUE} from {grid.name_of(peer)}")
@@ -110,14 +115,7 @@ class Wires:
         for sender in self._holding:
             sender.wait_posted()
 
-    def poll(self) -> None:
-        """Read what has come, send on what waits, and release what has arrived elsewhere.
-
-        A device has nothing queued then that waits for a host, as this one may wait for its device
-        in the next task: to load a kernel, for instance.
-        """
-        if self._is_alone:
-            return
+    def _poll(self) -> None:
         self.mesh.poll()
         for peer in self._across:
             send_on(self.mesh, peer)
@@ -125,6 +123,18 @@ class Wires:
             if sender.in_flight:
                 sender.reap()
         self.wait_posted()
+
+    def flush(self) -> None:
+        """Wait until nothing of this call is left to be done by this rank, or read from its memory.
+
+        Until its next call a rank may do anything: wait for a peer by other means, write into the
+        mini-batch it gave, or into parameters that a layer returned.
+        """
+        self.wait_posted()
+        for sender in self.senders.values():
+            if sender.in_flight:
+                sender.wait_reusable()
+        self.mesh.flush()
 
     def send_target(self, target: Any) -> None:
         """Send a mini-batch's target to the last partition's stage, from this stage's device."""

@@ -27,7 +27,7 @@ from procpipe.compute.segment import Segment
 from procpipe.compute.wrappers import is_sharded
 from procpipe.plan.program import Run
 from procpipe.plan.task import WEIGHT_GRADIENT
-from procpipe.run.replicas import Around, Parameters, Replicas
+from procpipe.run.replicas import Parameters, Replicas, Work
 from procpipe.torch_internals import finish_backward, reduces_in_other_dtype
 
 
@@ -42,6 +42,8 @@ class Sharded(Replicas):
     Raises:
         TypeError: one of these layers is sharded.
     """
+
+    has_others = True
 
     def __init__(
         self,
@@ -78,14 +80,13 @@ class Sharded(Replicas):
             unit.module.set_requires_gradient_sync(False, recurse=False)
             unit.module.set_is_last_backward(False)
 
-    def around(self, step: Run, segment: Segment) -> Around:
+    def around(self, step: Run, segment: Segment, work: Work) -> Work:
         """Return what reduces gradients after the last task that adds to them."""
-        return partial(self._reducing, step)
+        return partial(self._reducing, step, work)
 
-    @contextmanager
-    def _reducing(self, step: Run) -> Iterator[None]:
+    def _reducing(self, step: Run, work: Work) -> None:
         with self._naming_others():
-            yield
+            work()
             if step.task.kind == WEIGHT_GRADIENT:  # beside FSDP's hooks, which convert gradients
                 for root in filter(reduces_in_other_dtype, self._roots[step.task.j]):
                     finish_backward(root)

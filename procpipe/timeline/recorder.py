@@ -12,20 +12,21 @@ tracing keeps the host from running ahead into the next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from procpipe.plan.routes import Transfer
 from procpipe.plan.task import Task
-from procpipe.run.log import Log
+from procpipe.run.log import Log, Send, Take, Work
 from procpipe.run.order import Order
 from procpipe.timeline.chrome import TraceFile
 from procpipe.torch_internals import is_profiler_on
+from procpipe.tree import Flat
 
 
 class Recorder(Log):
@@ -35,7 +36,6 @@ class Recorder(Log):
         super().__init__(*of_log)
         self._place = path, rank, facts
         self._file: TraceFile | None = None
-        self._name: record_function | None = None  # of the task that runs, in torch's profile
         self._takes: list[list[Any]] = []
         self._sends: list[list[Any]] = []
         self._is_cuda = self._device.type == "cuda"
@@ -55,41 +55,45 @@ class Recorder(Log):
 
     def begin_step(self, order: Order) -> None:
         """Start timing a step; drop what a step that failed has left."""
-        self._name = None
         for recorded in (self._takes, self._sends, self._marks):
             recorded.clear()
         self._begun_sums.clear()
         self._marks_of_sums.clear()
         super().begin_step(order)
 
-    def begin_layers(self, task: Task) -> None:
-        """Note when a task starts."""
-        if self._is_cuda:
-            self._marks.append(_event())
-        if is_profiler_on():
-            self._name = record_function(str(task))
-            self._name.__enter__()
-        super().begin_layers(task)
+    def of_task(self, task: Task, work: Work) -> Work:
+        """Mark both ends of a task on the device, too, and name it in torch's profile."""
+        timed = super().of_task(task, work)
 
-    def end_task(self, task: Task) -> None:
-        """Note that a task has just ended."""
-        if self._is_cuda:
-            self._marks.append(_event())
-        super().end_task(task)
-        if self._name is not None:
-            self._name.__exit__(None, None, None)
-            self._name = None
+        def run(*args: Any) -> Any:
+            if self._is_cuda:
+                self._marks.append(_event())
+            with record_function(str(task)) if is_profiler_on() else nullcontext():
+                made = timed(*args)
+            if self._is_cuda:
+                self._marks.append(_event())
+            return made
 
-    def took(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """Keep a message that was taken, and the wait for it."""
-        now_ns = time.perf_counter_ns()
-        super().took(transfer, tensors, start_ns)
-        self._takes.append([*transfer, sum(each.nbytes for each in tensors), start_ns, now_ns])
+        return run
 
-    def sent(self, transfer: Transfer, tensors: Sequence[Tensor], start_ns: int) -> None:
-        """Keep a message that was sent."""
-        now_ns = time.perf_counter_ns()
-        self._sends.append([*transfer, sum(each.nbytes for each in tensors), start_ns, now_ns])
+    def of_take(self, transfer: Transfer, take: Take) -> Take:
+        """Keep each message that is taken, and the wait for it."""
+        return self._keeping(self._takes, transfer, super().of_take(transfer, take))
+
+    def of_send(self, transfer: Transfer, send: Send) -> Send:
+        """Keep each message that is sent."""
+        return self._keeping(self._sends, transfer, super().of_send(transfer, send))
+
+    def _keeping(self, kept: list[list[Any]], transfer: Transfer, work: Work) -> Work:
+        def run(*sent: Flat) -> Any:
+            start_ns = time.perf_counter_ns()
+            taken = work(*sent)
+            (message,) = sent or (taken,)
+            num_bytes = sum(tensor.nbytes for tensor in message.tensors)
+            kept.append([*transfer, num_bytes, start_ns, time.perf_counter_ns()])
+            return taken
+
+        return run
 
     def begin_sum(self, what: str) -> None:
         """Mark where a sum begins."""
@@ -119,11 +123,7 @@ class Recorder(Log):
 
     def last_record(self) -> dict[str, Any]:
         """Return the last step as plain JSON, for ``steps.py``."""
-        return {
-            **super().last_record(),
-            "takes": self._takes,
-            "sends": self._sends,
-        }
+        return super().last_record() | {"takes": self._takes, "sends": self._sends}
 
     def _use_device_times(self) -> None:
         """Put the device's times of tasks and sums in the place of the host's.
@@ -138,10 +138,10 @@ class Recorder(Log):
             return now_ns - round(float(mark.elapsed_time(last)) * 1e6)
 
         times_ns = list(map(at_ns, self._marks))
-        self._events = [
+        self._tasks = [
             (task, start_ns, end_ns)
             for (task, _, _), start_ns, end_ns in zip(
-                self._events, times_ns[::2], times_ns[1::2], strict=True
+                self._tasks, times_ns[::2], times_ns[1::2], strict=True
             )
         ]
         for k, (begun, asked, taken) in enumerate(self._marks_of_sums):

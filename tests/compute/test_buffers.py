@@ -40,7 +40,7 @@ WAYS = pytest.mark.parametrize(
 
 def buffers_of(**layers: nn.Module) -> Buffers:
     buffers = Buffers(layers)
-    buffers.read(module for layer in layers.values() for module in layer.modules())
+    buffers.read()
     return buffers
 
 

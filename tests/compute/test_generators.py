@@ -44,7 +44,7 @@ def check_repeats(draw, repetitions=7):
         drawn.append(draw())
         states.append(states_now())
         states[-2].forget_undrawn(states[-1])
-        assert len(states[-2]._states) == 1
+        assert len(states[-2].states) == 1
     present = states.pop()
     for state, expected in zip(reversed(states), reversed(drawn), strict=True):
         before = state.put()

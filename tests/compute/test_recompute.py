@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from procpipe.compute.recompute import Autocast, is_checkpointing, is_recomputing, phase
+from procpipe.compute.recompute import Autocast, is_checkpointing, is_recomputing
 from tests.cases import for_each
+from tests.compute.segments import Do, forward, received, segment_of
 
 CPU = torch.device("cpu")
 
@@ -18,23 +19,27 @@ def phases():
 
 
 def test_a_layer_can_detect_its_phase():
-    assert phases() == (False, False)
-    with phase("checkpointing"):
-        assert phases() == (True, False)
-        with phase("recomputing"):
-            assert phases() == (False, True)
-    with pytest.raises(ZeroDivisionError), phase("recomputing"):
-        raise ZeroDivisionError
-    assert phases() == (False, False)
+    """Other threads see none."""
+    seen, x = [], received(torch.ones(2))
 
-
-def test_other_threads_have_phases_of_their_own():
-    seen = []
-    with phase("checkpointing"):
-        thread = threading.Thread(target=lambda: seen.append(is_checkpointing()))
+    def see(x):
+        seen.append(phases())
+        thread = threading.Thread(target=lambda: seen.append(phases()))
         thread.start()
         thread.join()
-    assert seen == [False]
+        return x * 2 if len(seen) < 8 else x.fails
+
+    segment = segment_of(Do(see))
+    forward(segment, 0, x, keep=True, recompute=False)
+    forward(segment, 1, x, keep=True, recompute=True)
+    assert phases() == (False, False)
+    segment.recompute(1)
+    with pytest.raises(AttributeError, match="fails"):
+        forward(segment, 2, x, keep=True, recompute=True)
+
+    plain, first, again = (False, False), (True, False), (False, True)
+    assert seen == [plain, plain, first, plain, again, plain, first, plain]
+    assert phases() == plain
 
 
 def autocast_now():

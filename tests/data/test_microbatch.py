@@ -70,6 +70,10 @@ def test_targets_that_cannot_be_scattered(
         scatter_like(target, sizes)
 
 
+def test_a_target_without_leaves_is_repeated() -> None:
+    assert scatter_like((), [2, 1]) == [(), ()]
+
+
 @for_each(
     ("outputs", "message"),
     [

@@ -87,8 +87,8 @@ def plain_forward(
     model: nn.Sequential, inputs: tuple[Any], chunks: int
 ) -> tuple[list[Any], list[int]]:
     """Run a plain model over the micro-batches; return their outputs and sizes."""
-    parts, sizes = scatter(inputs, chunks)
-    return [model(*part) for part in parts], sizes
+    parts, structure, sizes = scatter(inputs, chunks)
+    return [model(*unflatten(part, structure)) for part in parts], sizes
 
 
 def plain_step(

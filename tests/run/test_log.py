@@ -26,12 +26,6 @@ def log():
     board.close()
 
 
-def run(log, task):
-    log.begin_task(task.kind, task.i)
-    log.begin_layers(task)
-    log.end_task(task)
-
-
 def statistics(**fields):
     values: dict[str, Any] = {
         "stage": 0,
@@ -48,7 +42,7 @@ def statistics(**fields):
 
 def test_a_failed_step_is_not_counted(log):
     log.begin_step(ORDER)
-    run(log, Task("F", 0, 0))
+    log.of_task(Task("F", 0, 0), lambda: None)()
     log.begin_step(ORDER)
     log.end_step(ORDER)
 

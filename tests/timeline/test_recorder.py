@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from procpipe.plan.task import Task
 from procpipe.run.order import Order
 from procpipe.timeline.chrome import read
 from procpipe.timeline.recorder import Recorder
+from procpipe.tree import Flat
 from tests.held import hold_for
 from tests.timeline.recordings import FACTS
 
 CPU = torch.device("cpu")
-TENSORS = [torch.zeros(3, dtype=torch.float64)]
+MESSAGE = Flat.of(torch.zeros(3, dtype=torch.float64))
 ORDER = Order("step", plan="abc", sizes=(4, 4))
 
 
@@ -38,20 +39,13 @@ def recorder_on(tmp_path):
         board.close()
 
 
-def run(recorder, task):
-    recorder.begin_layers(task)
-    recorder.end_task(task)
-
-
 def recorded_step(recorder):
     recorder.begin_step(ORDER)
     for i in range(2):
-        begun_ns = time.perf_counter_ns()
-        recorder.took(Transfer("activation", i, 2, 3), TENSORS, begun_ns)
-        task = Task("F", i, 3)
-        run(recorder, task)
-        recorder.sent(Transfer("activation", i, 3, 4), TENSORS, time.perf_counter_ns())
-    run(recorder, Task("B", 1, 3))
+        recorder.of_take(Transfer("activation", i, 2, 3), lambda: MESSAGE)()
+        recorder.of_task(Task("F", i, 3), lambda: None)()
+        recorder.of_send(Transfer("activation", i, 3, 4), lambda message: None)(MESSAGE)
+    recorder.of_task(Task("B", 1, 3), lambda: None)()
     recorder.end_step(ORDER)
     return recorder.last_record()
 
@@ -60,7 +54,7 @@ def test_a_step_is_in_the_file_once_it_has_ended(recorder_on, tmp_path):
     recorder = recorder_on(CPU)
     record = json.loads(json.dumps(recorded_step(recorder)))
     recorder.begin_step(ORDER)
-    run(recorder, Task("F", 0, 3))  # and the step fails
+    recorder.of_task(Task("F", 0, 3), lambda: None)()  # and the step fails
 
     (found,) = read(tmp_path / "run.0.json").records
     assert found == record | {"call": "step", "plan": "abc", "sizes": [4, 4]}
@@ -97,9 +91,7 @@ def test_on_a_gpu_a_task_lasts_as_long_as_its_stream_waits(recorder_on):
     held_s = (0.1, 0.3)
     recorder.begin_step(ORDER)
     for i in range(2):
-        recorder.begin_layers(Task("F", i, 0))
-        hold_for(stream, held_s[i])
-        recorder.end_task(Task("F", i, 0))
+        recorder.of_task(Task("F", i, 0), partial(hold_for, stream, held_s[i]))()
     recorder.end_step(ORDER)
 
     for (*_, start, end), least_s in zip(recorder.last_record()["tasks"], held_s, strict=True):

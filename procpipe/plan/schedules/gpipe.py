@@ -24,6 +24,7 @@ R1 of stage 1 runs beside B1 of stage 2, and only B1 of stage 1 waits for that.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import cache
 
 from procpipe.plan.placement import partitions_of
 from procpipe.plan.schedules.rows import plan_of_rows
@@ -90,6 +91,7 @@ def backward_plan(
     return plan_of_rows(m, rows, placement)
 
 
+@cache
 def recomputed(mode: str, m: int) -> frozenset[int]:
     """Choose the micro-batches to recompute.
 
