@@ -51,7 +51,7 @@ def read(folder: Path) -> Run:
 
 def tables(runs: Sequence[Run]) -> str:
     """Lay out the machine, all ratios, and how quiet each part was."""
-    return "\n\n".join([_machine(runs), _ratios(runs), _quiet(runs[0])])
+    return "\n\n".join([_machine(runs), _ratios(runs), _quiet(runs)])
 
 
 def _machine(runs: Sequence[Run]) -> str:
@@ -86,17 +86,19 @@ def _version(run: Run) -> str:
     return release.partition("+")[0]
 
 
-def _quiet(run: Run) -> str:
-    quiet = {name: part["quiet"] for name, part in run.items()}
-    rows = [
-        [name, f"{of['stolen']:.1%}", f"{of['others']:.1%}", drift_text(of)]
-        for name, of in quiet.items()
-    ]
+def _quiet(runs: Sequence[Run]) -> str:
+    rows = []
+    for run in runs:
+        of_run = "" if run is runs[0] else f", {_version(run)}"
+        for name, part in run.items():
+            quiet = part["quiet"]
+            shares = [f"{quiet[each]:.1%}" for each in ("stolen", "others")]
+            rows.append([name + of_run, *shares, drift_text(quiet)])
     return _table(["part", "stolen", "other programs", "drift of one process"], rows)
 
 
 def _written(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2f}"
+    return "" if number is None else f"{number:.2f}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

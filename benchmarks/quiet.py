@@ -42,8 +42,9 @@ def drift(rounds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def drift_text(quiet: Mapping[str, Any]) -> str:
-    """Write each workload's drift in a line; ``-`` for a part without one."""
-    return "; ".join(f"{what} {ratio:.2f}" for what, ratio in quiet["drift"].items()) or "-"
+    """Write each workload's drift in a line."""
+    each = quiet["drift"].items()
+    return "; ".join(f"{what.replace(' = ', '=')} {ratio:.2f}" for what, ratio in each)
 
 
 def _counts() -> tuple[float, float, float, float]:

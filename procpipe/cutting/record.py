@@ -31,7 +31,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import chain
 from keyword import kwlist
 from traceback import walk_stack
@@ -214,9 +214,11 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, _PLAIN):
             return value
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        instead = "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE
+        if is_dataclass(value):
+            instead = "register it by torch.utils._pytree.register_dataclass(itsClass)"
         raise CannotCutError(
-            f"a value of type {kind} is passed on, which is no tensor or plain value",
-            "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE,
+            f"a value of type {kind} is passed on, which is no tensor or plain value", instead
         )
 
     def _value(self, value: Any) -> Any:
@@ -388,6 +390,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     """Have modules, and autocast, call a recorder, and check which attributes are set."""
     call = nn.Module.__call__
     set_attribute = nn.Module.__setattr__
+    apply: Any = vars(torch.autograd.Function)["apply"].__func__
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
 
@@ -401,6 +404,12 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             kind = type(module).__qualname__
             raise CannotCutError(f"the forward sets {name} of a {kind} that stays whole")
         set_attribute(module, name, value)
+
+    def applied(function: Any, *args: Any, **named: Any) -> Any:
+        # Those of torch are called by its own functions, such as checkpoint().
+        if not (recorder.is_inside or function.__module__.startswith("torch.")):
+            raise CannotCutError(f"{function.__qualname__} is a torch.autograd.Function")
+        return apply(function, *args, **named)
 
     def entered(context: Any) -> Any:
         result = enter(context)
@@ -418,6 +427,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     with (
         patch.object(nn.Module, "__call__", recorded),
         patch.object(nn.Module, "__setattr__", checked),
+        patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         patch.object(torch.autocast, "__enter__", entered),
         patch.object(torch.autocast, "__exit__", left),
     ):

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-_PYTHON, _TORCH, _OWN = (os.path.dirname(file) for file in (os.__file__, torch.__file__, __file__))
+_PYTHON, _TORCH, _OWN = (
+    os.path.join(os.path.dirname(file), "") for file in (os.__file__, torch.__file__, __file__)
+)
 _NUMPY = os.path.join("site-packages", "numpy")
 
 #: What to do about most errors.

@@ -138,6 +138,7 @@ CASES: dict[str, Case] = {
     ),
     "GPT-2": Case(_of_hf("GPT-2"), _tokens(), _logits, package="transformers"),
     "Llama": Case(_of_hf("Llama"), _masked, _logits, package="transformers"),
+    "Llama without mask": Case(_of_hf("Llama"), _tokens(), _logits, package="transformers"),
     "BERT": Case(
         _of_hf("BERT"),
         lambda b: ((), {"input_ids": words(b, 9), "attention_mask": torch.ones(b, 9).long()}),

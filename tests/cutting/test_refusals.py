@@ -70,9 +70,9 @@ REFUSED = {
     "item": (lambda self, h: h * h.sum().item(), "item\\(\\) cannot be called on meta"),
     "tolist": (lambda self, h: h * h.tolist()[0][0], "cannot be recorded.*meta"),
     "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "numpy.*meta|meta.*numpy"),
-    "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "autograd.Function"),
+    "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "Double is a .*: .an autograd"),
     "one that returns a view": (lambda self, h: Reverse.apply(h) + 1, "autograd.Function"),
-    "one that is returned": (lambda self, h: Double.apply(h), "autograd.Function"),
+    "one without gradients": (lambda self, h: Double.apply(h.detach()), "Double is a .*: .one w"),
     "an attribute": (
         sets_attribute,
         r"changes Model\.last, which [^\n]*, in [^\n]*test_refusals\.py:\d+: self\.last = h\n",

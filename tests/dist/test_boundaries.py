@@ -42,6 +42,7 @@ def traffic(bare, mode, style) -> list[StageStatistics]:
         (frozen(linear(3)), frozen(nn.Linear(3, 5)), nn.Linear(5, 1)),
         (Do(lambda ids: ids > 2), Do(lambda f, m: (f(m.float()), m), linear()), Do(lambda t: t[0])),
         (nn.ReLU(), nn.ReLU(), linear(1)),
+        (Do(lambda f, x: (f(x), f(x)), linear()), Do(lambda f, t: f(t[1]), linear()), linear(1)),
         (nn.Sequential(linear(), stasher("skip")), linear(), popper("skip")),
     ):
         model, name = nn.Sequential(*layers), f"{len(statistics)}"
@@ -63,6 +64,7 @@ EXPECTED_TRAFFIC = [
     ({"activation": 96}, {"activation": 160, "gradient": 0}, {"gradient": 0}),
     ({"activation": 32}, {"activation": 160, "gradient": 0}, {"gradient": 128}),
     ({"activation": 128}, {"activation": 128, "gradient": 0}, {"gradient": 0}),
+    ({"activation": 256}, {"activation": 128, "gradient": 128}, {"gradient": 128}),
     (
         {"activation": 128, "skip": 128},
         {"activation": 128, "gradient": 128, "skip": 0, "skip gradient": 0},
