@@ -390,7 +390,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     """Have modules, and autocast, call a recorder, and check which attributes are set."""
     call = nn.Module.__call__
     set_attribute = nn.Module.__setattr__
-    apply: Any = vars(torch.autograd.Function)["apply"].__func__
+    apply: Any = vars(torch.autograd.Function)["apply"]  # a class method, of C in torch 2.15
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
 
@@ -409,7 +409,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         # Those of torch are called by its own functions, such as checkpoint().
         if not (recorder.is_inside or function.__module__.startswith("torch.")):
             raise CannotCutError(f"{function.__qualname__} is a torch.autograd.Function")
-        return apply(function, *args, **named)
+        return apply.__get__(None, function)(*args, **named)
 
     def entered(context: Any) -> Any:
         result = enter(context)
