@@ -216,7 +216,10 @@ class Recorder(TorchFunctionMode):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         instead = "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE
         if is_dataclass(value):
-            instead = "register it by torch.utils._pytree.register_dataclass(itsClass)"
+            instead = (
+                "register it by torch.utils._pytree.register_dataclass(ItsClass, "
+                "serialized_type_name='ItsClass')"
+            )
         raise CannotCutError(
             f"a value of type {kind} is passed on, which is no tensor or plain value", instead
         )
