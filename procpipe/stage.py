@@ -631,7 +631,6 @@ class Stage(LocalLayers):
     def _run_mini_batch(self, pipeline: Runner, order: Order, batch: MiniBatch) -> None:
         """Run the program that begins a mini-batch: of a step all of it, else its forward part."""
         self._open_pass = None
-        batch.add_inputs(self.device)
         if self._cut.ties and order.is_training and order.is_kept:
             self._tied.check_equal(self._coordinator.agree_in_call, always=self._checks_tied)
         for layer in self._deferred:

@@ -151,6 +151,7 @@ def _num_samples(
     ``where`` names the value. If ``size`` is given, these must have as many, as ``other`` has.
     """
     check_leaves(value, leaves, where, others=(NoChunk,))
+    first = 0  # of those that are divided
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -160,8 +161,9 @@ def _num_samples(
                 "scattered over micro-batches: wrap it in NoChunk to give it whole to each"
             )
         if size is None:
-            size, other = len(leaf), where + place_of(value, k)
+            size, first = len(leaf), k
         elif len(leaf) != size:
+            other = other or where + place_of(value, first)
             raise ValueError(
                 f"{other} has {size} samples but {where}{place_of(value, k)} has {len(leaf)}: give "
                 "both the same size of dim 0, or wrap a tensor that is not to be scattered in "

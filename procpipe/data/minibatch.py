@@ -1,6 +1,6 @@
 """A mini-batch on its way into the pipeline and out of it.
 
-    user's inputs ── scatter ──> micro-batches, detached, on stage 0's device
+    user's inputs ── scatter ──> micro-batches; each, detached, on stage 0's device for its task
                  <── gradients ── of those inputs that require them
 
     micro-batches' outputs ── gather ──> the user's output, on the last stage
@@ -68,13 +68,12 @@ def inputs_and_target(
 class MiniBatch:
     """What the programs of one stage work on, and what they leave."""
 
-    #: On the first stage, what ``scatter`` returns of the model's inputs.
-    parts: Sequence[list[Tensor]] = ()
+    #: On the first stage, what ``scatter`` returns of the model's inputs, until a task takes it.
+    parts: list[list[Tensor]] = field(default_factory=list)
     structure: Structure = TENSOR
-    #: On the first stage, each micro-batch's inputs, detached, on its device; and of each the
-    #: tensors that require a gradient, as the user gave them.
-    inputs: Sequence[Flat] = ()
-    requiring: Sequence[Sequence[Tensor]] = ()
+    #: On the first stage, of each micro-batch taken, the tensors that require a gradient, as the
+    #: user gave them.
+    requiring: dict[int, list[Tensor]] = field(default_factory=dict)
     loss: MeanLoss | None = None  # in a ``step``, on the stage of the last partition
     #: On the stage of the last partition, for a program that begins with backward tasks: each
     #: micro-batch's gradients of the output tensors that require one.
@@ -88,18 +87,16 @@ class MiniBatch:
     mean: Tensor | None = None
     weight: float = 0.0
 
-    def add_inputs(self, device: torch.device) -> None:
-        """Take the model's inputs to the first stage's device."""
-        flats, requiring = [], []
+    def take_input(self, i: int, device: torch.device) -> Flat:
+        """Return the input of a micro-batch, detached, on the first stage's device; once."""
+        tensors, self.parts[i] = self.parts[i], []
         keeps_gradients = torch.is_grad_enabled()
-        for tensors in self.parts:
-            wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
-            moved = [tensor.detach() for tensor in tensors]
-            if any(tensor.device != device for tensor in moved):
-                moved = [uploaded(tensor, device) for tensor in moved]
-            flats.append(Flat(moved, self.structure, wants))
-            requiring.append([t for t, want in zip(tensors, wants, strict=True) if want])
-        self.inputs, self.requiring, self.parts = flats, requiring, ()
+        wants = tuple([keeps_gradients and tensor.requires_grad for tensor in tensors])
+        self.requiring[i] = [t for t, want in zip(tensors, wants, strict=True) if want]
+        moved = [tensor.detach() for tensor in tensors]
+        if any(tensor.device != device for tensor in moved):
+            moved = [uploaded(tensor, device) for tensor in moved]
+        return Flat(moved, self.structure, wants)
 
     def send_back(self) -> None:
         """Run the backward pass of whatever made the inputs, from each micro-batch's gradients."""

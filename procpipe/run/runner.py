@@ -226,7 +226,7 @@ class Runner:
             return self.wires.receivers[transfer.channel].expect
         send = self._sending(transfer)
         if transfer.payload == LOSS:
-            return lambda: send(Flat.of(self._loss_part()))
+            return lambda: send(_message_of_loss(*self._loss_part()))
         slots, k = self._slots, self._slot(transfer)
 
         def send_made() -> None:
@@ -248,7 +248,7 @@ class Runner:
         return self.replicas.around(step, segment, work)
 
     def _bound_forward(self, step: Run, *, keep: bool) -> Step:
-        slots, (_, i, j) = self._slots, step.task
+        slots, device, (_, i, j) = self._slots, self._world.device, step.task
         is_last = j == self._last
         takes = list(map(self._taking, step.takes))
         places = list(map(self._slot, step.makes))
@@ -263,7 +263,7 @@ class Runner:
 
         def forward() -> None:
             batch = self._batch
-            inputs = [batch.inputs[i]] if j == 0 else [take() for take in takes]
+            inputs = [batch.take_input(i, device)] if j == 0 else [take() for take in takes]
             loss = batch.loss if is_last else None
             made = run_layers(inputs, None if loss is None else partial(loss.of, i))  # step 4
             if is_last:
@@ -360,7 +360,8 @@ class Runner:
             self._part = loss.part({i: output.tensors[0] for i, output in outputs})  # step 9
         if self._part is None:
             assert self._take_loss is not None, "else this stage makes it"
-            self._part = self._take_loss().value
+            message = self._take_loss()
+            self._part = message.tensors[0], float(message.structure[1])
         return self._part
 
     # -- between calls --------------------------------------------------------------------------
@@ -403,3 +404,8 @@ class Runner:
         """Disconnect without waiting for any rank."""
         self.wires.close()
         self._world.close()
+
+
+def _message_of_loss(part: Tensor, weight: float) -> Flat:
+    """Return the loss as it travels, with what all count in the place of a structure."""
+    return Flat([part], ("", repr(weight)), (False,))
