@@ -18,10 +18,15 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(float(limit_s), exit=True)
     module, function = where.split(":")
+    # Before the group is made: what is imported later may keep it, as default arguments of
+    # torch.distributed.nn.functional do (torch 2.15). Its threads would outlive its destruction,
+    # and such a thread that releases a tensor while Python shuts down aborts the process:
+    # https://github.com/pytorch/pytorch/issues/190489
+    called = getattr(importlib.import_module(module), function)
     if torch.cuda.is_available():  # before NCCL connects, which new releases of torch do at once
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl" if _has_nccl() else "gloo")
-    value = getattr(importlib.import_module(module), function)(**json.loads(options))
+    value = called(**json.loads(options))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(value))
     dist.barrier()

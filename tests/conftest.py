@@ -71,17 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Set here before pytest-xdist starts processes, so that all have the same.
     os.environ.setdefault(FUZZ_SEED, str(random.randrange(10**6)))
     os.environ[devices.VARIABLE] = "gpus" if config.getoption("--gpus") else "cpus"
-    if hands_out_tests(config):
-        return  # before torch is imported, which takes seconds
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        return  # it leaves the tests to pytest-xdist's processes: no import of torch, which is slow
     forks.find_launch()
     devices.seed_only_cpu()
     if devices.is_on_gpus() and not devices.num_gpus():
         raise pytest.UsageError("--gpus: there is no CUDA device that torch can use here")
-
-
-def hands_out_tests(config: pytest.Config) -> bool:
-    """Return whether this process leaves the tests to those that pytest-xdist starts."""
-    return bool(config.getoption("tx", None)) and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -35,11 +35,13 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> int:
     """Run the tests; return 0 if none failed."""
+    import torch
+
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpus", description=__doc__)
     parser.add_argument("--seeds", default="0", help='of what emulated GPUs choose: "0", or "0 1"')
     arguments, of_pytest = parser.parse_known_args()
     pytest = [sys.executable, "-m", "pytest", *of_pytest]
-    if sees_gpus():
+    if torch.cuda.is_available():
         return subprocess.run([*pytest, "--gpus"], cwd=ROOT, check=False).returncode
     seeds = [int(seed) for seed in arguments.seeds.split()]
     num_runs = min(len(os.sched_getaffinity(0)), MOST_RUNS)
@@ -67,13 +69,6 @@ def main() -> int:
         pool.shutdown(cancel_futures=True)
         return 130
     return worst
-
-
-def sees_gpus() -> bool:
-    """Say whether torch can use a CUDA device here."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def run(pytest: list[str], number: int, seed: int, *, is_brief: bool) -> tuple[int, str]:

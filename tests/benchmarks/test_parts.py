@@ -11,9 +11,11 @@ import pytest
 
 from benchmarks import rounds, throughput
 from benchmarks.__main__ import MORE, QUICK, main
+from benchmarks.gpu.hour import ROOT
 from benchmarks.report import OF_BARE, OF_ONE, OF_TORCH, SHARE
 from tests.cases import for_each
 from tests.dist.forks import fork_server
+from tests.dist.script import run_forked
 
 
 def call_as_forks(command, *, env, cwd):
@@ -41,6 +43,27 @@ def test_a_part_runs_and_writes_its_ratios(tmp_path, capfd, monkeypatch):
     printed = (tmp_path / "throughput.txt").read_text()
     assert printed in capfd.readouterr().out
     assert f"torch {found['machine']['torch']}" in printed
+
+
+#: Its default argument keeps the group, as in torch.distributed.nn.functional of torch 2.15.
+LATE = """
+import pathlib, torch.distributed as dist
+def threads(group=dist.group.WORLD):
+    return [file.read_text() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+"""
+
+
+@pytest.mark.dist
+def test_no_thread_of_gloo_outlives_a_workers_group(tmp_path):
+    """Symptom: one released a tensor in Python's shutdown, which ended a rank by SIGABRT."""
+    tmp_path.joinpath("late.py").write_text(LATE)
+    code = f"import sys; sys.path += {[str(ROOT), str(tmp_path)]}; from benchmarks import worker;"
+    code += "worker.main(); from late import threads; print(threads())"
+    words = ["late:threads", "{}", "60", str(tmp_path / "names")]
+    done = run_forked(code, num_ranks=1, args=words)
+
+    assert "gloo" not in done.check().stdout
+    assert "gloo" in tmp_path.joinpath("names").read_text()
 
 
 @for_each("part", [*QUICK, *MORE])

@@ -264,11 +264,6 @@ def find_launch() -> None:
         procpipe.__path__.append(str(ROOT))
 
 
-def end_with_parent() -> None:
-    """Make the kernel kill this process when the one that started it ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _serve(listener: socket.socket) -> tuple[Start, list[int]]:
     """Answer requests until the last connection ends; in each child, return its request."""
     connections: list[socket.socket] = []
@@ -292,7 +287,8 @@ def _serve(listener: socket.socket) -> tuple[Start, list[int]]:
             else:
                 pid = os.fork()
                 if pid == 0:
-                    end_with_parent()
+                    # The kernel kills this process when the one that started it ends.
+                    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                     for each in (listener, *connections):
                         each.close()
                     return request, descriptors

@@ -33,11 +33,7 @@ def name_methods_fast() -> None:
 
     That takes a second for each start, most of what a launcher needs.
     """
-    dynamic_rendezvous.get_method_name = _caller
-
-
-def _caller(depth: int = 2) -> str:
-    return sys._getframe(depth).f_code.co_name
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def fork_ranks(start: Start, descriptors: list[int]) -> tuple[Start, list[int]]:
