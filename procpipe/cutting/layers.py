@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,8 @@ class Layer(nn.Module):
     stashes: list[tuple[SkipKey, int]]
     #: What the piece takes from where, and sends where, and its code.
     text: str
+    #: The lines of the model's code, by what the piece's code makes of each.
+    lines: dict[str, str]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
@@ -46,10 +49,22 @@ class Layer(nn.Module):
             values = inputs[0] if isinstance(inputs[0], tuple) else inputs
         tracker = current_tracker()
         popped = map(tracker.pop, self.pops)
-        given, *stashed = self.run(self._modules["model"], *values, *popped)
+        try:
+            given, *stashed = self.run(self._modules["model"], *values, *popped)
+        except Exception as error:
+            self._add_line(error)
+            raise
         for (key, num_pops), value in zip(self.stashes, stashed, strict=True):
             tracker.stash(key, value, num_pops)
         return given
+
+    def _add_line(self, error: Exception) -> None:
+        """Note the line of the model's code whose function or module has raised an error."""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename.startswith("<eval_with_key>"):
+                name = str(frame.line).partition(" ")[0]
+                if name in self.lines:
+                    error.add_note(f"procpipe: in {self.lines[name]}")
 
     def reset_parameters(self) -> None:
         """Initialise what models of transformers hold; modules of others do it themselves."""
@@ -76,6 +91,7 @@ def layers_of(
         of_names = dict.fromkeys([*pops, *stashes], namespace)
         vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
         layer.stashes, layer.pops = declared(layer)
+        layer.lines = {n.name: n.meta["line"] for n in code.graph.nodes if "line" in n.meta}
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 _hold(layer.model, model, twin, node.target)

@@ -12,11 +12,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from torch import nn
 
 from procpipe.compute.wrappers import check_not_data_parallel
 from procpipe.errors import BalanceError
+
+
+def check_module(module: Any) -> None:
+    """Check that a model is a module, and that none in it is data parallel.
+
+    Raises:
+        TypeError: it is none, or one is.
+    """
+    if not isinstance(module, nn.Module):
+        is_class = isinstance(module, type)
+        what = f"the class {module.__name__}" if is_class else f"a {type(module).__qualname__}"
+        raise TypeError(f"the model is {what}: pass an nn.Module, that is, an instance of a class")
+    check_not_data_parallel(module)
 
 
 def check_model(module: nn.Module) -> None:
@@ -26,8 +40,7 @@ def check_model(module: nn.Module) -> None:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
         ValueError: it holds the same layer twice.
     """
-    if isinstance(module, nn.Module):
-        check_not_data_parallel(module)
+    check_module(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
