@@ -49,6 +49,7 @@ class CutModel(Divided):
         return "\n\n".join(layer.text for layer in layers)
 
 
+@torch.inference_mode(False)  # whose tensors do not count their changes
 def sequential(
     model: nn.Module,
     *inputs: Any,

@@ -214,6 +214,7 @@ def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
         procpipe.sequential(model, words(2, 5))
 
 
+@torch.inference_mode()
 def test_modules_in_another_mode_stay_whole():
     model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
     assert len(procpipe.sequential(model, torch.ones(6, 4))) == 4
