@@ -7,6 +7,8 @@ popped skip tensors ────────┴─> modules and functions ──
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 import sys
 import traceback
 from collections import OrderedDict
@@ -38,6 +40,8 @@ class Layer(nn.Module):
     stashes: list[tuple[SkipKey, int]]
     #: What the piece takes from where, and sends where, and its code.
     text: str
+    #: A digest of the code, which depends on the sample where the forward decides by its sizes.
+    digest: str
     #: The lines of the model's code, by what the piece's code makes of each.
     lines: dict[str, str]
 
@@ -73,7 +77,7 @@ class Layer(nn.Module):
 
 def layers_of(
     model: nn.Module, pieces: list[Piece], arguments: Callable[..., list[Tensor]]
-) -> OrderedDict[str, nn.Module]:
+) -> OrderedDict[str, Any]:
     """Return the layers of a model's pieces by name.
 
     ``arguments`` returns the tensors among the arguments of a call of the model.
@@ -91,6 +95,7 @@ def layers_of(
         of_names = dict.fromkeys([*pops, *stashes], namespace)
         vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
         layer.stashes, layer.pops = declared(layer)
+        layer.digest = _digest(code.code)
         layer.lines = {n.name: n.meta["line"] for n in code.graph.nodes if "line" in n.meta}
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -145,6 +150,11 @@ def _module(model: nn.Module, piece: Piece) -> fx.GraphModule:
     given = piece.gives[0] if len(piece.gives) == 1 else tuple(piece.gives)
     graph.output(fx.map_arg((given, *piece.stashes), made_of))
     return fx.GraphModule(model, graph)
+
+
+def _digest(code: str) -> str:
+    """Return a digest of code that is the same wherever the files are that it names."""
+    return hashlib.blake2b(re.sub(r"[^\s'\"]*/", "", code).encode(), digest_size=4).hexdigest()
 
 
 # -- modules --------------------------------------------------------------------------------------

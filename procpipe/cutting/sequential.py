@@ -69,8 +69,9 @@ def sequential(
 
     Args:
         model: a module, in the dtype in which it is to run; it may be on the meta device.
-        inputs: a sample of its inputs, ``(batch, …)`` each, as for training. Only shapes count, but
-            for a module that does not run on the meta device, as one that packs a sequence.
+        inputs: a sample of its inputs, ``(batch, …)`` each, as for training; on all ranks the same.
+            Only shapes count, but for a module that does not run on the meta device, as one that
+            packs a sequence.
             Values other than tensors must be the same in each call, and may then be left out if
             they are named.
         whole: classes of modules that are not opened.
@@ -89,7 +90,9 @@ def sequential(
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
     by_name, tensors = _arguments_of(model, inputs, named)
     graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
-    made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
+    layers = layers_of(model, pieces_of(graph, limit), tensors)
+    made = CutModel(layers)
+    made.facts = {name: f" recorded as {layer.digest}" for name, layer in layers.items()}
     made.training = model.training
     made.sample = copied(by_name(inputs, named) if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]

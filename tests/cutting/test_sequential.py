@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import procpipe
 from examples.train_nanogpt_plain import GPT
 from procpipe import Stage
+from procpipe.model.cut import layer_facts
 from tests.cutting.cases import CASES, drawn, words
 from tests.cutting.compare import buffers_of, gradients_of
 from tests.cutting.models import Base, Classifier, Packed
@@ -262,6 +263,7 @@ def test_what_was_decided_for_the_sample_is_checked_in_each_call(name):
     assert_same(model, layers, drawn(6, 4))
     with pytest.raises(ValueError, match=text):
         layers.to(other.dtype)(other)
+    assert layer_facts(procpipe.sequential(model, other)) != layer_facts(layers)
 
 
 def another_autocast(self, h):
