@@ -7,7 +7,7 @@ substitute:
     _C._are_functorch_transforms_active             weight gradients are not deferred
     Tensor._post_accumulate_grad_hooks              hooks of gradients are not found
     nn.Module._compiled_call_impl                   compiled layers look like others
-    _dynamo.OptimizedModule                         likewise
+    _torchdynamo_orig_callable of functions         likewise
     autograd.profiler._is_profiler_enabled          profiles do not name the tasks of a recording
     ops.aten._scaled_dot_product_flash_attention_…  its FLOPs are not counted
     ops.aten._grouped_mm                            likewise
@@ -26,7 +26,6 @@ import contextlib
 import inspect
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -135,14 +134,13 @@ def compile_in_place(layer: nn.Module, options: Mapping[str, Any], num_layers: i
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether calling a module runs what ``torch.compile`` makes of it.
+    """Return whether calling a module runs what ``torch.compile`` makes of it, or of its forward.
 
-    Looks only where torch's compiler is loaded already.
+    What ``torch.compile`` returns for a module has a compiled forward, too.
     """
-    if "torch._dynamo" not in sys.modules:
-        return False
-    wrapper = getattr(sys.modules["torch._dynamo"], "OptimizedModule", ())
-    return isinstance(module, wrapper) or getattr(module, "_compiled_call_impl", None) is not None
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ NAMES = {
         lambda: nn.Module(),
         "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks",
     ),
+    "compiled": (lambda: torch.compile(print, backend="eager"), "_torchdynamo_orig_callable"),
     "compiler": (lambda: torch.compiler, "_is_compiling_flag"),
     "FSDP": (lambda: fsdp_module(), "_get_fsdp_state"),
     "state of FSDP": (lambda: state_of_fsdp(), "_pre_forward _post_forward _mp_policy"),

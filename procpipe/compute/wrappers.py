@@ -76,15 +76,18 @@ def is_sharded(layer: nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in layer.parameters())
 
 
+def is_of_fsdp(kind: type) -> bool:
+    """Return whether ``fully_shard`` has made a class of modules."""
+    return hasattr(kind, "set_requires_gradient_sync")
+
+
 def check_sharded_before(first: Iterable[type], now: Iterable[type]) -> None:
     """Check the classes of a partition's modules, in the stage's first call and now.
 
     Raises:
         RuntimeError: ``fully_shard`` was called after the first call, which sets FSDP up.
     """
-    before, after = (
-        sum(hasattr(of, "set_requires_gradient_sync") for of in types) for types in (first, now)
-    )
+    before, after = (sum(map(is_of_fsdp, types)) for types in (first, now))
     if before != after:
         raise RuntimeError(
             f"fully_shard was called after the stage's first call: a partition had {before} "

@@ -7,7 +7,10 @@ popped skip tensors ────────┴─> modules and functions ──
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +40,10 @@ class Layer(nn.Module):
     stashes: list[tuple[SkipKey, int]]
     #: What the piece takes from where, and sends where, and its code.
     text: str
+    #: A digest of the code, which depends on the sample where the forward decides by its sizes.
+    digest: str
+    #: The lines of the model's code, by what the piece's code makes of each.
+    lines: dict[str, str]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the piece."""
@@ -46,10 +53,22 @@ class Layer(nn.Module):
             values = inputs[0] if isinstance(inputs[0], tuple) else inputs
         tracker = current_tracker()
         popped = map(tracker.pop, self.pops)
-        given, *stashed = self.run(self._modules["model"], *values, *popped)
+        try:
+            given, *stashed = self.run(self._modules["model"], *values, *popped)
+        except Exception as error:
+            self._add_line(error)
+            raise
         for (key, num_pops), value in zip(self.stashes, stashed, strict=True):
             tracker.stash(key, value, num_pops)
         return given
+
+    def _add_line(self, error: Exception) -> None:
+        """Note the line of the model's code whose function or module has raised an error."""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename.startswith("<eval_with_key>"):
+                name = str(frame.line).partition(" ")[0]
+                if name in self.lines:
+                    error.add_note(f"procpipe: in {self.lines[name]}")
 
     def reset_parameters(self) -> None:
         """Initialise what models of transformers hold; modules of others do it themselves."""
@@ -58,7 +77,7 @@ class Layer(nn.Module):
 
 def layers_of(
     model: nn.Module, pieces: list[Piece], arguments: Callable[..., list[Tensor]]
-) -> OrderedDict[str, nn.Module]:
+) -> OrderedDict[str, Any]:
     """Return the layers of a model's pieces by name.
 
     ``arguments`` returns the tensors among the arguments of a call of the model.
@@ -76,6 +95,8 @@ def layers_of(
         of_names = dict.fromkeys([*pops, *stashes], namespace)
         vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
         layer.stashes, layer.pops = declared(layer)
+        layer.digest = _digest(code.code)
+        layer.lines = {n.name: n.meta["line"] for n in code.graph.nodes if "line" in n.meta}
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 _hold(layer.model, model, twin, node.target)
@@ -129,6 +150,11 @@ def _module(model: nn.Module, piece: Piece) -> fx.GraphModule:
     given = piece.gives[0] if len(piece.gives) == 1 else tuple(piece.gives)
     graph.output(fx.map_arg((given, *piece.stashes), made_of))
     return fx.GraphModule(model, graph)
+
+
+def _digest(code: str) -> str:
+    """Return a digest of code that is the same wherever the files are that it names."""
+    return hashlib.blake2b(re.sub(r"[^\s'\"]*/", "", code).encode(), digest_size=4).hexdigest()
 
 
 # -- modules --------------------------------------------------------------------------------------

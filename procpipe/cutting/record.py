@@ -16,26 +16,21 @@ needs to know:
     since       the first node whose memory this one changes
     keep        true if it must not be left out
     line        of the model's code
+    value       the user's own, of an input
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import functools
 import math
 import operator
-import pickle
-import random
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from itertools import chain
 from keyword import kwlist
-from traceback import walk_stack
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -44,21 +39,26 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
+from procpipe.cutting.changes import (
+    PLAIN,
+    Key,
+    np,
+    random_states,
+    set_random_states,
+    states,
+    watched_by_line,
+)
 from procpipe.cutting.sizes import (
+    SAMPLE,
     UNKNOWN,
     WHOLE,
     CannotCutError,
     Number,
     check,
     line,
-    line_of,
     number,
 )
-from procpipe.torch_internals import has_hooks, pytree
-
-np: Any = None
-with contextlib.suppress(ImportError):
-    import numpy as np
+from procpipe.torch_internals import has_hooks, is_compiled, pytree
 
 META = torch.device("meta")
 
@@ -73,14 +73,6 @@ _FIXED = {
 }
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, type(Ellipsis), enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
-#: What a forward may change: a module's name, and what of it.
-Key = tuple[str, str]
-
 #: ``(device type, dtype, enabled)``; ``None`` is the type of the layer's device.
 Autocast = tuple[str | None, torch.dtype, bool]
 
@@ -89,16 +81,21 @@ class Recorder(TorchFunctionMode):
     """Records torch's functions and whole modules as a model calls them, in its ``graph``.
 
     Args:
-        twin: the copy of the model that runs, on the meta device.
+        model: the model, which does not run.
+        twin: the copy of it that runs, on the meta device.
         opened: the names of its modules that do not stay whole.
-        arguments: the sample on the meta device, by name.
-        device: that of the sample, where what cannot run on the meta device runs with zeros.
+        sample: a call's arguments by name.
+        arguments: these on the meta device.
+        device: that of the sample, where what cannot run on the meta device runs with the sample's
+            values, and with zeros for what modules have made of them.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         twin: nn.Module,
         opened: dict[str, None],
+        sample: dict[str, Any],
         arguments: dict[str, Any],
         device: torch.device,
     ) -> None:
@@ -110,18 +107,23 @@ class Recorder(TorchFunctionMode):
         self.device = device
         self._twin, self._opened = twin, {name: twin.get_submodule(name) for name in opened}
         self._device_node = self.graph.placeholder("device")
+        self._device_node.meta["value"] = device
         self._hooked = {module for module in self.names if has_hooks(module)}
-        self._owned: dict[int, tuple[str, Tensor]] = {}  # with it, so that no other has its id
-        for name, tensor in _owned(twin):
-            self._owned.setdefault(id(tensor), (name, tensor))
+        self._originals = {*model.modules()}
+        self._owned = {tensor: name for name, tensor in reversed([*_owned(twin)])}
+        self._seen = {*self._owned}
         self._known: dict[int, fx.Node] = {}
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
-        for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
+        values = pytree.tree_leaves(sample)
+        named = pytree.tree_flatten_with_path(arguments)[0]
+        for (path, leaf), value in zip(named, values, strict=True):
             if isinstance(leaf, Tensor):
                 name = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
                 self._define(leaf, self.graph.placeholder(name))
+                self._known[id(leaf)].meta["value"] = value
         if not self._known:
-            raise CannotCutError(f"the sample of the {type(twin).__qualname__} has no tensor")
+            kind = type(twin).__qualname__
+            raise CannotCutError(f"the sample of the {kind} has no tensor", SAMPLE)
 
     def run(self, args: tuple[Any, ...], named: dict[str, Any], watched: set[Key]) -> set[Key]:
         """Record the forward for the sample, as it is given in a call.
@@ -129,13 +131,11 @@ class Recorder(TorchFunctionMode):
         Returns what it changes that the layers do not have. A second run, of another copy, in which
         this is ``watched``, refuses the line.
         """
-        before = _states(self._opened)
-        watching = self._watching(watched) if watched else contextlib.nullcontext()
+        before = states(self._opened)
+        watching = watched_by_line(self, self._opened, watched)
         with torch.enable_grad(), META, _patched(self), self, watching:
             result = self._twin(*args, **named)
-        if watched:
-            raise _changes(watched, UNKNOWN)
-        if changed := {key for key, _ in before.items() ^ _states(self._opened).items()}:
+        if changed := {key for key, _ in before.items() ^ states(self._opened).items()}:
             return changed
         leaves, tree = pytree.tree_flatten(result)
         made = tuple(map(self._source, leaves))
@@ -153,47 +153,20 @@ class Recorder(TorchFunctionMode):
                 )
         return set()
 
-    @contextlib.contextmanager
-    def _watching(self, watched: set[Key]) -> Iterator[None]:
-        """Refuse the line of the model's code after which one of the states is another one."""
-        modules = {name: self._opened[name] for name, _ in watched}
-        before, last, tracing = _states(modules), "", sys.gettrace()
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal last
-            if line_of([(frame, frame.f_lineno)]) == UNKNOWN:
-                return None
-            if not self.is_inside:
-                self.is_inside = True  # so that comparing is not recorded
-                found = _states(modules)
-                self.is_inside = False
-                if any(found.get(key) != before.get(key) for key in watched):
-                    raise _changes(watched, last)
-                last = line_of(walk_stack(frame.f_back if event == "return" else frame))
-            return trace
-
-        sys.settrace(trace)
-        try:
-            yield
-        finally:
-            sys.settrace(tracing)
-
     # -- values -------------------------------------------------------------------------------
 
     def _define(self, tensor: Tensor, node: fx.Node) -> None:
         self._known[id(tensor)] = node
-        history = tensor._version, tensor.requires_grad, tensor.grad_fn
-        node.meta.update(tensor=tensor, history=history)
+        node.meta.update(tensor=tensor, history=_history(tensor))
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
         known = self._known.get(id(tensor))
-        if known is None and id(tensor) in self._owned:
-            known = self.graph.get_attr(self._owned[id(tensor)][0])
+        if known is None and tensor in self._owned:
+            known = self.graph.get_attr(self._owned[tensor])
             known.meta["weight"] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
             known.meta["line"] = line()
             self._define(tensor, known)
-        history = tensor._version, tensor.requires_grad, tensor.grad_fn
-        if known is None or known.meta["history"] != history:
+        if known is None or known.meta["history"] != _history(tensor):
             raise CannotCutError(
                 "a tensor is used which, or whose gradient, no recorded function or module has "
                 "made (but a torch.autograd.Function, an extension, NumPy, a global variable)",
@@ -211,7 +184,7 @@ class Recorder(TorchFunctionMode):
             return self._device_node
         if np and isinstance(value, np.generic):
             return value.item()
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return value
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         instead = "give the sample use_cache=False" if kind.endswith("Cache") else WHOLE
@@ -279,7 +252,7 @@ class Recorder(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:  # as of nonzero(), whose shape depends on values
-            result = self._result_of_zeros(func, args, kwargs)
+            result = self._result_of_values(func, args, kwargs)
             if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
                 raise
         return self._bind(node, result, args, kwargs)
@@ -288,46 +261,73 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any
     ) -> Any:
         """Record the call of a module, if it stays whole."""
+        if module in self._originals:
+            raise CannotCutError(
+                f"the model's own {type(module).__qualname__} is called, and no copy of it, by a "
+                "function or reference that holds the model itself",
+                "make it a method of a module's class; compile by module.compile()",
+            )
         if self.is_inside:
             return self._result(module, call, args, named)
-        if module not in self.names or self._is_hooked(module):
-            return call(module, *args, **named)
+        if module not in self.names or self._is_another(module):
+            return call(module, *args, **named)  # of which functions are recorded
         self.is_inside = True
-        states = _random_states()  # which it may change, as it runs each time
+        drawn = random_states()  # which it may change, as it runs each time
         try:
             node, args, named = self._node("call_module", self.names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
             return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
             self.is_inside = False
-            random.setstate(states[0])
-            if np:
-                np.random.set_state(states[1])
+            self._seen.update(chain(module.parameters(), module.buffers()))
+            set_random_states(drawn)
 
-    def _is_hooked(self, module: nn.Module) -> bool:
-        """Return whether the forward has registered hooks, which are recorded with the module."""
-        return any(has_hooks(each) and each not in self._hooked for each in module.modules())
+    def _is_another(self, module: nn.Module) -> bool:
+        """Return whether the forward has registered hooks, or other parameters, at a module."""
+        is_hooked = any(has_hooks(each) and each not in self._hooked for each in module.modules())
+        return is_hooked or not self._seen.issuperset(chain(module.parameters(), module.buffers()))
 
     def _result(self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return what a module returns that stays whole, or is inside of one that does."""
         try:
             return call(module, *args, **named)
-        except Exception:
-            if torch.get_default_device() != META:
+        except Exception as error:
+            if isinstance(error, CannotCutError) or torch.get_default_device() != META:
                 raise
             of_copy = functools.partial(call, copied(module, self.device))
-            return self._result_of_zeros(of_copy, args, named)
+            return self._result_of_values(of_copy, args, named)
 
-    def _result_of_zeros(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
+    def _result_of_values(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return, on the meta device, what a function returns that cannot run there."""
-        real = copied((args, named), self.device)
+        values: dict[fx.Node, Any] = {}
+
+        def real_of(given: Any) -> Any:
+            if isinstance(given, Tensor):
+                with contextlib.suppress(Exception):
+                    value: Tensor = self._computed(self._known[id(given)], values).clone()
+                    if not value.is_meta:
+                        return value
+            return copied(given, self.device)
+
         with torch.no_grad(), self.device:
+            real = pytree.tree_map(real_of, (args, named))
             result = function(*real[0], **real[1])
             pairs = zip(*map(pytree.tree_leaves, ((args, named), real)), strict=True)
             for ours, theirs in pairs:
                 if isinstance(ours, Tensor) and theirs._version:
                     ours.zero_()  # is changed in place, too
         return copied(result)
+
+    def _computed(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Return what functions make of the sample's values; an error where there are none."""
+        if node not in values and node.op == "placeholder":
+            values[node] = copy.deepcopy(node.meta["value"])
+        elif node not in values:
+            of_sources = functools.partial(self._computed, values=values)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), of_sources)
+            function: Any = getattr(Tensor, str(node.target), node.target)  # a name for a module
+            values[node] = function(*args, **kwargs)
+        return values[node]
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> tuple[fx.Node, Any, Any]:
         """Add a node, and return it and the arguments' values.
@@ -512,13 +512,18 @@ def copied(value: Any, device: torch.device = META) -> Any:
         return pytree.tree_map(copy_of, value)
     held = pytree.tree_leaves([vars(module) for module in value.modules()])
     try:
-        return copy.deepcopy(value, {id(t): copy_of(t) for t in held if isinstance(t, Tensor)})
+        made = copy.deepcopy(value, {id(t): copy_of(t) for t in held if isinstance(t, Tensor)})
     except Exception as error:  # of any kind, as classes may have their own __deepcopy__
         raise CannotCutError(
             f"the {type(value).__qualname__} cannot be copied: {type(error).__name__}: {error}",
             "hold what has no copies outside of the model, or define __deepcopy__ or __getstate__",
             "its attributes",
         ) from error
+    for theirs, ours in zip(value.modules(), made.modules(), strict=True):
+        forward = vars(ours).get("forward")
+        if forward is not None and forward is theirs.forward and is_compiled(ours):
+            del ours.forward  # which would call the original
+    return made
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -530,38 +535,9 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.{key}".lstrip("."), tensor
 
 
-# -- what may have changed -------------------------------------------------------------------------
+def _history(tensor: Tensor) -> tuple[int, bool, Any]:
+    return tensor._version, tensor.requires_grad, tensor.grad_fn
 
 
 def _is_changed(node: fx.Node) -> bool:
     return bool(node.meta["tensor"]._version != node.meta["history"][0])
-
-
-def _states(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
-    """Return the states of random number generators, and of modules' attributes."""
-    drawn = pickle.dumps(_random_states())
-    found: dict[Key, Any] = {("", "the random numbers of Python or NumPy"): drawn}
-    for of, module in modules.items():
-        kind, held = type(module), vars(module) | module._parameters | module._buffers
-        for name in held.keys() - vars(nn.Module()).keys():
-            value = held[name]
-            is_cached = isinstance(getattr(kind, name, None), functools.cached_property)
-            if is_cached and isinstance(value, _PLAIN):
-                continue  # each call would compute the same
-            with contextlib.suppress(Exception):  # those that cannot be written
-                state = id(value) if isinstance(value, Tensor) else pickle.dumps(value)
-                found[of, f"{kind.__qualname__}.{name}"] = state
-    return found
-
-
-def _changes(keys: set[Key], where: str) -> CannotCutError:
-    names = ", ".join(sorted({name for _, name in keys}))
-    return CannotCutError(
-        f"the forward changes {names}, which the layers do not have",
-        f"draw random numbers by torch, or {WHOLE}",
-        where,
-    )
-
-
-def _random_states() -> tuple[Any, Any]:
-    return random.getstate(), np and np.random.get_state()

@@ -20,12 +20,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from procpipe.compute.wrappers import is_of_fsdp
 from procpipe.cutting.divide import differences, join_modes, keep_to_mode, pieces_of
 from procpipe.cutting.layers import layers_of
 from procpipe.cutting.record import Recorder, copied
-from procpipe.cutting.sizes import UNKNOWN, WHOLE, CannotCutError, line_of
+from procpipe.cutting.sizes import SAMPLE, UNKNOWN, WHOLE, CannotCutError, line_of
 from procpipe.divided import Divided
+from procpipe.model.cut import check_module
 from procpipe.torch_internals import has_hooks, is_compiled, pytree, said_to_compile
+
+WITHOUT_VALUES = (
+    "while recorded, it has no values (modules that stay whole have those of the sample, if it is "
+    "not on the meta device), and sizes are no ints (int(size) is one, and must be the same in "
+    f"each call): {WHOLE}"
+)
 
 #: The modules of torch that may be opened; its others use what is inside in ways of their own.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -41,6 +49,7 @@ class CutModel(Divided):
         return "\n\n".join(layer.text for layer in layers)
 
 
+@torch.inference_mode(False)  # whose tensors do not count their changes
 def sequential(
     model: nn.Module,
     *inputs: Any,
@@ -60,7 +69,9 @@ def sequential(
 
     Args:
         model: a module, in the dtype in which it is to run; it may be on the meta device.
-        inputs: a sample of its inputs, ``(batch, …)`` each, as for training. Only shapes count.
+        inputs: a sample of its inputs, ``(batch, …)`` each, as for training; on all ranks the same.
+            Only shapes count, but for a module that does not run on the meta device, as one that
+            packs a sequence.
             Values other than tensors must be the same in each call, and may then be left out if
             they are named.
         whole: classes of modules that are not opened.
@@ -72,22 +83,43 @@ def sequential(
         ``sample`` and ``keys`` are for ``Stage``, and for the model's keys in files.
 
     Raises:
+        TypeError: the model is no module, or is or has a data-parallel one.
         ValueError: the forward does what layers would not repeat: names the line, and what to do.
     """
-    if is_compiled(model) or has_hooks(model):
-        raise CannotCutError(
-            f"the {type(model).__qualname__} is compiled as a whole or has hooks, which the layers "
-            "would not call",
-            "compile the stage (stage.compile()), and register hooks at modules inside the model",
-        )
+    _check(model, whole)
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
     by_name, tensors = _arguments_of(model, inputs, named)
     graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
-    made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
+    layers = layers_of(model, pieces_of(graph, limit), tensors)
+    made = CutModel(layers)
+    made.facts = {name: f" recorded as {layer.digest}" for name, layer in layers.items()}
     made.training = model.training
     made.sample = copied(by_name(inputs, named) if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]
     return made
+
+
+def _check(model: nn.Module, whole: Any) -> None:
+    """Check that a model is one whose forward is written in Python, and called as it stands."""
+    check_module(model)
+    kind = type(model).__qualname__
+    if not (isinstance(whole, Collection) and all(isinstance(each, type) for each in whole)):
+        raise TypeError(f"whole is {whole!r}: give classes of modules, as in whole=(Block,)")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CannotCutError(
+            f"the {kind} is compiled by torch.jit, so that no forward in Python could be recorded",
+            "give the module that it was made of",
+        )
+    if any(is_of_fsdp(type(module)) for module in model.modules()):
+        raise CannotCutError(
+            f"the {kind} is sharded by fully_shard, for processes that hold all layers",
+            "cut the model first, and shard layers of the stage, as docs/replicas.md shows",
+        )
+    if is_compiled(model) or has_hooks(model):
+        raise CannotCutError(
+            f"the {kind} is compiled as a whole or has hooks, which the layers would not call",
+            "compile the stage (stage.compile()), and register hooks at modules inside the model",
+        )
 
 
 def _opened_names(
@@ -178,16 +210,18 @@ def _recorded(
         with torch.random.fork_rng(), warnings.catch_warnings(), as_written, said_to_compile():
             warnings.simplefilter("ignore")
             twin, (args, kwargs) = copied(model).train(is_training), copied((inputs, named))
-            recorder = Recorder(twin, opened, by_name(args, kwargs), device)
+            sample, arguments = by_name(inputs, named), by_name(args, kwargs)
+            recorder = Recorder(model, twin, opened, sample, arguments, device)
             try:
                 changed = recorder.run(args, kwargs, watched)
             except CannotCutError:
                 raise
             except Exception as error:  # of any kind, since it is the user's code that runs
+                where = line_of(reversed([*traceback.walk_tb(error.__traceback__)]))
                 raise CannotCutError(
                     f"the forward cannot be recorded: {type(error).__name__}: {error}",
-                    f"while recorded, it has no values, and sizes are no ints: {WHOLE}",
-                    line_of(reversed([*traceback.walk_tb(error.__traceback__)])),
+                    SAMPLE if where == UNKNOWN else WITHOUT_VALUES,
+                    "" if where == UNKNOWN else where,
                 ) from error
         return record(is_training, changed) if changed else recorder.graph
 

@@ -34,6 +34,8 @@ WHOLE = (
     "switch it off by an option of the model"
 )
 
+SAMPLE = "give what a call of the model is given: procpipe.sequential(model, x)"
+
 UNKNOWN = "an unknown line"
 
 

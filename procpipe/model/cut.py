@@ -12,11 +12,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from torch import nn
 
 from procpipe.compute.wrappers import check_not_data_parallel
+from procpipe.divided import Divided
 from procpipe.errors import BalanceError
+
+
+def check_module(module: Any) -> None:
+    """Check that a model is a module, and that none in it is data parallel.
+
+    Raises:
+        TypeError: it is none, or one is.
+    """
+    if not isinstance(module, nn.Module):
+        is_class = isinstance(module, type)
+        what = f"the class {module.__name__}" if is_class else f"a {type(module).__qualname__}"
+        raise TypeError(f"the model is {what}: pass an nn.Module, that is, an instance of a class")
+    check_not_data_parallel(module)
 
 
 def check_model(module: nn.Module) -> None:
@@ -26,8 +41,7 @@ def check_model(module: nn.Module) -> None:
         TypeError: it is not an ``nn.Sequential``, or a module in it is data parallel.
         ValueError: it holds the same layer twice.
     """
-    if isinstance(module, nn.Module):
-        check_not_data_parallel(module)
+    check_module(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"the model is a {type(module).__qualname__}: pass an nn.Sequential, whose layers can "
@@ -82,8 +96,9 @@ def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Modu
 
 def layer_facts(module: nn.Sequential) -> list[str]:
     """Describe each layer in a line, so that ranks can compare the models they have built."""
+    facts = module.facts if isinstance(module, Divided) else {}
     return [
-        f"{name}: {type(layer).__qualname__}, "
+        f"{name}: {type(layer).__qualname__}{facts.get(name, '')}, "
         f"{sum(parameter.numel() for parameter in layer.parameters()):,} parameters"
         for name, layer in module.named_children()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import operator
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class Case:
     Attributes:
         make: builds the model.
         inputs: makes the positional and named arguments of a mini-batch of so many samples.
-        target: from what the model returns to what the loss is of.
+        output: from what the model returns to what the loss is of.
         modes: the modes that it is compared in.
         options: for ``procpipe.sequential``.
         package: what the environment needs.
@@ -68,15 +69,6 @@ def _vision(name, of="models", **options):
     return make
 
 
-def _timm(name, **options):
-    def make():
-        import timm
-
-        return timm.create_model(name, num_classes=5, **options)
-
-    return make
-
-
 def _hf(family, suffix, **values):
     def make():
         import transformers
@@ -118,8 +110,7 @@ _VIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _VIT_B: dict[str, Any] = {"image_size": 32, "patch_size": 16, "hidden_dim": 16, "mlp_dim": 32}
 _VIT_B |= {"num_layers": 12, "num_heads": 2}
 _T5: dict[str, Any] = {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 20}
-_T5 |= {"num_layers": 2, "num_heads": 4}
-_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+_T5 |= {"num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
 
 CASES: dict[str, Case] = {
     "U-Net": Case(models.UNet, images(18)),
@@ -130,7 +121,7 @@ CASES: dict[str, Case] = {
         lambda b: ((drawn(b, 6),), {"item": drawn(b, 5)}),
         lambda result: result["scores"][:, None] * result["query"],
     ),
-    "shared block": Case(models.Shared, lambda b: ((drawn(b, 6),), {})),
+    "shared block": Case(models.shared, lambda b: ((drawn(b, 6),), {})),
     "GRU": Case(models.Classifier, lambda b: ((words(b, 7),), {})),
     "nn.Transformer": Case(
         lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True),
@@ -153,23 +144,13 @@ CASES: dict[str, Case] = {
     ),
     "T5": Case(
         _hf("T5", "ForConditionalGeneration", **_T5),
-        lambda b: (
-            (),
-            {
-                "input_ids": words(b, 9),
-                "attention_mask": (torch.arange(9) < 7 + torch.arange(b)[:, None]).long(),
-                "decoder_input_ids": words(b, 6),
-                "use_cache": False,
-            },
-        ),
+        lambda b: ((), _masked(b)[1] | {"decoder_input_ids": words(b, 6)}),
         _logits,
         package="transformers",
     ),
     **{
-        f"torchvision {name}": Case(_vision(name), images(size), package="torchvision")
-        for name, size in (
-            *(("resnet50", 32), ("densenet121", 32), ("swin_t", 32), ("efficientnet_b0", 32)),
-        )
+        f"torchvision {name}": Case(_vision(name), images(32), package="torchvision")
+        for name in ("resnet50", "densenet121", "swin_t", "efficientnet_b0")
     },
     "torchvision vit_b_16": Case(  # the class of vit_b_16, which has 86 M parameters
         _vision("VisionTransformer", **_VIT_B), images(32), package="torchvision"
@@ -188,7 +169,9 @@ CASES: dict[str, Case] = {
         package="torchvision",
     ),
     "timm convnext_tiny": Case(
-        _timm("convnext_tiny", depths=(1, 1, 2, 1), dims=(8, 16, 32, 64)),
+        lambda: importlib.import_module("timm").create_model(
+            "convnext_tiny", num_classes=5, depths=(1, 1, 2, 1), dims=(8, 16, 32, 64)
+        ),
         images(32),
         package="timm",
     ),

@@ -8,6 +8,7 @@ import random
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class Base(nn.Module):
@@ -138,20 +139,19 @@ class TwoTower(nn.Module):
         return {"scores": scores if bias is None else scores + bias, "query": q}
 
 
-class Shared(nn.Module):
-    """One block, six times."""
+def shared():
+    """Return a model of one block, six times."""
+    block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+    return nn.Sequential(nn.Linear(6, 8), *[block] * 6, nn.Linear(8, 3))
 
-    def __init__(self):
-        super().__init__()
-        self.start = nn.Linear(6, 8)
-        self.block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
-        self.end = nn.Linear(8, 3)
 
-    def forward(self, x):
-        h = self.start(x)
-        for _ in range(6):
-            h = h + self.block(h)
-        return self.end(h)
+class Packed(nn.GRU):
+    """Reads lengths, which must not be zeros."""
+
+    def forward(self, h, lengths):  # type: ignore[override]
+        packed = pack_padded_sequence(h, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed, last = super().forward(packed)
+        return pad_packed_sequence(packed, True, total_length=h.shape[1])[0], last
 
 
 class Classifier(nn.Module):
@@ -160,12 +160,11 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(31, 8)
-        self.rnn = nn.GRU(8, 8, num_layers=2, batch_first=True, bidirectional=True)
-        self.drop = nn.Dropout(0.0)
+        self.rnn = Packed(8, 8, num_layers=2, batch_first=True, bidirectional=True)
         self.out = nn.Linear(16, 3)
 
     def forward(self, tokens):
-        h, last = self.rnn(self.embed(tokens))
+        h, last = self.rnn(self.embed(tokens), (tokens > 8).sum(1).clamp_(min=2))
         last = last.view(2, 2, tokens.size(0), 8)
         both = torch.cat([last[-1, 0], last[-1, 1]], dim=-1)
-        return self.out(self.drop(both + h.mean(dim=1)))
+        return self.out(both + h.mean(dim=1))

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -20,17 +22,7 @@ from tests.cutting.cases import CASES, words
 from tests.cutting.models import Base
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
-
-
-class Reverse(torch.autograd.Function):
+class Reverse(torch.autograd.Function):  # whose result is a view, as of a function of torch
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -57,11 +49,6 @@ def changes_parameter(self, h):
     return h
 
 
-def packed(self, h):
-    sequence = pack_padded_sequence(h[None], torch.tensor([len(h)]), batch_first=True)
-    return self.second(sequence)
-
-
 GENERATOR = np.random.default_rng(0)
 DRAWS = "changes the random numbers of Python or NumPy"
 
@@ -70,9 +57,8 @@ REFUSED = {
     "item": (lambda self, h: h * h.sum().item(), "item\\(\\) cannot be called on meta"),
     "tolist": (lambda self, h: h * h.tolist()[0][0], "cannot be recorded.*meta"),
     "numpy": (lambda self, h: h * float(h.detach().numpy()[0, 0]), "numpy.*meta|meta.*numpy"),
-    "an autograd.Function": (lambda self, h: Double.apply(h) + 1, "Double is a .*: .an autograd"),
-    "one that returns a view": (lambda self, h: Reverse.apply(h) + 1, "autograd.Function"),
-    "one without gradients": (lambda self, h: Double.apply(h.detach()), "Double is a .*: .one w"),
+    "an autograd.Function": (lambda self, h: Reverse.apply(h) + 1, "Reverse is a .*: .an autog"),
+    "one without gradients": (lambda self, h: Reverse.apply(h.detach()), "Reverse is a .*: .one w"),
     "an attribute": (
         sets_attribute,
         r"changes Model\.last, which [^\n]*, in [^\n]*test_refusals\.py:\d+: self\.last = h\n",
@@ -97,7 +83,10 @@ REFUSED = {
         lambda self, h: self.second(random.Random(h.dim())),
         "Random is passed on.*whole=",
     ),
-    "a packed sequence": (packed, "pack_padded_sequence.*module of its own"),
+    "a packed sequence": (
+        lambda self, h: self.second(pack_padded_sequence(h[None], torch.tensor([len(h)]), True)),
+        "pack_padded_sequence.*module of its own",
+    ),
     "reentrant checkpointing": (
         lambda self, h: checkpoint(self.second, h, use_reentrant=True),
         "use_reentrant=False",
@@ -154,11 +143,52 @@ def test_an_attribute_is_compared_for_each_module_of_a_class():
         procpipe.sequential(model, torch.ones(6, 4))
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused():
-    model = Base()
-    model.compile(backend="eager")
-    with pytest.raises(ValueError, match=r"(?s)Base is compiled as a whole.*stage\.compile\(\)"):
-        procpipe.sequential(model, torch.ones(6, 4))
+def compiled(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def sharded(model):
+    torch.distributed.init_process_group("fake", rank=0, world_size=1)
+    try:
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+COMPILED = r"(?s)Base is compiled as a whole.*stage\.compile\(\)"
+X = torch.ones(6, 4)
+NO_MODELS = {
+    "compiled in place": (lambda m: m.compile(backend="eager") or m, (X,), COMPILED),
+    "a compiled forward": (compiled, (X,), COMPILED),
+    "a script": (lambda m: torch.jit.ScriptModule(), (X,), "by torch.jit.*that it was made of"),
+    "sharded": (sharded, (X,), "FSDPBase is sharded.*cut the model first.*replicas.md"),
+    "data parallel": (nn.DataParallel, (X,), "DataParallel.*remove the wrapper"),
+    "no sample": (lambda m: m, (), r"Base has no tensor, in .*procpipe.sequential\(model, x\)"),
+    "two inputs": (lambda m: m, (X, X), r"3 were given, in .*procpipe.sequential\(model, x\)"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_what_is_no_model_with_its_sample_is_refused(name):
+    make, sample, text = NO_MODELS[name]
+    with pytest.raises((TypeError, ValueError), match=f"(?s){text}"):
+        procpipe.sequential(make(Base()), *sample)
+
+
+@pytest.mark.parametrize("whole", [Base, ("Base",), None])
+def test_classes_that_stay_whole_are_classes(whole):
+    with pytest.raises(TypeError, match=r"whole is .*as in whole=\(Block,\)"):
+        procpipe.sequential(Base(), X, whole=whole)
+
+
+def test_a_function_that_calls_the_model_itself_is_refused():
+    model: Any = nn.Sequential(Base(), nn.Linear(4, 4))
+    model[0].norm = nn.BatchNorm1d(4)
+    model[0].between = lambda h: model[0].norm(h)
+    with pytest.raises(ValueError, match=r"(?s)own BatchNorm1d is called.*norm\(h\)\nmake it a"):
+        procpipe.sequential(model, X, whole=(Base,))
+    assert model[0].norm.num_batches_tracked == 0
 
 
 def test_a_model_with_hooks_is_refused_and_one_with_hooks_inside_is_not():
@@ -182,6 +212,7 @@ def test_a_cache_is_refused_by_the_option_that_leaves_it_out():
         procpipe.sequential(model, words(2, 5))
 
 
+@torch.inference_mode()
 def test_modules_in_another_mode_stay_whole():
     model = nn.Sequential(Base(), nn.Linear(4, 4)).train()
     assert len(procpipe.sequential(model, torch.ones(6, 4))) == 4

@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import procpipe
 from examples.train_nanogpt_plain import GPT
-from procpipe import Stage, state
+from procpipe import Stage
+from procpipe.model.cut import layer_facts
 from tests.cutting.cases import CASES, drawn, words
 from tests.cutting.compare import buffers_of, gradients_of
-from tests.cutting.models import Base, UNet
+from tests.cutting.models import Base, Classifier, Packed
 from tests.dist import stages
+from tests.hf.test_lora import QUERIES, adapted
 
 
 def cut(between):
@@ -31,19 +33,21 @@ def cut(between):
     return model, procpipe.sequential(model, drawn(6, 4))
 
 
-def outcome(module, x):
+def outcome(module, *args, **named):
     """Return an output, the gradients and the buffers."""
     module = copy.deepcopy(module)
     torch.manual_seed(7)
-    output = module(x)
+    output = module(*args, **named)
+    output = getattr(output, "logits", output)
     output.square().sum().backward()
     keys = getattr(module, "keys", str)
     values = gradients_of(module, keys), buffers_of(module, keys)
     return output.detach(), *(dict(sorted(each.items())) for each in values)
 
 
-def assert_same(model, layers, x):
-    stages.assert_same(outcome(layers, x), outcome(model, x), "output, gradients and buffers")
+def assert_same(model, layers, *args, **named):
+    found, expected = (outcome(module, *args, **named) for module in (layers, model))
+    stages.assert_same(found, expected, "output, gradients and buffers")
 
 
 def no_grad(self, h):
@@ -84,10 +88,6 @@ def counted(self, h):
     return h * self.count
 
 
-def mode(self, h):
-    return h * (2.0 if self.training else 3.0)
-
-
 BETWEEN = {
     "a region without gradients": no_grad,
     "changes in place": in_place,
@@ -97,7 +97,7 @@ BETWEEN = {
     "a mask that is changed": loop,
     "a buffer that is changed": counted,
     "dropout": lambda self, h: F.dropout(h, 0.5, self.training),
-    "a mode": mode,
+    "a mode": lambda self, h: h * (2.0 if self.training else 3.0),
     "a parameter": lambda self, h: F.linear(h, self.first.weight) * self.scale,
     "views": lambda self, h: h.view(h.size(0) // 1, 2, -1).transpose(1, 2).flatten(1),
     "chunks": lambda self, h: torch.cat([part * k for k, part in enumerate(h.chunk(2, dim=-1))], 1),
@@ -112,6 +112,9 @@ BETWEEN = {
     "a module of a dict": lambda self, h: self.inner.act(h),
     "a mask of values": lambda self, h: h + h[h.sum(-1) > 0].sum(0),
     "a device": lambda self, h: h * (2 if h.device.type == "cpu" else 3) + torch.ones(4).to("cpu"),
+    "parameters in place of a module's": lambda self, h: torch.func.functional_call(
+        self.second, {"weight": self.scale.diag()}, h
+    ),
     "a rounded size": lambda self, h: (
         h[: math.ceil(h.shape[0] / 3)].sum(0) * round(h.shape[0] * 0.7) + h
     ),
@@ -168,6 +171,23 @@ def test_what_a_whole_module_returns_must_be_nested_as_in_the_sample():
     assert_same(model, layers, drawn(5, 4))
     with pytest.raises(ValueError, match=r"(?s)recorded for a sample with .*'a', 'b'.*'b', 'a'"):
         layers(drawn(3, 4))
+
+
+def test_a_module_that_does_not_run_on_the_meta_device_has_the_samples_values():
+    model = Classifier().double()
+    layers = procpipe.sequential(model, words(3, 7), whole=(Packed,))
+    assert_same(model, layers, words(4, 9))
+    with pytest.raises(ValueError, match=r"(?s)Length of all .*packed = .*those of the sample"):
+        procpipe.sequential(model, words(3, 7).to("meta"), whole=(Packed,))
+
+
+def test_an_error_of_a_layer_names_the_models_line():
+    layers: Any = cut(lambda self, h: self.second(h) + torch.ones(6, 4))[1]
+    with pytest.raises(RuntimeError, match="size of tensor a") as caught:
+        layers(drawn(3, 4))
+    (note,) = caught.value.__notes__
+    assert "test_sequential.py" in note
+    assert note.endswith("self.second(h) + torch.ones(6, 4))[1]")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -243,10 +263,7 @@ def test_what_was_decided_for_the_sample_is_checked_in_each_call(name):
     assert_same(model, layers, drawn(6, 4))
     with pytest.raises(ValueError, match=text):
         layers.to(other.dtype)(other)
-
-
-def another_form(self, h):
-    return (h, h) if self.training else {"a": h, "b": h}
+    assert layer_facts(procpipe.sequential(model, other)) != layer_facts(layers)
 
 
 def another_autocast(self, h):
@@ -254,11 +271,14 @@ def another_autocast(self, h):
         return self.second(h)
 
 
-def another_function(self, h):
-    return self.second(h) if self.training else h
+OTHERS = [
+    another_autocast,
+    lambda self, h: (h, h) if self.training else {"a": h, "b": h},
+    lambda self, h: self.second(h) if self.training else h,
+]
 
 
-@pytest.mark.parametrize("differs", [another_form, another_autocast, another_function])
+@pytest.mark.parametrize("differs", OTHERS)
 def test_an_eval_mode_of_another_structure_is_an_error_there(differs):
     def forward(self, x):
         return differs(self, self.third(self.second(self.first(x))))
@@ -291,7 +311,7 @@ def test_an_opened_modules_own_train_is_called():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("way", ["in place", "wrapped"])
+@pytest.mark.parametrize("way", ["in place", "wrapped", "its forward"])
 def test_compiled_blocks_stay_compiled(way):
     made = []
 
@@ -303,6 +323,8 @@ def test_compiled_blocks_stay_compiled(way):
     expected = model(drawn(6, 4))
     if way == "in place":
         model[1].compile(backend=backend)
+    elif way == "its forward":
+        model[1].forward = torch.compile(model[1].forward, backend=backend)
     else:
         model[1] = torch.compile(model[1], backend=backend)
     layers = procpipe.sequential(model, drawn(6, 4))
@@ -387,37 +409,30 @@ def test_what_depends_on_sizes_alone_is_made_by_one_layer():
     assert_same(model, layers, drawn(3, 4))
 
 
-class Positions(nn.Module):
-    """A parameter of the opened module itself."""
+class Positions(Base):
+    """Initialises what it holds itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.position = nn.Parameter(torch.empty(4))
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        nn.init.normal_(self.position, std=0.5)
+    def reset_parameters(self: Any):
+        nn.init.normal_(self.scale, std=0.5)
+        self.count.zero_()
+        self.bias.fill_(2)
 
     def forward(self, x):
-        x = x + self.position
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.position
+        return super().forward(x + self.scale) * self.scale
 
 
 def test_a_model_on_the_meta_device_is_initialised_by_its_own_method():
     with torch.device("meta"):
-        model = Positions()
+        model: Any = Positions()
     layers = procpipe.sequential(model, torch.ones(2, 4))
     torch.manual_seed(3)
     stage = Stage(layers)
 
     values = {layers.keys(key): value for key, value in stage.state_dict().items()}
     assert values.keys() == model.state_dict().keys()
-    plain = Positions()
+    plain: Any = Positions()
     plain.load_state_dict(values)
-    assert 0.01 < plain.position.std() < 2
+    assert 0.01 < plain.scale.std() < 2
     assert torch.equal(stage(drawn(2, 4).float()), plain(drawn(2, 4).float()))
 
 
@@ -473,37 +488,11 @@ def test_a_model_within_another_is_initialised_by_its_own_rule(width):
     assert_alike(values, transformers.VisionEncoderDecoderModel(config))
 
 
-def test_a_stage_saves_the_models_keys(tmp_path):
-    model = UNet().double()
-    layers = procpipe.sequential(model, drawn(2, 3, 16, 16))
-    stage = Stage(layers, loss_fn=lambda y: y.square().mean(), chunks=2)
-    stage.step(drawn(4, 3, 16, 16), target=None)
-
-    state.export(tmp_path / "model.safetensors", stage)
-    again = UNet().double()
-    state.load_weights(tmp_path / "model.safetensors", again)
-    stages.assert_same_state(again, model)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_low_rank_adapters_are_trained():
-    import peft
-
-    case = CASES["Llama"]
-    plain: Any = case.make().double()
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    model: Any = peft.get_peft_model(plain, config).get_base_model()
-    args, named = case.inputs(4)
-    layers = procpipe.sequential(model, *args, **named)
-
-    model(*args, **named).logits.square().sum().backward()
-    expected = {k: p.grad.clone() for k, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad()
-    layers(*args, **named).logits.square().sum().backward()
-    found = {layers.keys(k): p.grad for k, p in layers.named_parameters() if p.requires_grad}
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-12, atol=1e-12)
+    model: Any = adapted("Llama", **QUERIES).get_base_model()
+    args, named = CASES["Llama"].inputs(4)
+    assert_same(model, procpipe.sequential(model, *args, **named), **named)
 
 
 def test_a_stage_of_an_ordinary_module_names_sequential():

@@ -28,6 +28,8 @@ LINEAR, RELU = nn.Linear(1, 1), nn.ReLU()
     ("model", "error", "message"),
     [
         (LINEAR, TypeError, r"a Linear: pass an nn\.Sequential"),
+        (nn.Linear, TypeError, r"the class Linear: pass an nn\.Module, that is, an instance"),
+        (lambda x: x, TypeError, r"a function: pass an nn\.Module"),
         (nn.DataParallel(nn.Sequential()), TypeError, "a DataParallel, .* give Stage.…, replicas="),
         (
             nn.Sequential(LINEAR, RELU, LINEAR, nn.ReLU(), RELU),
