@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,12 +14,10 @@ class Divided(nn.Sequential):
     Attributes:
         sample: an input without values, from which a balance is estimated.
         keys: returns the model's key for a key of this one.
-        facts: by layer, what else than its class and size must be the same on all ranks.
     """
 
     sample: tuple[Any, ...] | dict[str, Any]
     keys: Callable[[str], str]
-    facts: Mapping[str, str] = MappingProxyType({})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return what the model returns."""

@@ -40,8 +40,9 @@ class Layer(nn.Module):
     stashes: list[tuple[SkipKey, int]]
     #: What the piece takes from where, and sends where, and its code.
     text: str
-    #: A digest of the code, which depends on the sample where the forward decides by its sizes.
-    digest: str
+    #: A digest of the code, which depends on the sample where the forward decides by its sizes, so
+    #: that ranks compare it.
+    recorded_as: str
     #: The lines of the model's code, by what the piece's code makes of each.
     lines: dict[str, str]
 
@@ -77,7 +78,7 @@ class Layer(nn.Module):
 
 def layers_of(
     model: nn.Module, pieces: list[Piece], arguments: Callable[..., list[Tensor]]
-) -> OrderedDict[str, Any]:
+) -> OrderedDict[str, nn.Module]:
     """Return the layers of a model's pieces by name.
 
     ``arguments`` returns the tensors among the arguments of a call of the model.
@@ -95,7 +96,7 @@ def layers_of(
         of_names = dict.fromkeys([*pops, *stashes], namespace)
         vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
         layer.stashes, layer.pops = declared(layer)
-        layer.digest = _digest(code.code)
+        layer.recorded_as = f" recorded as {_digest(code.code)}"
         layer.lines = {n.name: n.meta["line"] for n in code.graph.nodes if "line" in n.meta}
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):

@@ -90,9 +90,7 @@ def sequential(
     limit = largest * sum(parameter.numel() for parameter in model.parameters())
     by_name, tensors = _arguments_of(model, inputs, named)
     graph = _recorded(model, _opened_names(model, limit, whole), by_name, inputs, named)
-    layers = layers_of(model, pieces_of(graph, limit), tensors)
-    made = CutModel(layers)
-    made.facts = {name: f" recorded as {layer.digest}" for name, layer in layers.items()}
+    made = CutModel(layers_of(model, pieces_of(graph, limit), tensors))
     made.training = model.training
     made.sample = copied(by_name(inputs, named) if named else inputs)
     made.keys = lambda key: key.partition(".model.")[2]

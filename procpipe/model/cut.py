@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from procpipe.compute.wrappers import check_not_data_parallel
-from procpipe.divided import Divided
 from procpipe.errors import BalanceError
 
 
@@ -96,9 +95,8 @@ def cut(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Modu
 
 def layer_facts(module: nn.Sequential) -> list[str]:
     """Describe each layer in a line, so that ranks can compare the models they have built."""
-    facts = module.facts if isinstance(module, Divided) else {}
     return [
-        f"{name}: {type(layer).__qualname__}{facts.get(name, '')}, "
+        f"{name}: {type(layer).__qualname__}{getattr(layer, 'recorded_as', '')}, "
         f"{sum(parameter.numel() for parameter in layer.parameters()):,} parameters"
         for name, layer in module.named_children()
     ]
