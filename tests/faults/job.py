@@ -101,7 +101,9 @@ class Fault:
         lives = kills or self.round.lives
         pid = os.fork()
         if pid == 0:
-            kept = held_by("self") & unix_sockets() - self.inherited
+            of_host = Path("/proc/net/unix").read_text().splitlines()[1:]
+            sockets = {f"socket:[{line.split()[6]}]" for line in of_host}
+            kept = held_by("self") & sockets - self.inherited
             if kept:
                 (self.folder / f"kept.{os.getpid()}").write_text(", ".join(sorted(kept)))
             if lives:
@@ -392,12 +394,6 @@ def held_by(pid: int | str) -> set[str]:
             if "/memfd:" in line or "/dev/shm" in line:
                 names.add(f"memory:{line.split()[4]}")
     return names
-
-
-def unix_sockets() -> set[str]:
-    """Name all unix sockets of this host."""
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    return {f"socket:[{line.split()[6]}]" for line in lines}
 
 
 def _wait_until(ready: Callable[[], bool], timeout_s: float) -> None:
