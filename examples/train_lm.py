@@ -12,7 +12,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 from procpipe import Stage
@@ -45,8 +46,9 @@ def main() -> None:
         replicas=args.replicas,
         loss_fn=next_byte_loss,
     )
-    # Each replica reads its own part; without replicas that is all.
-    train_batches = random_passages(train_text, args.batch_size // stage.replicas, stage.replica)
+    train_batches = random_passages(
+        train_text, args.batch_size // stage.replicas, stage.replicas, stage.replica
+    )
     test_batches = [*islice(random_passages(test_text, 64), 4)][stage.replica :: stage.replicas]
     optimizer = torch.optim.AdamW(parameter_groups(stage), lr=args.learning_rate)
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step / args.steps))
@@ -83,15 +85,20 @@ def read_text() -> Tensor:
 
 
 def random_passages(
-    text: Tensor, batch_size: int, replica: int = 0
+    text: Tensor, batch_size: int, replicas: int = 1, replica: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield passages, and the same one byte later: both ``(batch_size, CONTEXT)``, for ever."""
-    passages = text.unfold(0, CONTEXT + 1, 1)
-    generator = torch.Generator().manual_seed(1 + replica)
-    while True:
-        chosen = torch.randint(len(passages), (batch_size,), generator=generator)
-        batch = passages[chosen].long()
-        yield batch[:, :-1], batch[:, 1:]
+    """Yield passages, and the same one byte later: both ``(batch_size, CONTEXT)``, for ever.
+
+    Each replica has its own part of them; without replicas that is all.
+    """
+    passages = TensorDataset(text.unfold(0, CONTEXT + 1, 1))
+    sampler = DistributedSampler[Any](passages, replicas, replica, drop_last=True)
+    generator = torch.Generator()  # so that the loader leaves the global one alone
+    loader = DataLoader(passages, batch_size, sampler=sampler, drop_last=True, generator=generator)
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            yield batch[:, :-1].long(), batch[:, 1:].long()
 
 
 def with_progress(batches: Iterable[Any], num_steps: int) -> Iterator[Any]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from procpipe.data.microbatch import uploaded
 from procpipe.data.remote import Remote
 from procpipe.errors import DisagreementError
 from procpipe.run.coordinator import Agree, compare_facts
@@ -50,15 +51,16 @@ def clip_together(
     Another rank counts the norms of those ``elsewhere``.
     """
     found: dict[Tensor, Tensor] = {}  # gradients by parameter, each once
-    each = []
+    counted = []
     for j, parameters in partitions.items():
-        new: dict[Tensor, Tensor] = {
-            p: p.grad for p in parameters if p.grad is not None and p not in found
-        }
-        counted = [gradient for parameter, gradient in new.items() if parameter not in elsewhere]
-        each.append((j, _norms(counted, norm_type)))
-        found |= new
-    norm = _tensor_of(agree(each, partial(_total_norm, norm_type))).to(device)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in found:
+                found[parameter] = parameter.grad
+                if parameter not in elsewhere:
+                    counted.append((j, parameter.grad))
+    norms = _norms([gradient for _, gradient in counted], norm_type)
+    each = [(j, norm) for (j, _), norm in zip(counted, norms, strict=True)]
+    norm = uploaded(_tensor_of(agree(each, partial(_total_norm, norm_type))), device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradients' norm over all stages is {norm}, so they cannot be clipped; look for "
@@ -144,10 +146,10 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[_Norm]:
     return [(_name_of(norm.dtype), value) for norm, value in zip(whole, values, strict=True)]
 
 
-def _total_norm(norm_type: float, of_stages: list[list[tuple[int, list[_Norm]]]]) -> _Norm:
+def _total_norm(norm_type: float, of_stages: list[list[tuple[int, _Norm]]]) -> _Norm:
     """Return the norm of the norms of all stages, in the model's order."""
     in_order = sorted(chain(*of_stages), key=itemgetter(0))  # by the index of the partition
-    together = [_tensor_of(norm) for _, of_part in in_order for norm in of_part]
+    together = [_tensor_of(norm) for _, norm in in_order]
     total = torch.nn.utils.get_total_norm(together, float(norm_type))
     return _name_of(total.dtype), float(total)
 

@@ -621,7 +621,7 @@ class Stage(LocalLayers):
             target = self._batches.target_of(*order.target)
         return MeanLoss(
             self._loss,
-            scatter_like(on_device(target, self.device), order.sizes),
+            scatter_like(on_device(target, self.device, "target"), order.sizes),
             order.weights or self._loss.weights(self._batches.as_read(target), order.sizes),
             lambda: math.fsum(self._coordinator.meet()),  # of all replicas
             order.total_weight,

@@ -71,12 +71,12 @@ class Flat(NamedTuple):
         return cls([tensor.detach() for tensor in tensors], structure, flags)
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+def flatten(value: Any, where: str = "") -> tuple[list[Tensor], Structure]:
     """Take a nested value apart into its tensors, from left to right, and its structure.
 
     Raises:
-        BoundaryError: the value holds an object that is neither a tensor nor a plain value, or a
-            container that another process could not rebuild.
+        BoundaryError: the value, which ``where`` names, holds an object that is neither a tensor
+            nor a plain value, or a container that another process could not rebuild.
     """
     if isinstance(value, Tensor):
         return [value], TENSOR
@@ -86,7 +86,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = ""
     if len(tensors) < len(leaves):
-        check_leaves(value, leaves)
+        check_leaves(value, leaves, where)
         plain = json.dumps([[] if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     return tensors, (text_of(spec), plain)
 
@@ -111,9 +111,9 @@ def unflatten(tensors: Iterable[Any], structure: Structure) -> Any:
     return pytree.tree_unflatten(leaves, _spec_of(text))
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any, where: str = "") -> Any:
     """Return the same nested value with ``function(tensor)`` in the place of each tensor."""
-    tensors, structure = flatten(value)
+    tensors, structure = flatten(value, where)
     return unflatten([function(tensor) for tensor in tensors], structure)
 
 

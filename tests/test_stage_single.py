@@ -106,11 +106,8 @@ def call_without_chunks(stage):
         ),
         (lambda s: next(iter(s.batches(1))), TypeError, "'int' object is not iterable"),
         (lambda s: s.step(*make_batch(), 1, 2), TypeError, r"step\(a, b, c, target=y\)"),
-        (
-            lambda s: s((make_batch()[0], object())),
-            BoundaryError,
-            r"builtins\.object at input\[0\]\[1\]",
-        ),
+        (lambda s: s((1, object())), BoundaryError, r"builtins\.object at input\[0\]\[1\]"),
+        (lambda s: s.step(make_batch()[0], [{1}]), BoundaryError, r"builtins\.set at target\[0\]"),
         (call_without_chunks, ValueError, "chunks is 0"),
     ],
 )
@@ -435,3 +432,5 @@ def test_a_loss_is_trained_after_a_frozen_model_and_a_micro_batch_that_is_left_o
 
         torch.testing.assert_close(loss, truth.detach())
         torch.testing.assert_close(loss_fn.scale.grad, expected.scale.grad)
+    one = nn.Parameter(torch.ones(()))
+    assert not stage_of(model.eval(), [2], loss_fn=lambda *_: one).step(inputs).requires_grad

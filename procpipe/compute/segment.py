@@ -193,7 +193,7 @@ class Segment:
         if not keep:
             with torch.no_grad():
                 made = self.layers.run([flat.value for flat in inputs], finish)
-            return [Flat(tensors, form, (False,) * len(tensors)) for tensors, form in made]
+            return [Flat([t.detach() for t in ts], form, (False,) * len(ts)) for ts, form in made]
         tensors, wants = inputs[0].tensors, inputs[0].requires_grad
         for flat in inputs[1:]:
             tensors, wants = tensors + flat.tensors, wants + flat.requires_grad

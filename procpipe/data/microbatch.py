@@ -190,11 +190,11 @@ def _merged(leaves: tuple[Any, ...]) -> Any:
     return None if all(leaf is None for leaf in leaves) else list(leaves)
 
 
-def on_device(value: Any, device: torch.device) -> Any:
+def on_device(value: Any, device: torch.device, where: str = "") -> Any:
     """Return a nested value with its tensors on a device; the host waits for no device."""
     if isinstance(value, Tensor):
         return uploaded(value, device)
-    return map_tensors(lambda tensor: uploaded(tensor, device), value)
+    return map_tensors(lambda tensor: uploaded(tensor, device), value, where)
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:

@@ -138,7 +138,7 @@ class Wires:
 
     def send_target(self, target: Any) -> None:
         """Send a mini-batch's target to the last partition's stage, from this stage's device."""
-        self.senders[self._target].send(Flat.of(on_device(target, self._device)))
+        self.senders[self._target].send(Flat.of(on_device(target, self._device, "target")))
 
     def take_target(self) -> Any:
         """Wait for a mini-batch's target, and return it on this stage's device."""

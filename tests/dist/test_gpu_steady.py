@@ -124,8 +124,11 @@ def count_in_steps(
         num_slots.append(sum(map(len, slots_of(stage))))
     if is_whole:
         with synchronizations() as found:
-            assert loss.isfinite().item()
+            assert loss.isfinite()[None].tolist() == [True]
         assert found[0] > 0, "reading the loss waits, so the counting works"
+        with synchronizations() as clipped:
+            stage.clip_grad_norm_(1.0)
+        assert clipped[0] in (0, found[0]), "it reads all norms at once, or none of a replica's"
     made, slots = [after - before for before, after in pairwise(num_slots)], slots_of(stage)
     stage.close()
     return counts, made, slots
