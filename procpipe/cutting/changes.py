@@ -16,15 +16,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from procpipe.cutting.sizes import UNKNOWN, WHOLE, CannotCutError, line_of
-
-if TYPE_CHECKING:
-    from procpipe.cutting.record import Recorder
 
 np: Any = None
 with contextlib.suppress(ImportError):
@@ -59,9 +56,12 @@ def states(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
 
 @contextlib.contextmanager
 def watched_by_line(
-    recorder: Recorder, opened: Mapping[str, nn.Module], watched: set[Key]
+    recorder: Any, opened: Mapping[str, nn.Module], watched: set[Key]
 ) -> Iterator[None]:
-    """Refuse the line of the model's code after which a watched state is another one."""
+    """Refuse the line of the model's code after which a watched state is another one.
+
+    The ``Recorder`` is one that records meanwhile.
+    """
     if not watched:
         yield
         return

@@ -90,7 +90,6 @@ class Reduction(Replicas):
         self, parameters: Parameters, of_loss: Parameters, tied: Parameters, *, reduces: bool
     ) -> None:
         """Begin a call with a backward pass; the gradients of ``tied`` are added up apart."""
-        self._meet()
         last = [*of_loss]
         self._num_to_add = Counter(chain(parameters, last))
         free = [p for p in self._num_to_add if p.requires_grad or p in self._own]
@@ -125,6 +124,7 @@ class Reduction(Replicas):
         counted how often autograd adds to each: more than once where layers are recomputed with
         reentrant checkpointing.
         """
+        self._meet()
         here = Counter(segment.parameters())
         final = {p for p, num_layers in here.items() if num_layers == self._num_to_add[p]}
         self._num_to_add.subtract(here)

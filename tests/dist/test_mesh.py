@@ -21,11 +21,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from procpipe import RemoteStageError, Stage, state
@@ -40,13 +36,7 @@ from tests.dist.meshes import (
     whole,
 )
 from tests.dist.stages import assert_same, failing_all, world_of
-from tests.dist.test_replicas import (
-    TOLERANCE,
-    counting_loss,
-    make_batch,
-    mean_loss,
-    weighted_loss,
-)
+from tests.dist.test_replicas import TOLERANCE, counting_loss, make_batch, mean_loss, weighted_loss
 
 #: By the number of partitions a stage.
 BALANCES = {1: [2, 4], 2: [1, 1, 2, 2]}

@@ -9,22 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.meshes import (
-    Block,
-    assert_same_gradients,
-    make_model,
-    mesh_of,
-    sharded,
-    stage_in,
-)
+from tests.dist.meshes import Block, assert_same_gradients, make_model, mesh_of, sharded, stage_in
 from tests.dist.stages import assert_same, failing_all
-from tests.dist.test_replicas import (
-    TOLERANCE,
-    counting_loss,
-    make_batch,
-    mean_loss,
-    weighted_loss,
-)
+from tests.dist.test_replicas import TOLERANCE, counting_loss, make_batch, mean_loss, weighted_loss
 
 
 class Shortcut(nn.Module):

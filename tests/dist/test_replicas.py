@@ -10,6 +10,7 @@ import contextlib
 import copy
 import gc
 import io
+import os
 import time
 import warnings
 from functools import partial
@@ -20,12 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from procpipe import (
-    BalanceError,
-    CallMismatchError,
-    RemoteStageError,
-    Stage,
-)
+from procpipe import BalanceError, CallMismatchError, RemoteStageError, Stage
 from procpipe.launch.plan.replay import usual
 from procpipe.losses import MaskedCrossEntropy
 from procpipe.plan.schedules.gpipe import gpipe
@@ -303,6 +299,25 @@ def loop(stage, data, num_items=3, *, trains=True):
 def step_unsynced(stage, data):
     with stage.no_sync():
         return stage.step(*data)
+
+
+def begin_late(bare, fifo):
+    """Replica 1 begins once replica 0 is in the backward pass of its first stage."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    options = {"replicas": 2, "chunks": 2, "loss_fn": F.mse_loss}
+    with stage_of(bare, "late", layers, [1, 1], **options) as stage:
+        stage.step(torch.ones(4, 3), torch.zeros(4, 2))  # connects all ranks
+        if bare.rank == 2:  # whose order rank 3 waits for
+            open(fifo).close()
+        if bare.rank == 0:
+            weight = stage.get_parameter("0.weight")
+            hook = weight.register_hook(lambda _: hook.remove() or open(fifo, "w").close())
+        stage.step(torch.ones(4, 3), torch.zeros(4, 2), total_weight=8)
+
+
+def test_a_replica_waits_for_others_only_where_something_is_added_up(ranks, tmp_path):
+    os.mkfifo(tmp_path / "begun")
+    ranks(4).run(begin_late, str(tmp_path / "begun"), world=False).values()
 
 
 #: A call on the first replica, and another one on the second.
