@@ -310,8 +310,12 @@ def begin_late(bare, fifo):
         if bare.rank == 2:  # whose order rank 3 waits for
             open(fifo).close()
         if bare.rank == 0:
-            weight = stage.get_parameter("0.weight")
-            hook = weight.register_hook(lambda _: hook.remove() or open(fifo, "w").close())
+
+            def begin_others(_):
+                hook.remove()
+                open(fifo, "w").close()
+
+            hook: Any = stage.get_parameter("0.weight").register_hook(begin_others)
         stage.step(torch.ones(4, 3), torch.zeros(4, 2), total_weight=8)
 
 
