@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from procpipe import (
-    BalanceError,
-    BoundaryError,
-    NoChunk,
-    Stage,
-    StageClosedError,
-)
+from procpipe import BalanceError, BoundaryError, NoChunk, Stage, StageClosedError
 from tests.dist.stages import make_batch
 from tests.dist.test_replicas import Scaled
 from tests.skip.layers import stasher

@@ -66,16 +66,22 @@ def watched_by_line(
         yield
         return
     modules = {name: opened[name] for name, _ in watched}
-    before, last, tracing = states(modules), "", sys.gettrace()
+
+    def now() -> dict[Key, Any]:
+        recorder.is_inside = True  # so that comparing is not recorded
+        try:
+            return states(modules)
+        finally:
+            recorder.is_inside = False
+
+    before, last, tracing = now(), "", sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal last
         if line_of([(frame, frame.f_lineno)]) == UNKNOWN:
             return None
         if not recorder.is_inside:
-            recorder.is_inside = True  # so that comparing is not recorded
-            found = states(modules)
-            recorder.is_inside = False
+            found = now()
             if any(found.get(key) != before.get(key) for key in watched):
                 raise _refusal(watched, last)
             last = line_of(walk_stack(frame.f_back if event == "return" else frame))

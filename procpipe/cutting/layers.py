@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import sys
 import traceback
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from procpipe.cutting.divide import Piece
 from procpipe.cutting.record import copied
+from procpipe.cutting.sizes import check
 from procpipe.skip.skippable import NAMESPACES, POPS, STASHES, declared
 from procpipe.skip.tracker import Namespace, SkipKey, current_tracker
 
@@ -96,7 +96,7 @@ def layers_of(
         of_names = dict.fromkeys([*pops, *stashes], namespace)
         vars(layer).update({POPS: pops, STASHES: stashes, NAMESPACES: of_names})
         layer.stashes, layer.pops = declared(layer)
-        layer.recorded_as = f" recorded as {_digest(code.code)}"
+        layer.recorded_as = f" recorded as {_digest(code.graph)}"
         layer.lines = {n.name: n.meta["line"] for n in code.graph.nodes if "line" in n.meta}
         for node in code.graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -153,9 +153,16 @@ def _module(model: nn.Module, piece: Piece) -> fx.GraphModule:
     return fx.GraphModule(model, graph)
 
 
-def _digest(code: str) -> str:
-    """Return a digest of code that is the same wherever the files are that it names."""
-    return hashlib.blake2b(re.sub(r"[^\s'\"]*/", "", code).encode(), digest_size=4).hexdigest()
+def _digest(graph: fx.Graph) -> str:
+    """Return a digest of what a graph computes, without the lines and errors that it names."""
+    found = hashlib.blake2b(digest_size=4)
+    for node in graph.nodes:
+        of_target = ("__name__", "tree", "is_grad", "autocasts")
+        target = [getattr(node.target, each, "") for each in of_target]
+        args = node.args[:2] if node.target is check else node.args
+        kind = node.target if isinstance(node.target, str) else target
+        found.update(f"{node.op} {kind} {args} {node.kwargs}\n".encode())
+    return found.hexdigest()
 
 
 # -- modules --------------------------------------------------------------------------------------

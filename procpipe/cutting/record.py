@@ -68,13 +68,25 @@ _REFUSED = {"data", "__set__", "grad", "backward", "register_hook", "retain_grad
 #: What is the same for each micro-batch, or is not noticed, as the docs say.
 _FIXED = {
     *("dim", "ndim", "ndimension", "requires_grad", "is_leaf", "grad_fn", "is_inference"),
-    *("get_device", "is_cpu", "is_cuda", "is_meta", "is_mps"),
+    "get_device",
     *("__hash__", "__repr__", "__format__", "_set_grad_enabled"),
 }
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
+_DEVICES = {f"is_{kind}": kind for kind in ("cpu", "cuda", "meta", "mps", "xpu")}
+
+#: What reads no values of a tensor.
+_HARMLESS = _FIXED | _SIZES | {*_DEVICES, "device", "dtype", "layout"}
 
 #: ``(device type, dtype, enabled)``; ``None`` is the type of the layer's device.
 Autocast = tuple[str | None, torch.dtype, bool]
+
+
+class ReachesOutsideError(CannotCutError):
+    """A module that stays whole, of a ``name``, uses a tensor that only others have."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} uses a parameter or buffer of a module that it has not")
+        self.name = name
 
 
 class Recorder(TorchFunctionMode):
@@ -109,9 +121,11 @@ class Recorder(TorchFunctionMode):
         self._device_node = self.graph.placeholder("device")
         self._device_node.meta["value"] = device
         self._hooked = {module for module in self.names if has_hooks(module)}
-        self._originals = {*model.modules()}
+        self._originals = {*model.modules(), *(tensor for _, tensor in _owned(model))}
         self._owned = {tensor: name for name, tensor in reversed([*_owned(twin)])}
-        self._seen = {*self._owned}
+        #: The tensors that modules have; and those of the whole one that runs.
+        self._tensors = {module: _tensors_of(module) for module in self.names}
+        self._running: tuple[str, set[Tensor]] | None = None
         self._known: dict[int, fx.Node] = {}
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
         values = pytree.tree_leaves(sample)
@@ -236,10 +250,14 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         is_get = name == "__get__"
         name = func.__self__.__name__ if is_get else name
+        if self._running is not None and name not in _HARMLESS:
+            self._check_tensors(*self._running, pytree.tree_leaves((args, kwargs)))
         if self.is_inside or name in _FIXED:
             return func(*args, **kwargs)
         if name == "device":
             return self.device
+        if name in _DEVICES:
+            return self.device.type == _DEVICES[name]
         if name in _REFUSED:
             raise CannotCutError(f"{name} of a tensor is used, which layers would not repeat")
         if name in _SIZES:
@@ -261,12 +279,7 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any
     ) -> Any:
         """Record the call of a module, if it stays whole."""
-        if module in self._originals:
-            raise CannotCutError(
-                f"the model's own {type(module).__qualname__} is called, and no copy of it, by a "
-                "function or reference that holds the model itself",
-                "make it a method of a module's class; compile by module.compile()",
-            )
+        self._check_copied(module)
         if self.is_inside:
             return self._result(module, call, args, named)
         if module not in self.names or self._is_another(module):
@@ -274,18 +287,35 @@ class Recorder(TorchFunctionMode):
         self.is_inside = True
         drawn = random_states()  # which it may change, as it runs each time
         try:
+            self._running = self.names[module], {tensor for _, tensor in _owned(module)}
             node, args, named = self._node("call_module", self.names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
             return self._bind(node, self._result(module, call, args, named), args, named)
         finally:
-            self.is_inside = False
-            self._seen.update(chain(module.parameters(), module.buffers()))
+            self.is_inside, self._running = False, None
+            self._tensors[module] = _tensors_of(module)
             set_random_states(drawn)
 
     def _is_another(self, module: nn.Module) -> bool:
         """Return whether the forward has registered hooks, or other parameters, at a module."""
         is_hooked = any(has_hooks(each) and each not in self._hooked for each in module.modules())
-        return is_hooked or not self._seen.issuperset(chain(module.parameters(), module.buffers()))
+        return is_hooked or self._tensors[module] != _tensors_of(module)
+
+    def _check_tensors(self, name: str, own: set[Tensor], given: list[Any]) -> None:
+        """Check that a whole module, of that name, uses no tensor of a module that it has not."""
+        for each in given:
+            if isinstance(each, Tensor) and each not in own:
+                self._check_copied(each)
+                if each in self._owned:
+                    raise ReachesOutsideError(name)
+
+    def _check_copied(self, used: Any) -> None:
+        if used in self._originals:
+            raise CannotCutError(
+                f"the model's own {type(used).__qualname__} is used, and no copy of it, by a "
+                "function or reference that holds the model itself",
+                "make it a method of a module's class; compile by module.compile()",
+            )
 
     def _result(self, module: nn.Module, call: Callable[..., Any], args: Any, named: Any) -> Any:
         """Return what a module returns that stays whole, or is inside of one that does."""
@@ -325,7 +355,10 @@ class Recorder(TorchFunctionMode):
         elif node not in values:
             of_sources = functools.partial(self._computed, values=values)
             args, kwargs = fx.map_arg((node.args, node.kwargs), of_sources)
-            function: Any = getattr(Tensor, str(node.target), node.target)  # a name for a module
+            if node.op not in ("call_function", "call_method"):
+                raise LookupError("a module's values are not computed")
+            is_method = node.op == "call_method"
+            function: Any = getattr(Tensor, str(node.target)) if is_method else node.target
             values[node] = function(*args, **kwargs)
         return values[node]
 
@@ -519,7 +552,7 @@ def copied(value: Any, device: torch.device = META) -> Any:
             "hold what has no copies outside of the model, or define __deepcopy__ or __getstate__",
             "its attributes",
         ) from error
-    for theirs, ours in zip(value.modules(), made.modules(), strict=True):
+    for theirs, ours in zip(value.modules(), made.modules(), strict=False):
         forward = vars(ours).get("forward")
         if forward is not None and forward is theirs.forward and is_compiled(ours):
             del ours.forward  # which would call the original
@@ -533,6 +566,10 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, tensor in chain.from_iterable(each.items() for each in held):
             if isinstance(tensor, Tensor):
                 yield f"{name}.{key}".lstrip("."), tensor
+
+
+def _tensors_of(module: nn.Module) -> set[Tensor]:
+    return {*module.parameters(), *module.buffers()}
 
 
 def _history(tensor: Tensor) -> tuple[int, bool, Any]:

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from procpipe.compute.wrappers import is_of_fsdp
 from procpipe.cutting.divide import differences, join_modes, keep_to_mode, pieces_of
 from procpipe.cutting.layers import layers_of
-from procpipe.cutting.record import Recorder, copied
+from procpipe.cutting.record import ReachesOutsideError, Recorder, copied
 from procpipe.cutting.sizes import SAMPLE, UNKNOWN, WHOLE, CannotCutError, line_of
 from procpipe.divided import Divided
 from procpipe.model.cut import check_module
@@ -61,7 +61,8 @@ def sequential(
 
     Records the module's forward once in train and once in eval mode, on a copy on the meta device,
     with a sample of what it is to be called with. Modules with more than a share of the parameters
-    are opened: their forward is recorded, too. The others stay whole, and may do anything. The
+    are opened: their forward is recorded, too; and so are those that use a parameter or buffer of
+    another module, which they do not register. The others stay whole, and may do anything. The
     result is cut between them where the fewest bytes cross. Sizes are those of each call; a
     decision on a size is made once, and checked in each call. Does not communicate, and changes
     neither the model nor random number generators. The model and the result share parameters:
@@ -212,6 +213,9 @@ def _recorded(
             recorder = Recorder(model, twin, opened, sample, arguments, device)
             try:
                 changed = recorder.run(args, kwargs, watched)
+            except ReachesOutsideError as error:  # as a head that is tied through a list
+                opened[error.name] = None
+                return record(is_training, watched)
             except CannotCutError:
                 raise
             except Exception as error:  # of any kind, since it is the user's code that runs

@@ -159,12 +159,12 @@ class Classifier(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(31, 8)
+        self.norm = nn.Embedding(31, 8)  # of a name that a tensor's method has, too
         self.rnn = Packed(8, 8, num_layers=2, batch_first=True, bidirectional=True)
         self.out = nn.Linear(16, 3)
 
     def forward(self, tokens):
-        h, last = self.rnn(self.embed(tokens), (tokens > 8).sum(1).clamp_(min=2))
+        h, last = self.rnn(self.norm(tokens), (tokens > 8).sum(1).clamp_(min=2))
         last = last.view(2, 2, tokens.size(0), 8)
         both = torch.cat([last[-1, 0], last[-1, 1]], dim=-1)
         return self.out(both + h.mean(dim=1))

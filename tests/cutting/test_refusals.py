@@ -186,7 +186,7 @@ def test_a_function_that_calls_the_model_itself_is_refused():
     model: Any = nn.Sequential(Base(), nn.Linear(4, 4))
     model[0].norm = nn.BatchNorm1d(4)
     model[0].between = lambda h: model[0].norm(h)
-    with pytest.raises(ValueError, match=r"(?s)own BatchNorm1d is called.*norm\(h\)\nmake it a"):
+    with pytest.raises(ValueError, match=r"(?s)own BatchNorm1d is used.*norm\(h\)\nmake it a"):
         procpipe.sequential(model, X, whole=(Base,))
     assert model[0].norm.num_batches_tracked == 0
 

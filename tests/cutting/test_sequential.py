@@ -115,6 +115,10 @@ BETWEEN = {
     "parameters in place of a module's": lambda self, h: torch.func.functional_call(
         self.second, {"weight": self.scale.diag()}, h
     ),
+    "another module's parameters": lambda self, h: torch.func.functional_call(
+        self.second, dict(self.first.named_parameters()), h
+    ),
+    "a kind of device": lambda self, h: h * (2 if h.is_meta else 3 if h.is_cpu else 4),
     "a rounded size": lambda self, h: (
         h[: math.ceil(h.shape[0] / 3)].sum(0) * round(h.shape[0] * 0.7) + h
     ),
@@ -131,6 +135,37 @@ def test_layers_compute_what_the_module_does(name):
             model.train(is_training)
             layers.train(is_training)
             assert_same(model, layers, drawn(rows, 4))
+
+
+class Tied(nn.Module):
+    """Uses a parameter of another module, which it does not register."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, h):
+        return h @ self.other[0].weight.T
+
+
+def test_a_module_that_uses_what_another_has_is_opened():
+    model: Any = Base().double()
+    model.third = Tied(model.first)
+    layers = procpipe.sequential(model, drawn(6, 4))
+    assert "third" not in layers.describe(), "else another process had a copy of first.weight"
+    assert_same(model, layers, drawn(5, 4))
+
+
+def test_ranks_compare_what_layers_compute_and_no_error():
+    def facts_of(dtype):
+        def between(self, h):
+            with torch.autocast("cpu", dtype):
+                assert self.training, object()
+                return self.second(h)
+
+        return layer_facts(cut(between)[1])
+
+    assert facts_of(torch.bfloat16) == facts_of(torch.bfloat16) != facts_of(torch.float16)
 
 
 class Chosen(nn.Module):

@@ -16,16 +16,7 @@ from tests.conftest import FUZZ_SEED
 from tests.dist.jobs import TIMEOUT_S, Job
 from tests.faults import runner
 from tests.faults.job import Fault, Progress, held_by, note_named_memory, train_plainly
-from tests.faults.rounds import (
-    NONE,
-    PROCPIPE_RUN,
-    TASK,
-    TORCHRUN,
-    Ending,
-    correct,
-    draw,
-    faults_of,
-)
+from tests.faults.rounds import NONE, PROCPIPE_RUN, TASK, TORCHRUN, Ending, correct, draw, faults_of
 
 NUM_ROUNDS = 4
 

@@ -15,12 +15,7 @@ from typing import Any
 
 import pytest
 
-from procpipe.errors import (
-    DisagreementError,
-    PeerLostError,
-    RemoteStageError,
-    StageClosedError,
-)
+from procpipe.errors import DisagreementError, PeerLostError, RemoteStageError, StageClosedError
 from procpipe.job import endings
 from procpipe.job.board import Board
 from procpipe.job.endings import follow_exceptions, line_of

@@ -13,9 +13,7 @@ from procpipe.plan.routes import Routes, Transfer
 from procpipe.plan.schedules.gpipe import backward_plan, forward_plan, gpipe
 from procpipe.plan.task import Plan, Task
 from procpipe.planner.costs import Costs, Layer
-from procpipe.planner.memory import (
-    held_bytes,
-)
+from procpipe.planner.memory import held_bytes
 from procpipe.planner.simulation import simulate
 
 COSTS = Costs((Layer("", {}, output_bytes=10), Layer("", {}, output_bytes=4)), input_bytes=100)

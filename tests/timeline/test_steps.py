@@ -18,14 +18,7 @@ from procpipe.timeline.steps import (
     ranges_text,
 )
 from tests.cases import for_each
-from tests.timeline.recordings import (
-    CLOCKS,
-    EQUAL,
-    read_step,
-    recording_of,
-    records_of,
-    traces_of,
-)
+from tests.timeline.recordings import CLOCKS, EQUAL, read_step, recording_of, records_of, traces_of
 
 S = 10**9
 OFFSETS_NS = [clock.offset_ns for clock in CLOCKS]

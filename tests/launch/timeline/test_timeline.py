@@ -14,13 +14,7 @@ from procpipe.plan.schedules.gpipe import gpipe
 from procpipe.planner import Costs, simulate
 from procpipe.timeline.chrome import TraceFile
 from procpipe.timeline.text import KIND_NAMES
-from tests.timeline.recordings import (
-    EQUAL,
-    FACTS,
-    read_step,
-    recording_of,
-    replicas_step,
-)
+from tests.timeline.recordings import EQUAL, FACTS, read_step, recording_of, replicas_step
 
 S = 10**9
 

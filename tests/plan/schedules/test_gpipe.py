@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from procpipe.plan.schedules.gpipe import (
-    clock_cycles,
-    gpipe,
-    recomputed,
-)
+from procpipe.plan.schedules.gpipe import clock_cycles, gpipe, recomputed
 from tests.plan.schedules.grids import grid, read
 
 
