@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
         self._hooked = {module for module in self.names if has_hooks(module)}
         self._originals = {*model.modules(), *(tensor for _, tensor in _owned(model))}
         self._owned = {tensor: name for name, tensor in reversed([*_owned(twin)])}
-        #: The tensors that modules have; and those of the whole one that runs.
+        #: The tensors that modules have; and of the whole one that runs, those it has or is given.
         self._tensors = {module: _tensors_of(module) for module in self.names}
         self._running: tuple[str, set[Tensor]] | None = None
         self._known: dict[int, fx.Node] = {}
@@ -287,7 +287,8 @@ class Recorder(TorchFunctionMode):
         self.is_inside = True
         drawn = random_states()  # which it may change, as it runs each time
         try:
-            self._running = self.names[module], {tensor for _, tensor in _owned(module)}
+            given = filter(torch.is_tensor, pytree.tree_leaves((args, named)))
+            self._running = self.names[module], {*given, *(t for _, t in _owned(module))}
             node, args, named = self._node("call_module", self.names[module], args, named)
             node.meta.update(keep=True, weight=sum(p.numel() for p in module.parameters()))
             return self._bind(node, self._result(module, call, args, named), args, named)

@@ -144,15 +144,20 @@ class Tied(nn.Module):
         super().__init__()
         self.other = [other]
 
-    def forward(self, h):
-        return h @ self.other[0].weight.T
+    def forward(self, h, given=None):
+        return h @ (self.other[0].weight if given is None else given).T
 
 
-def test_a_module_that_uses_what_another_has_is_opened():
-    model: Any = Base().double()
-    model.third = Tied(model.first)
+def test_a_module_that_uses_what_another_has_is_opened_but_not_one_that_is_given_it():
+    class Model(Base):
+        def between(self, h):
+            return self.inner["tied"](h, self.first.weight)
+
+    model: Any = Model().double()
+    model.third, model.inner["tied"] = Tied(model.first), Tied(model.first)
     layers = procpipe.sequential(model, drawn(6, 4))
     assert "third" not in layers.describe(), "else another process had a copy of first.weight"
+    assert "self.inner.tied(" in layers.describe()
     assert_same(model, layers, drawn(5, 4))
 
 
